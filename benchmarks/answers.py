@@ -1,4 +1,4 @@
-"""Record when the agent of a fork answers the request that sets its identity.
+"""Record when the agent of a fork answers the request that sets the fork's identity.
 
 A fork can be used as soon as its agent has answered, which may be before or after the engine returns.
 """
@@ -16,19 +16,19 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class Answers:
-    """Records every answer that an agent gives in the identity exchange: ``with watching() as answers: …``"""
+    """The answers of agents to requests that set an identity: ``with recording_answers() as answers: …``"""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
 
     def forget(self) -> None:
-        """Forget all exchanges so far."""
+        """Forget all answers recorded so far."""
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """Wait for ``count`` answered exchanges since ``forget``. Return them in the order in which they ended.
+        """Wait until ``count`` requests have been answered since ``forget``. Return them in the order of the answers.
 
-        Returns fewer exchanges after a timeout.
+        After a timeout, returns only the requests that have been answered.
         """
         deadline = time.perf_counter() + _TIMEOUT_SECONDS
         while len(exchanges := self._answered_exchanges()) < count and time.perf_counter() < deadline:
@@ -40,10 +40,12 @@ class Answers:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Answers]:
-    """Record the answers inside this context."""
+def recording_answers() -> Iterator[Answers]:
+    """Record the answers of all agents inside this context."""
     timers = Timers()
-    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_send_over_line")}):
-        if timers.missing:
-            raise RuntimeError(f"{timers.missing[0]} no longer exists: adapt benchmarks/answers.py to its replacement")
+    with timers.recording({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_send_over_line")}):
+        if timers.missing_functions:
+            raise RuntimeError(
+                f"{timers.missing_functions[0]} no longer exists: adapt benchmarks/answers.py to its replacement"
+            )
         yield Answers(timers)

@@ -1,6 +1,6 @@
 """Send HTTP requests one after the other, each on a new connection: ``python -m benchmarks.call SOCKET TARGET COUNT``.
 
-Prints a JSON list with the duration of each request in milliseconds, from connecting until the response has been read.
+Prints a JSON list with the duration of each request in milliseconds, from connecting to the end of the response.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 
 
 class _Connection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
+    def __init__(self, socket_path: str) -> None:
         super().__init__("localhost")
-        self._path = path
+        self._path = socket_path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -23,11 +23,11 @@ class _Connection(http.client.HTTPConnection):
 
 
 def main() -> None:
-    path, target, count = sys.argv[1:]
+    socket_path, target, count = sys.argv[1:]
     durations = []
     for _ in range(int(count)):
         start = time.perf_counter()
-        connection = _Connection(path)
+        connection = _Connection(socket_path)
         connection.request("GET", target)
         response = connection.getresponse()
         response.read()

@@ -44,7 +44,7 @@ class Steps:
 class Context:
     """The settings and resources that every bench receives.
 
-    ``quick``: run few rounds, only to check that the benches work. The results are not meaningful.
+    ``quick``: whether to run only a few rounds, to check that the benches work. The results are then not meaningful.
     """
 
     def __init__(self, *, quick: bool, console: Console) -> None:
@@ -73,14 +73,14 @@ class Context:
 
     @cached_property
     def kvm_xfs(self) -> KvmXfs:
-        """Return an engine on a KVM/XFS host. It is created on first use and removed at the end."""
+        """An engine on a KVM/XFS host, which is created on first use and removed at the end."""
         return self._stack.enter_context(KvmXfs(self))
 
 
 class KvmXfs:
     """An engine in this process on a separate XFS file system, with the template TEMPLATE.
 
-    Except for names, it has the default settings.
+    It has the default settings, except for paths, user ids and the network.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -143,16 +143,16 @@ class KvmXfs:
             self.live.do(self.live.engine.sandboxes.delete(sandbox.id))
 
     @contextlib.contextmanager
-    def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """Yield a snapshot of a sandbox in which ``script`` (Python) has run in the background for ``settle`` seconds.
+    def source(self, script: str = "", *, settle_seconds: float = 3.0) -> Iterator[Snapshot]:
+        """Yield a snapshot of a sandbox in which the Python program ``script`` has run for ``settle_seconds``.
 
-        At the end, removes everything except the template.
+        The program runs in the background. At the end, removes everything except the template.
         """
         try:
             sandbox = self.create_sandbox()
             if script:
                 self.run_script(sandbox, script)
-            time.sleep(settle)
+            time.sleep(settle_seconds)
             snapshot = self.capture(sandbox)
             self.delete_sandboxes(sandbox)
             yield snapshot
@@ -181,7 +181,7 @@ async def _collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
-def available_memory() -> int:
+def available_memory_bytes() -> int:
     """Return how many bytes of memory are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

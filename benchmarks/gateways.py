@@ -12,10 +12,17 @@ from tests.support.gateway import PROGRAM, Gateway
 
 @contextlib.contextmanager
 def companion_gateway(host: KvmXfs, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway with the configuration of ``host`` plus ``sections``. Removes its sandboxes at the end."""
+    """Run a gateway with the configuration of ``host``, in which ``sections`` replace the sections of the same names.
+
+    Removes the sandboxes of the gateway at the end.
+    """
     config = host.config.model_dump(mode="json")
-    base = {"kvm_xfs": config["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
-    gateway = Gateway(host.mount_point, base | sections, program=program)
+    base_config = {
+        "kvm_xfs": config["kvm_xfs"],
+        "network": {"pool": host.config.network.pool},
+        "log": {"level": "info"},
+    }
+    gateway = Gateway(host.mount_point, base_config | sections, program=program)
     host.copy_templates(gateway.state_root)
     try:
         gateway.start()

@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Measure:
-    """Samples of one quantity. ``floor`` is the key of another measure in the same result, which is its lower bound."""
+    """Samples of one quantity. ``floor`` is the key of the measure in the same result that is the lower bound."""
 
     key: str
     title: str
@@ -33,7 +33,7 @@ class Measure:
     floor: str = ""
     target: Target | None = None
     part_of: str = ""
-    """Key of the measure whose time this one is a part of. Parts are indented in tables and drawn as a bar."""
+    """The key of the measure that includes this one. Parts are indented in tables and drawn as one stacked bar."""
 
     @property
     def p50(self) -> float:
@@ -57,7 +57,7 @@ class Result:
     measures: dict[str, Measure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def measure(
+    def add_measure(
         self,
         key: str,
         title: str,
@@ -73,11 +73,11 @@ class Result:
         self.measures[key] = measure
         return measure
 
-    def add_parts(self, of: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
-        """Add a part of the measure ``of`` for each key of ``titles`` that has samples."""
+    def add_parts(self, measure_key: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
+        """Add a part of the measure ``measure_key`` for each key of ``titles`` that has samples."""
         for key, title in titles.items():
             if samples.get(key):
-                self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
+                self.add_measure(f"{measure_key}.{key}", title, samples=samples[key], part_of=measure_key)
 
     def ratio(self, measure: Measure) -> float | None:
         """Return p50 divided by the floor's p50, or None if there is no floor or it is 0."""
@@ -87,7 +87,7 @@ class Result:
         return measure.p50 / floor.p50
 
     def meets_target(self, measure: Measure) -> bool | None:
-        """Return whether the measure meets its target, or None if it has no target or no samples."""
+        """Return whether the measure meets its target, or None if it has no target, samples or floor to decide this."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
@@ -123,7 +123,7 @@ class Result:
 
 
 class Bench(Protocol):
-    """The interface of a bench. Each bench is a file in ``benches/`` and is listed in ``benches.BENCHES``."""
+    """The interface of a bench. Each bench has its own file in ``benches/`` and is listed in ``benches.BENCHES``."""
 
     name: str
     title: str
@@ -132,5 +132,5 @@ class Bench(Protocol):
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest samples, or 0 if there are no samples."""
+    """Return a percentile of the samples, with linear interpolation, or 0 if there are no samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

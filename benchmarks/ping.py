@@ -21,7 +21,7 @@ from types import TracebackType
 _INTERVAL_SECONDS = 0.001
 _ECHO_REQUEST, _ECHO_REPLY = 8, 0
 _IDENTIFIER = 0x6762
-_STAMP = struct.Struct("!d")
+_TIMESTAMP = struct.Struct("!d")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Answer:
 class Ping:
     """Sends a ping every millisecond inside this context. Afterwards, ``answers`` contains the answers.
 
-    ``prefix``: words that make a command run in the network of ``address``.
+    ``prefix``: a command that runs the rest of its command line in the network of ``address``.
     """
 
     def __init__(self, address: str, *, prefix: Sequence[str] = ()) -> None:
@@ -68,18 +68,18 @@ class Ping:
         self._process.stdin.flush()
 
     def longest_wait(self, start: float, end: float) -> float:
-        """Return the longest wait in milliseconds between ``start`` and ``end``."""
+        """Return the longest wait for an answer between ``start`` and ``end``, in milliseconds."""
         return longest_wait(self.answers, start, end)
 
 
 def longest_wait(answers: list[Answer], start: float, end: float) -> float:
-    """Return the longest wait in milliseconds between ``start`` and ``end``.
+    """Return the longest wait for an answer between ``start`` and ``end``, in milliseconds.
 
     The wait for an unanswered ping lasts until a later ping is answered.
     """
     waits = [answer.received - answer.sent for answer in answers if start <= answer.sent <= end]
-    received = sorted(answer.received for answer in answers if start <= answer.received <= end)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(received)]
+    receive_times = sorted(answer.received for answer in answers if start <= answer.received <= end)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(receive_times)]
     return max([*waits, *gaps], default=end - start) * 1000
 
 
@@ -89,8 +89,8 @@ def _checksum(data: bytes) -> int:
     return ~(total + (total >> 16)) & 0xFFFF
 
 
-def _request(now: float) -> bytes:
-    payload = _STAMP.pack(now)
+def _echo_request(now: float) -> bytes:
+    payload = _TIMESTAMP.pack(now)
     header = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, _IDENTIFIER, 0)
     return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _checksum(header + payload), _IDENTIFIER, 0) + payload
 
@@ -102,21 +102,21 @@ def _main(address: str) -> None:
     """
     answers: list[tuple[float, float]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
-        due = time.monotonic()
-        deadline = due + 30
+        next_ping = time.monotonic()
+        deadline = next_ping + 30
         while True:
             now = time.monotonic()
-            if now >= due:
-                raw.sendto(_request(now), (address, 0))
-                due = max(due + _INTERVAL_SECONDS, now)
-            ready, _, _ = select.select([raw, sys.stdin], [], [], max(0.0, due - time.monotonic()))
+            if now >= next_ping:
+                raw.sendto(_echo_request(now), (address, 0))
+                next_ping = max(next_ping + _INTERVAL_SECONDS, now)
+            ready, _, _ = select.select([raw, sys.stdin], [], [], max(0.0, next_ping - time.monotonic()))
             if raw in ready:
                 packet = raw.recv(2048)
                 message = packet[(packet[0] & 15) * 4 :]
                 if message[0] == _ECHO_REPLY and message[4:6] == struct.pack("!H", _IDENTIFIER) and len(message) >= 16:
                     if not answers:
                         print("answered", flush=True)
-                    answers.append((_STAMP.unpack_from(message, 8)[0], time.monotonic()))
+                    answers.append((_TIMESTAMP.unpack_from(message, 8)[0], time.monotonic()))
             if sys.stdin in ready:
                 line = sys.stdin.readline()
                 if not line:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.support import session
 
-_HERE = Path(__file__).parent / "ansible"
+_PLUGIN_DIRECTORY = Path(__file__).parent / "ansible"
 _TIMEOUT_SECONDS = 1800
 
 
@@ -27,9 +27,9 @@ class TimedTask:
 
 
 class Plays:
-    """Runs plays with the collection of this repository. ``scratch``: a directory for their files.
+    """Runs plays with the collection of this repository. ``scratch`` is a directory for their files.
 
-    ``environment``: additional environment variables, which override the default ones.
+    ``environment`` contains additional environment variables, which override the default ones.
     """
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -43,12 +43,15 @@ class Plays:
         tasks: Sequence[Mapping[str, Any]],
         *,
         forks: int = 5,
-        changes: bool = True,
-        **keywords: Any,
+        may_change: bool = True,
+        **play_keywords: Any,
     ) -> list[TimedTask]:
-        """Run a play on all hosts. Raises RuntimeError if a task fails or unexpectedly changes something."""
+        """Run a play on all hosts and return the durations of its tasks.
+
+        Raises RuntimeError if a task fails, or if a task changes something and ``may_change`` is False.
+        """
         playbook, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
-        play = {"hosts": "all", "gather_facts": False, **keywords, "tasks": list(tasks)}
+        play = {"hosts": "all", "gather_facts": False, **play_keywords, "tasks": list(tasks)}
         playbook.write_text(json.dumps([play]))
         clock.write_text("")
         program = Path(sys.executable).with_name("ansible-playbook")
@@ -63,9 +66,9 @@ class Plays:
             check=False,
         )
         events = [json.loads(line) for line in clock.read_text().splitlines()]
-        hosts = events[-1].get("hosts", {}) if events else {}
-        has_failed = not hosts or any(host["failures"] or host["unreachable"] for host in hosts.values())
-        if result.returncode or has_failed or (not changes and any(host["changed"] for host in hosts.values())):
+        host_stats = events[-1].get("hosts", {}) if events else {}
+        has_failed = not host_stats or any(host["failures"] or host["unreachable"] for host in host_stats.values())
+        if result.returncode or has_failed or (not may_change and any(host["changed"] for host in host_stats.values())):
             raise RuntimeError(
                 f"the play failed or changed something unexpectedly:\n{result.stdout[-3000:]}\n{result.stderr[-2000:]}"
             )
@@ -76,8 +79,8 @@ class Plays:
 
     def _settings(self, clock: Path) -> dict[str, str]:
         return {
-            "ANSIBLE_ACTION_PLUGINS": str(_HERE / "action"),
-            "ANSIBLE_CALLBACK_PLUGINS": str(_HERE / "callback"),
+            "ANSIBLE_ACTION_PLUGINS": str(_PLUGIN_DIRECTORY / "action"),
+            "ANSIBLE_CALLBACK_PLUGINS": str(_PLUGIN_DIRECTORY / "callback"),
             "ANSIBLE_CALLBACKS_ENABLED": "clock",
             "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
             "ANSIBLE_HOME": str(self._scratch / "home"),

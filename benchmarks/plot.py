@@ -13,23 +13,26 @@ from benchmarks.rivals.table import MACHINES, PLAYBOOKS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "plots need matplotlib. Run .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
-_INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
+MATPLOTLIB_MISSING = (
+    "--plot requires matplotlib, which is not installed. "
+    "Run .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
+)
+_TEXT_COLOUR, _MUTED_COLOUR, _GRID_COLOUR = "#1f2430", "#667085", "#e4e7ec"
 _FLOOR_COLOUR, _RETURNED_COLOUR, _MAIN_COLOUR = "#98a2b3", "#8fc1f0", "#0b6bcb"
 _SECOND_COLOUR, _TARGET_COLOUR = "#12a594", "#d92d20"
-_PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
+_PART_COLOURS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "alignment": "left", "borderaxespad": 0.2}
 _SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
+    "text.color": _TEXT_COLOUR,
+    "axes.edgecolor": _GRID_COLOUR,
+    "axes.labelcolor": _MUTED_COLOUR,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
+    "xtick.color": _MUTED_COLOUR,
+    "ytick.color": _MUTED_COLOUR,
     "svg.hashsalt": "grove.sandbox",
 }
 
@@ -39,93 +42,97 @@ def is_available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(document: dict[str, Any], target: Path) -> None:
-    """Draw the PLOTTED_BENCHES in ``document`` as SVG. The document must contain at least one of them."""
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Draw those of PLOTTED_BENCHES that are in ``document`` as an SVG file. At least one of them must be there."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     benches = [(name, document["benches"][name]["measures"]) for name in _PLOTTERS if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
-        widths = [_WIDTHS.get(name, 5.8) for name, _ in benches]
+        widths = [_WIDTHS_INCHES.get(name, 5.8) for name, _ in benches]
         figure = Figure(figsize=(sum(widths), 6.4), layout="constrained")
         lower_height = 1 if _BENCHES_WITH_LOWER_PLOT & {name for name, _ in benches} else 0.01
         axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, lower_height), width_ratios=widths)
         for column, (name, measures) in enumerate(benches):
             _PLOTTERS[name](axes[0][column], axes[1][column], measures)
-        figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+        figure.text(0.005, -0.02, _caption(document), color=_MUTED_COLOUR, fontsize=8, va="top")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
 
 
-def _draw_pause(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    above.set_title("Capture: how long a running sandbox is paused")
-    _draw_distribution(above, measures["floor"], _FLOOR_COLOUR, "floor: bare QMP, no page copied")
-    _draw_distribution(above, measures["pause"], _MAIN_COLOUR, "source pause, measured by the host")
-    _draw_distribution(above, measures["outside"], _SECOND_COLOUR, "longest wait for a ping during the capture")
-    _draw_limit(above, measures["pause"]["target"]["limit"], "target for the median")
-    _label_axes(above, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")])
-    _draw_parts(below, measures, "pause")
+def _draw_pause(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+    upper_plot.set_title("Capture: how long a running sandbox is paused")
+    _draw_distribution(upper_plot, measures["floor"], _FLOOR_COLOUR, "floor: bare QMP, no page copied")
+    _draw_distribution(upper_plot, measures["pause"], _MAIN_COLOUR, "source pause, measured by the host")
+    _draw_distribution(upper_plot, measures["outside"], _SECOND_COLOUR, "longest wait for a ping during the capture")
+    _draw_limit(upper_plot, measures["pause"]["target"]["limit"], "target for the median")
+    _label_axes(
+        upper_plot, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")]
+    )
+    _draw_parts(lower_plot, measures, "pause")
 
 
-def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    above.set_title("Cold fork: how long until it answers")
-    _draw_distribution(above, measures["floor"], _FLOOR_COLOUR, "floor: QEMU start and state load, no gateway")
-    _draw_distribution(above, measures["returned"], _RETURNED_COLOUR, "fork, until the engine returned it")
-    _draw_distribution(above, measures["answered"], _MAIN_COLOUR, "fork, until the agent answered")
-    _draw_distribution(above, measures["exec"], _SECOND_COLOUR, "fork, until a first command has run")
+def _draw_fork(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+    upper_plot.set_title("Cold fork: how long until it answers")
+    _draw_distribution(upper_plot, measures["floor"], _FLOOR_COLOUR, "floor: QEMU start and state load, no gateway")
+    _draw_distribution(upper_plot, measures["returned"], _RETURNED_COLOUR, "fork, until the engine returned it")
+    _draw_distribution(upper_plot, measures["answered"], _MAIN_COLOUR, "fork, until the agent answered")
+    _draw_distribution(upper_plot, measures["exec"], _SECOND_COLOUR, "fork, until a first command has run")
     limit = measures["answered"]["target"]["limit"]
-    _draw_limit(above, limit * measures["floor"]["p50"], f"target for the median: {limit:g} x the floor's median")
-    _label_axes(above, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
-    _draw_parts(below, measures, "answered")
+    _draw_limit(upper_plot, limit * measures["floor"]["p50"], f"target for the median: {limit:g} x the floor's median")
+    _label_axes(upper_plot, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
+    _draw_parts(lower_plot, measures, "answered")
 
 
-def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    above.set_title("The gateway's resident memory in mixed use")
+def _draw_memory(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+    upper_plot.set_title("The gateway's resident memory in mixed use")
     for key, colour, label in (
         ("before", _FLOOR_COLOUR, "with the C library's settings"),
         ("now", _MAIN_COLOUR, "with its own settings"),
     ):
         samples = [sample / (1 << 20) for sample in measures[key]["samples"]]
         full_label = f"{label} (at the end {samples[-1]:.0f} MiB)"
-        above.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=full_label)
-    above.set_ylim(0, 1.1 * max(measures[key]["max"] for key in ("before", "now")) / (1 << 20))
-    above.set_xlabel("rounds: create, run, upload, snapshot, fork, roll back, remove")
-    above.set_ylabel("MiB")
-    _draw_frame(above)
-    below.set_visible(False)
+        upper_plot.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=full_label)
+    upper_plot.set_ylim(0, 1.1 * max(measures[key]["max"] for key in ("before", "now")) / (1 << 20))
+    upper_plot.set_xlabel("rounds: create, run, upload, snapshot, fork, roll back, remove")
+    upper_plot.set_ylabel("MiB")
+    _draw_frame(upper_plot)
+    lower_plot.set_visible(False)
 
 
-def _draw_scale(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    """Draw the medians by the number of snapshots. Both axes of the upper plot are logarithmic."""
+def _draw_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+    """Draw the medians against the number of snapshots. Both axes of the upper plot are logarithmic."""
     sizes = sorted(int(key.removeprefix("start_")) for key in measures if key.startswith("start_"))
-    above.set_title("The gateway with many snapshots")
+    upper_plot.set_title("The gateway with many snapshots")
     for key, colour, label in (
         ("floor_start", _FLOOR_COLOUR, "floor of a start: read and parse the manifests"),
         ("start", _MAIN_COLOUR, "start"),
-        ("floor_request", _PARTS[6], "floor of a request: an empty list"),
+        ("floor_request", _PART_COLOURS[6], "floor of a request: an empty list"),
         ("page", _SECOND_COLOUR, "list 100 snapshots"),
         ("show", _RETURNED_COLOUR, "show a snapshot, by name"),
-        ("lineage", _PARTS[4], "whole lineage"),
+        ("lineage", _PART_COLOURS[4], "whole lineage"),
     ):
         medians = [measures[f"{key}_{size}"]["p50"] for size in sizes]
-        above.plot(sizes, medians, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({medians[-1]:.3g})")
-    above.set_xscale("log")
-    above.set_yscale("log")
-    above.set_xlabel("snapshots, with a stopped sandbox for every fifth")
-    above.set_ylabel("milliseconds, median")
-    _draw_frame(above)
+        upper_plot.plot(
+            sizes, medians, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({medians[-1]:.3g})"
+        )
+    upper_plot.set_xscale("log")
+    upper_plot.set_yscale("log")
+    upper_plot.set_xlabel("snapshots, with a stopped sandbox for every fifth")
+    upper_plot.set_ylabel("milliseconds, median")
+    _draw_frame(upper_plot)
     memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
-    below.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
-    below.set_title(f"Resident memory after the start, MiB (at the end {memory[-1]:.0f})", fontsize=9)
-    below.set_xscale("log")
-    below.set_ylim(0, 1.2 * max(memory))
-    below.grid(color=_GRID, linewidth=0.8)
-    below.spines[["top", "right"]].set_visible(False)
+    lower_plot.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
+    lower_plot.set_title(f"Resident memory after the start, MiB (at the end {memory[-1]:.0f})", fontsize=9)
+    lower_plot.set_xscale("log")
+    lower_plot.set_ylim(0, 1.2 * max(memory))
+    lower_plot.grid(color=_GRID_COLOUR, linewidth=0.8)
+    lower_plot.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_rivals(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+def _draw_rivals(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
     """Draw a bar for each operation of each rival, on a logarithmic axis."""
-    above.set_title("Snapshot, fork and rollback with other tools: medians (number of samples)")
+    upper_plot.set_title("Snapshot, fork and rollback with other tools: medians (number of samples)")
     position, ticks = 0.0, []
     for columns, prefix in ((MACHINES, ""), (PLAYBOOKS, "playbook: ")):
         for operation, title in _RIVAL_OPERATIONS.items():
@@ -137,24 +144,24 @@ def _draw_rivals(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
                 value, label = _RIVAL_AXIS_START, "not offered"
                 if measure and measure["n"]:
                     value, label = measure["p50"], f"{format_amount(measure['p50'], 'ms')} ({measure['n']})"
-                    above.barh([position], [value], color=_RIVAL_COLOURS[column], height=0.85)
-                above.text(value, position, f" {label}", fontsize=6, va="center", color=_MUTED)
+                    upper_plot.barh([position], [value], color=_RIVAL_COLOURS[column], height=0.85)
+                upper_plot.text(value, position, f" {label}", fontsize=6, va="center", color=_MUTED_COLOUR)
                 position += 1
             position += 1
     titles = MACHINES | {column: f"playbook: {title}" for column, title in PLAYBOOKS.items()}
     for column, title in titles.items():
-        above.barh([0], [0], color=_RIVAL_COLOURS[column], label=title.replace("`", ""))
-    above.set_xscale("log")
-    above.xaxis.set_major_formatter("{x:,.0f}")
+        upper_plot.barh([0], [0], color=_RIVAL_COLOURS[column], label=title.replace("`", ""))
+    upper_plot.set_xscale("log")
+    upper_plot.xaxis.set_major_formatter("{x:,.0f}")
     medians = [measure["p50"] for measure in measures.values() if measure["n"] and measure["unit"] == "ms"]
-    above.set_xlim(_RIVAL_AXIS_START, 4 * max(medians))
-    above.set_ylim(position - 0.5, -1)
-    above.set_yticks([middle for middle, _ in ticks], [label for _, label in ticks])
-    above.set_xlabel("milliseconds, logarithmic")
-    _draw_frame(above)
-    above.grid(visible=False, axis="y")
-    above.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=2, **_LEGEND)
-    below.set_visible(False)
+    upper_plot.set_xlim(_RIVAL_AXIS_START, 4 * max(medians))
+    upper_plot.set_ylim(position - 0.5, -1)
+    upper_plot.set_yticks([middle for middle, _ in ticks], [label for _, label in ticks])
+    upper_plot.set_xlabel("milliseconds, logarithmic")
+    _draw_frame(upper_plot)
+    upper_plot.grid(visible=False, axis="y")
+    upper_plot.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=2, **_LEGEND)
+    lower_plot.set_visible(False)
 
 
 _RIVAL_AXIS_START = 1.0
@@ -174,7 +181,7 @@ _RIVAL_COLOURS = {
     "our_play": _MAIN_COLOUR,
     "hand_play": _FLOOR_COLOUR,
 }
-_WIDTHS = {"rivals": 9.0}
+_WIDTHS_INCHES = {"rivals": 9.0}
 _BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale"}
 _PLOTTERS = {
     "pause": _draw_pause,
@@ -214,7 +221,7 @@ def _label_axes(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) 
 
 
 def _draw_frame(axes: Axes) -> None:
-    axes.grid(color=_GRID, linewidth=0.8)
+    axes.grid(color=_GRID_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.19), **_LEGEND)
@@ -224,7 +231,7 @@ def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
     """Draw the medians of the parts of a measure as one stacked bar."""
     start = 0.0
     parts = [part for part in measures.values() if part.get("part_of") == key and part["p50"] > 0]
-    for part, colour in zip(parts, _PARTS, strict=False):
+    for part, colour in zip(parts, _PART_COLOURS, strict=False):
         axes.barh([0], [part["p50"]], left=start, color=colour, height=0.6, label=f"{part['title']}: {part['p50']:.3g}")
         start += part["p50"]
     axes.set_title("Where the time goes: medians of the parts, ms", fontsize=9)
@@ -249,7 +256,7 @@ def _caption(document: dict[str, Any]) -> str:
         if name in document["benches"]
     ]
     accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}.get(machine["accelerator"])
-    # Benches without machines do not know QEMU.
+    # A run of only benches without machines has no accelerator.
     emulator = f"QEMU {machine['qemu']} with {accelerator}, " if accelerator else ""
     return (
         f"{', '.join(counts)}; {emulator}{machine['cpus']} CPUs, "

@@ -1,7 +1,7 @@
 """Measure the floor of a KVM/XFS host: QEMU with the gateway's command line, but without the gateway.
 
-Files, network slot and sockets are created before the clock starts. Any program that starts this QEMU on these
-files needs at least the measured time.
+The files, the network slot and the sockets are created before the clock starts. Any program that starts this QEMU on
+these files needs at least the measured time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, build_arguments
@@ -40,22 +40,22 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds since just before the process was created."""
+    """When a machine reached two states, in milliseconds since just before its process was created."""
 
-    answered: float
-    """Until QEMU has answered qmp_capabilities and query-status, so that its main loop runs."""
-    running: float
-    """Until the device state is loaded and the guest runs again."""
+    answer_ms: float
+    """QEMU has answered qmp_capabilities and query-status, so its main loop is running."""
+    running_ms: float
+    """The device state has been loaded and the guest is running again."""
 
 
 class RawMachine:
-    """A QEMU process without a gateway. Call ``start``, measure, then call ``end``. It can then be started again."""
+    """A QEMU process without a gateway. Call ``start``, measure, then call ``stop``. It can then be started again."""
 
-    def __init__(self, files: Instance, spec: MachineSpec, slot: Slot, state: Path) -> None:
+    def __init__(self, files: InstanceFiles, spec: MachineSpec, slot: Slot, state: Path) -> None:
         self.files = files
         self.slot = slot
         self._spec = spec
-        self._state = state
+        self._state_file = state
         self._log = files.run / "qemu.log"
         self._monitor: Monitor | None = None
         self._line: socket.socket | None = None
@@ -71,7 +71,7 @@ class RawMachine:
 
         ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
         """
-        with self._running(deferred=stepwise) as (start_time, address, state):
+        with self._starting(deferred=stepwise) as (start_time, address, state):
             self._monitor = monitor = Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
@@ -79,14 +79,14 @@ class RawMachine:
             if stepwise:
                 monitor.execute("migrate-incoming", {"uri": f"fd:{state}"})
             while status["status"] != "running":
-                monitor.wait_event("RESUME", 0.005)
+                monitor.wait_for_event("RESUME", 0.005)
                 status = monitor.execute("query-status")
             resume_time = time.perf_counter()
         return Times((answer_time - start_time) * 1000, (resume_time - start_time) * 1000)
 
     def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
-        with self._running(deferred=True) as (_, address, _):
+        with self._starting(deferred=True) as (_, address, _):
             self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
@@ -96,7 +96,7 @@ class RawMachine:
         Does not execute QMP commands.
         """
         message = b"?" + uuid.uuid4().bytes
-        with self._running(deferred=False) as (start_time, _, _):
+        with self._starting(deferred=False) as (start_time, _, _):
             assert self._line is not None
             self._line.settimeout(_TIMEOUT_SECONDS)
             self._line.sendall(message)
@@ -107,14 +107,14 @@ class RawMachine:
 
     def start_paused(self) -> None:
         """Start QEMU, load the state, and leave the guest paused."""
-        with self._running(deferred=False, hold=True) as (_, address, _):
+        with self._starting(deferred=False, hold=True) as (_, address, _):
             self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
             while self._monitor.execute("query-status")["status"] == "inmigrate":
                 time.sleep(_RETRY_SECONDS)
 
     def resume_and_ping(self) -> tuple[float, float]:
-        """Resume the guest of a paused machine, with a message on its serial line.
+        """Resume the guest of a paused machine while a message is waiting on its serial line.
 
         Returns the milliseconds until QEMU has answered, and until the agent has answered.
         """
@@ -136,16 +136,16 @@ class RawMachine:
         while message not in received:
             chunk = self._line.recv(4096)
             if not chunk:
-                raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
+                raise RuntimeError(f"QEMU exited before its guest answered: {self._log_tail()}")
             received += chunk
 
     @contextlib.contextmanager
-    def _running(self, *, deferred: bool, hold: bool = False) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU. Yields the start time, the address of its QMP socket, and its descriptor for the device state."""
+    def _starting(self, *, deferred: bool, hold: bool = False) -> Iterator[tuple[float, str, int]]:
+        """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,
-            self._state.open("rb") as state,
+            self._state_file.open("rb") as state,
         ):
             address = f"\0bench-{uuid.uuid4()}"
             listener.bind(address)
@@ -170,8 +170,8 @@ class RawMachine:
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.pass_descriptor(descriptor)
 
-    def connect(self) -> None:
-        """Wait until the guest accepts a connection to its agent's port."""
+    def wait_until_connected(self) -> None:
+        """Wait until the guest accepts a connection to its agent's port. Raises RuntimeError after a timeout."""
         deadline = time.perf_counter() + _TIMEOUT_SECONDS
         attempts: list[socket.socket] = []
         try:
@@ -186,9 +186,9 @@ class RawMachine:
         finally:
             for each in attempts:
                 each.close()
-        raise RuntimeError(f"the guest did not answer within {_TIMEOUT_SECONDS:g} s: {self._output()}")
+        raise RuntimeError(f"the guest did not answer within {_TIMEOUT_SECONDS:g} s: {self._log_tail()}")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -227,7 +227,7 @@ class RawMachine:
             raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
         return start_time
 
-    def _output(self) -> str:
+    def _log_tail(self) -> str:
         return self._log.read_text(errors="replace").strip()[-500:]
 
 
@@ -254,25 +254,25 @@ class RawQemu:
 
     def __exit__(self, *_: object) -> None:
         for machine in self._machines:
-            machine.end()
+            machine.stop()
         for machine in self._machines:
             self._live.do(self._slots.release(machine.slot))
         self._live.do(self._slots.destroy())
         _remove(self._directory)
 
-    def machines(self, count: int) -> list[RawMachine]:
-        """Return ``count`` machines that are not running. Stops and reuses earlier machines, with new disks."""
+    def prepare_machines(self, count: int) -> list[RawMachine]:
+        """Return ``count`` machines that are not running. Stops earlier machines and reuses them with new disks."""
         while len(self._machines) < count:
             self._machines.append(self._create_machine(len(self._machines)))
         for machine in self._machines[:count]:
-            machine.end()
+            machine.stop()
             machine.files.disk.unlink()
             reflink.clone(self._source.disk, machine.files.disk)
         return self._machines[:count]
 
     def start_concurrently(self, count: int, concurrency: int) -> float:
         """Start ``count`` machines, ``concurrency`` at a time. Returns the milliseconds until all are running."""
-        machines = self.machines(count)
+        machines = self.prepare_machines(count)
         with ThreadPoolExecutor(concurrency) as pool:
             list(pool.map(lambda machine: None, machines))  # create the threads before the clock starts
             start_time = time.perf_counter()
@@ -281,7 +281,7 @@ class RawQemu:
 
     def _create_machine(self, number: int) -> RawMachine:
         slot = self._live.do(self._slots.take(NetworkPolicy()))
-        files = Instance(self._directory / str(number))
+        files = InstanceFiles(self._directory / str(number))
         files.directory.mkdir(mode=0o711)
         files.run.mkdir(mode=0o700)
         reflink.clone(self._source.disk, files.disk)
@@ -305,13 +305,13 @@ class RawQemu:
 
 
 class Monitor:
-    """A minimal QMP client over a plain socket, one command at a time."""
+    """A minimal QMP client over a plain socket, which executes one command at a time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(_TIMEOUT_SECONDS)
         self._socket.connect(address)
-        self._data = b""
+        self._buffer = b""
         self._events: list[str] = []
         self._read_message()  # the greeting
 
@@ -323,11 +323,11 @@ class Monitor:
         socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
         return f"/dev/fdset/{self._read_answer('add-fd')['fdset-id']}"
 
-    def wait_event(self, name: str, seconds: float) -> None:
+    def wait_for_event(self, name: str, seconds: float) -> None:
         """Wait for an event for at most ``seconds``."""
         deadline = time.perf_counter() + seconds
         while name not in self._events and (remaining := deadline - time.perf_counter()) > 0:
-            if b"\n" in self._data or select.select([self._socket], [], [], remaining)[0]:
+            if b"\n" in self._buffer or select.select([self._socket], [], [], remaining)[0]:
                 self._record_event(self._read_message())
         self._events.clear()
 
@@ -341,7 +341,7 @@ class Monitor:
                 result: dict[str, Any] = message["return"]
                 return result
             if "error" in message:
-                raise RuntimeError(f"QEMU refused {command}: {message['error']}")
+                raise RuntimeError(f"QEMU rejected {command}: {message['error']}")
             self._record_event(message)
 
     def _record_event(self, message: dict[str, Any]) -> None:
@@ -349,18 +349,18 @@ class Monitor:
             self._events.append(message["event"])
 
     def _read_message(self) -> dict[str, Any]:
-        while b"\n" not in self._data:
+        while b"\n" not in self._buffer:
             received = self._socket.recv(1 << 16)
             if not received:
                 raise RuntimeError("QEMU closed its QMP connection")
-            self._data += received
-        line, self._data = self._data.split(b"\n", 1)
+            self._buffer += received
+        line, self._buffer = self._buffer.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
         return message
 
 
-def read_memory(pid: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+def read_memory_usage(pid: int) -> Iterator[tuple[str, int]]:
+    """Yield the name and the bytes of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         yield name.removesuffix(":"), int(value) * 1024

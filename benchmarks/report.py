@@ -15,15 +15,15 @@ from rich.table import Table
 
 from benchmarks.measure import Measure, Result
 
-SCHEMA = 1
-_WIDTH = 120
+SCHEMA_VERSION = 1
+_TABLE_WIDTH = 120
 
 
 def describe_machine(accelerator: str, qemu: str) -> dict[str, Any]:
-    """Return the properties of the machine that the numbers depend on."""
+    """Return the properties of the machine that affect the results."""
     return {
         "cpus": os.cpu_count(),
-        "cpu_model": _field("/proc/cpuinfo", "model name"),
+        "cpu_model": _read_field("/proc/cpuinfo", "model name"),
         "memory_mb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20,
         "kernel": platform.release(),
         "qemu": qemu,
@@ -38,10 +38,10 @@ def build_document(
 ) -> dict[str, Any]:
     """Return the results in the format that README.md describes under "JSON"."""
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "started_at": start_time.isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": _describe_commit(),
         "quick": quick,
         "failed": failed,
         "machine": machine,
@@ -52,10 +52,10 @@ def build_document(
 def create_console() -> Console:
     """Return a console for standard output. If the output is not a terminal, the console is as wide as the tables."""
     console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    return console if console.is_terminal else Console(width=_TABLE_WIDTH)
 
 
-def show(result: Result, console: Console) -> None:
+def print_result(result: Result, console: Console) -> None:
     settings = ", ".join(f"{key} {_format_value(value)}" for key, value in result.settings.items())
     table = Table(title=f"{result.name}: {result.title}", title_justify="left")
     table.caption, table.caption_justify = settings, "left"
@@ -63,14 +63,14 @@ def show(result: Result, console: Console) -> None:
     for heading in ("p50", "p95", "n", "floor p50", "ratio", "target"):
         table.add_column(heading, justify="right", no_wrap=True)
     for measure in result.measures.values():
-        table.add_row(*_row(result, measure), style="dim" if measure.part_of else "")
+        table.add_row(*_format_row(result, measure), style="dim" if measure.part_of else "")
     console.print(table)
     for note in result.notes:
         console.print(f"  {note}", style="yellow")
     console.print()
 
 
-def _row(result: Result, measure: Measure) -> list[str]:
+def _format_row(result: Result, measure: Measure) -> list[str]:
     title = f"  {measure.title}" if measure.part_of else measure.title
     if not measure.samples:
         return [title, "-", "-", "0", "", "", ""]
@@ -83,11 +83,11 @@ def _row(result: Result, measure: Measure) -> list[str]:
         str(len(measure.samples)),
         format_amount(floor.p50, floor.unit) if floor else "",
         "" if ratio is None else f"{ratio:.2f}",
-        _target(result, measure),
+        _format_target(result, measure),
     ]
 
 
-def _target(result: Result, measure: Measure) -> str:
+def _format_target(result: Result, measure: Measure) -> str:
     if measure.target is None:
         return ""
     limit = (
@@ -113,7 +113,7 @@ def _format_value(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _field(path: str, name: str) -> str:
+def _read_field(path: str, name: str) -> str:
     for line in Path(path).read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -121,8 +121,8 @@ def _field(path: str, name: str) -> str:
     return ""
 
 
-def _commit() -> str:
-    """Return the measured commit, followed by "+" if files have changed since, or "" outside a git tree."""
+def _describe_commit() -> str:
+    """Return the measured commit, with a "+" if files have changed since, or "" outside a Git repository."""
     git = shutil.which("git")
     if git is None:
         return ""

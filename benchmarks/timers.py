@@ -32,23 +32,23 @@ class Span:
 
 
 class Timers:
-    """Records every call of some functions: ``with timers.watching({key: (owner, name)}): …``
+    """Records every call of the given functions: ``with timers.recording({key: (owner, name)}): …``
 
-    A function that does not exist, for example because it was renamed, is skipped and listed in ``missing``. The other
-    results remain valid.
+    A function that does not exist, for example because it was renamed, is skipped and listed in ``missing_functions``.
+    The other results remain valid.
     """
 
     def __init__(self) -> None:
         self._spans: dict[str, list[Span]] = defaultdict(list)
-        self.missing: list[str] = []
+        self.missing_functions: list[str] = []
 
     @contextlib.contextmanager
-    def watching(self, functions: dict[str, FunctionRef]) -> Iterator[Timers]:
+    def recording(self, functions: dict[str, FunctionRef]) -> Iterator[Timers]:
         with contextlib.ExitStack() as undo:
             for key, (owner, name) in functions.items():
                 original = inspect.getattr_static(owner, name, None)
                 if original is None:
-                    self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
+                    self.missing_functions.append(f"{getattr(owner, '__name__', owner)}.{name}")
                     continue
                 setattr(owner, name, self._wrap(key, original))
                 undo.callback(setattr, owner, name, original)
@@ -60,7 +60,7 @@ class Timers:
         return [span for span in successful_spans if all(argument in span.args[1:] for argument in arguments)]
 
     def take(self) -> dict[str, list[Span]]:
-        """Return the calls recorded since the last call of this method."""
+        """Return the calls recorded since the last ``take``, by the key of the function."""
         spans, self._spans = dict(self._spans), defaultdict(list)
         return spans
 
@@ -105,14 +105,14 @@ def time_call(work: Callable[[], T]) -> tuple[T, float]:
 def split_time(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
     """Return the milliseconds of ``whole`` that were spent in each part, with the remainder under "rest".
 
-    The values add up to the duration of ``whole``. If parts overlap, the time is attributed to the first of them.
+    The values add up to the duration of ``whole``. If parts overlap, the time is attributed to the one listed first.
     """
     edges = {whole.start, whole.end}
     for spans in parts.values():
         edges.update(edge for span in spans for edge in (span.start, span.end) if whole.start < edge < whole.end)
-    ordered = sorted(edges)
+    sorted_edges = sorted(edges)
     totals = dict.fromkeys([*parts, "rest"], 0.0)
-    for start, end in itertools.pairwise(ordered):
+    for start, end in itertools.pairwise(sorted_edges):
         active_keys = (
             key for key, spans in parts.items() if any(span.start <= start and end <= span.end for span in spans)
         )

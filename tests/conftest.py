@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share: an XFS file system, real gateways, and a template.
+"""Fixtures that several test folders share: an XFS file system, real gateways, and a template.
 
 Also checks that a test run leaves nothing behind on the machine.
 """
@@ -40,10 +40,10 @@ _GROUPS = {
 }
 _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
 _SLOW_FILES = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
-"""Files of the folder roles, which is distributed last and by file. They run first there, as they take longest."""
+"""The slow test files in the folder roles, which is scheduled last and file by file. Within it, they run first."""
 
 _SEED_VARIABLE = "GROVE_TEST_SEED"
-"""Environment variable for the order of tests in a folder: "random", a seed that was printed, or 0 for source order."""
+"""The environment variable for the order of tests in a folder: "random", a printed seed, or 0 for source order."""
 
 _inventory_before_tests: leaks.Inventory | None = None
 
@@ -60,7 +60,9 @@ def pytest_report_header() -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if os.environ[_SEED_VARIABLE] != "0":
-        terminalreporter.write_line(f"To run them in this order again: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}")
+        terminalreporter.write_line(
+            f"To run the tests in this order again: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}"
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
         items.sort(key=functools.partial(_random_sort_key, seed))
     yield
-    items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _SLOW_FILES))
+    items.sort(key=lambda item: (_FOLDERS.index(_folder_of(item.nodeid)), item.path.name not in _SLOW_FILES))
 
 
 def _random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
@@ -94,15 +96,15 @@ class LaneScheduler(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         # zfs-fuse has one daemon on the machine: all tests that create jails are one group, whatever their folder. (The
         # collection's tests only mention jails.)
-        if "jail" in nodeid and _folder(nodeid) != "collection":
+        if "jail" in nodeid and _folder_of(nodeid) != "collection":
             return "zfs"
         # These files share nothing; small groups at the end keep the lanes equally busy.
-        if _folder(nodeid) == "roles" or "systemd" in nodeid:
+        if _folder_of(nodeid) == "roles" or "systemd" in nodeid:
             return nodeid.partition("::")[0]
-        return next(group for group, folders in _GROUPS.items() if _folder(nodeid) in folders)
+        return next(group for group, folders in _GROUPS.items() if _folder_of(nodeid) in folders)
 
 
-def _folder(nodeid: str) -> str:
+def _folder_of(nodeid: str) -> str:
     return nodeid.split("/")[1]
 
 
@@ -122,7 +124,7 @@ def _record_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Non
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _inventory_before_tests is None:
         return
-    leftovers = leaks.wait_for_leftovers(_inventory_before_tests)
+    leftovers = leaks.wait_for_cleanup(_inventory_before_tests)
     if leftovers:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -142,7 +144,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def need_root() -> None:
     if os.geteuid() != 0:
-        pytest.fail("this test makes mounts and machines: run it as root (./dev test does)")
+        pytest.fail("this test creates mounts and machines. Run it as root, for example with ./dev test.")
 
 
 @pytest.fixture(scope="session")
@@ -174,13 +176,13 @@ def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """A gateway for the whole test run. Tests that stop a gateway or fill its disk use ``gateway`` instead."""
-    for start in _gateway_factory(xfs_root, lambda root: templates.copy_cached(root, TEMPLATE)):
-        yield start()
+    for start_gateway in _gateway_factory(xfs_root, lambda root: templates.copy_cached_template(root, TEMPLATE)):
+        yield start_gateway()
 
 
 @pytest.fixture(scope="session")
 def template(shared_gateway: Gateway) -> str:
-    """The name of a template of ``shared_gateway`` with Debian, python3 and 256 MiB. It is built once for the run."""
+    """The name of a template with Debian, python3 and 256 MiB of memory, built once per run in ``shared_gateway``."""
     build_template(shared_gateway, TEMPLATE)
     templates.add_to_cache(shared_gateway.state_root)
     return TEMPLATE
@@ -191,7 +193,7 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     """A function that starts new gateways with the template: ``gateway({section: {key: value}})``.
 
     With ``seed_template=False``, a gateway starts without the template. The template's directory is a reflink copy from
-    ``shared_gateway``, which suffices because gateways keep their state only in files.
+    ``shared_gateway``. A copy suffices, because gateways keep their state only in files.
     """
 
     yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
@@ -205,17 +207,19 @@ def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[
 
 def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
     request.getfixturevalue("template")
-    shared: Gateway = request.getfixturevalue("shared_gateway")
+    source_gateway: Gateway = request.getfixturevalue("shared_gateway")
     shutil.rmtree(root / "templates", ignore_errors=True)
     subprocess.run(
-        ["cp", "-a", "--reflink=always", str(shared.state_root / "templates"), str(root)], check=True, timeout=60
+        ["cp", "-a", "--reflink=always", str(source_gateway.state_root / "templates"), str(root)],
+        check=True,
+        timeout=60,
     )
 
 
 def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
     gateways: list[Gateway] = []
 
-    def start(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
+    def start_gateway(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
         instance = Gateway(xfs_root, config or {})
         if seed is not None and seed_template:
             seed(instance.state_root)
@@ -223,7 +227,7 @@ def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Ite
         instance.start()
         return instance
 
-    yield start
+    yield start_gateway
     problems = [problem for instance in reversed(gateways) for problem in instance.end()]
     assert not problems, "; ".join(problems)
 
@@ -232,17 +236,17 @@ def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Ite
 
 
 @pytest.fixture(scope="session")
-def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryGateway]]:
+def _get_gateway_of_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryGateway]]:
     gateways: dict[str, MemoryGateway] = {}
 
-    def start(folder: str) -> MemoryGateway:
+    def start_gateway(folder: str) -> MemoryGateway:
         if folder not in gateways:
             gateways[folder] = MemoryGateway(tmp_path_factory.mktemp("memory"))
             gateways[folder].build_template("base", packages=["python3"], description="the template of the tests")
         return gateways[folder]
 
     try:
-        yield start
+        yield start_gateway
     finally:
         for gateway in gateways.values():
             gateway.end()
@@ -250,10 +254,10 @@ def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 @pytest.fixture(scope="module")
 def _memory_gateway(
-    _gateway_by_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
+    _get_gateway_of_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
 ) -> MemoryGateway:
     """One gateway for each test folder. Tests may change its template `base`."""
-    return _gateway_by_folder(_folder(request.node.nodeid))
+    return _get_gateway_of_folder(_folder_of(request.node.nodeid))
 
 
 @pytest.fixture

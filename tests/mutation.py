@@ -19,15 +19,15 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORK_DIRECTORY = REPOSITORY / ".cache" / "mutation"
-GATEWAY = "src/sandbox_gateway"
-COLLECTION = "src/ansible_collections/grove/sandbox"
-MODULE_UTILS = f"{COLLECTION}/plugins/module_utils"
+GATEWAY_PATH = "src/sandbox_gateway"
+COLLECTION_PATH = "src/ansible_collections/grove/sandbox"
+MODULE_UTILS_PATH = f"{COLLECTION_PATH}/plugins/module_utils"
 TIME_LIMIT_SECONDS = 600
 """Time limit for one subject in seconds. Mutants that are still untested count as not checked."""
 MAX_PRINTED_SURVIVORS = 40
 """Maximum number of survivors to print for one subject."""
 
-CONFTEST = """
+CONFTEST_TEXT = """
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -47,25 +47,32 @@ class Subject:
     tests: tuple[str, ...]
 
 
-UNIT_TESTS = "tests/unit/gateway"
-PLAN_TESTS = ("tests/unit/plugins",)
+UNIT_TEST_PATH = "tests/unit/gateway"
+PLAN_TEST_PATHS = ("tests/unit/plugins",)
 SUBJECTS = {
-    "plan": Subject((f"{MODULE_UTILS}/_plan.py",), PLAN_TESTS),
-    "plan-fork": Subject((f"{MODULE_UTILS}/_fork.py",), PLAN_TESTS),
-    "plan-sandbox": Subject((f"{MODULE_UTILS}/_sandbox.py",), PLAN_TESTS),
-    "plan-names": Subject((f"{MODULE_UTILS}/_names.py",), PLAN_TESTS),
-    "records": Subject((f"{GATEWAY}/records.py",), (f"{UNIT_TESTS}/test_records.py",)),
-    "recipes": Subject((f"{GATEWAY}/recipes.py",), (f"{UNIT_TESTS}/test_recipes.py", f"{UNIT_TESTS}/test_records.py")),
-    "index": Subject((f"{GATEWAY}/engine/index.py",), (f"{UNIT_TESTS}/test_index.py",)),
-    "retention": Subject((f"{GATEWAY}/engine/retention.py",), (f"{UNIT_TESTS}/test_retention.py",)),
-    "guest-json": Subject((f"{GATEWAY}/engine/guest_json.py",), (f"{UNIT_TESTS}/test_guest_json.py",)),
-    "addresses": Subject((f"{GATEWAY}/hosts/addresses.py",), (f"{UNIT_TESTS}/test_addresses.py",)),
+    "plan": Subject((f"{MODULE_UTILS_PATH}/_plan.py",), PLAN_TEST_PATHS),
+    "plan-fork": Subject((f"{MODULE_UTILS_PATH}/_fork.py",), PLAN_TEST_PATHS),
+    "plan-sandbox": Subject((f"{MODULE_UTILS_PATH}/_sandbox.py",), PLAN_TEST_PATHS),
+    "plan-names": Subject((f"{MODULE_UTILS_PATH}/_names.py",), PLAN_TEST_PATHS),
+    "records": Subject((f"{GATEWAY_PATH}/records.py",), (f"{UNIT_TEST_PATH}/test_records.py",)),
+    "recipes": Subject(
+        (f"{GATEWAY_PATH}/recipes.py",), (f"{UNIT_TEST_PATH}/test_recipes.py", f"{UNIT_TEST_PATH}/test_records.py")
+    ),
+    "index": Subject(
+        tuple(f"{GATEWAY_PATH}/engine/{name}.py" for name in ("index", "lineage")),
+        tuple(f"{UNIT_TEST_PATH}/test_{name}.py" for name in ("index", "lineage")),
+    ),
+    "retention": Subject((f"{GATEWAY_PATH}/engine/retention.py",), (f"{UNIT_TEST_PATH}/test_retention.py",)),
+    "guest-json": Subject((f"{GATEWAY_PATH}/engine/guest_json.py",), (f"{UNIT_TEST_PATH}/test_guest_json.py",)),
+    "network-policy": Subject(
+        (f"{GATEWAY_PATH}/hosts/network_policy.py",), (f"{UNIT_TEST_PATH}/test_network_policy.py",)
+    ),
     "zfs-parse": Subject(
-        tuple(f"{GATEWAY}/zfs/{name}.py" for name in ("names", "options", "parse")),
+        tuple(f"{GATEWAY_PATH}/zfs/{name}.py" for name in ("names", "options", "parse")),
         ("tests/jail_zfs/test_zfs_parse.py",),
     ),
     "pages": Subject(
-        tuple(f"{GATEWAY}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "runs")),
+        tuple(f"{GATEWAY_PATH}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "runs")),
         ("tests/kvm_xfs/test_memory.py",),
     ),
 }
@@ -86,41 +93,41 @@ class Result:
 
 
 def run_mutmut(subject: Subject, directory: Path) -> Result:
-    """Run mutmut for a subject. Raises RuntimeError, for example if the subject's tests fail on unchanged code."""
+    """Run mutmut for a subject. Raise RuntimeError if it fails, for example because a test fails on unchanged code."""
     prepare_tree(subject, directory)
     environment = {**os.environ, "PYTHONPATH": ""}
-    jobs = str(os.cpu_count() or 1)
+    job_count = str(os.cpu_count() or 1)
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "mutmut", "run", "--max-children", jobs],
+        run = subprocess.run(
+            [sys.executable, "-m", "mutmut", "run", "--max-children", job_count],
             cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=TIME_LIMIT_SECONDS,
         )  # fmt: skip
-        if result.returncode != 0:
-            raise RuntimeError(result.stdout[-3000:])
+        if run.returncode != 0:
+            raise RuntimeError(run.stdout[-3000:])
     except subprocess.TimeoutExpired:
-        print(f"stopped after {TIME_LIMIT_SECONDS} s", file=sys.stderr)
-    results = subprocess.run(
+        print(f"stopped mutmut after {TIME_LIMIT_SECONDS} s", file=sys.stderr)
+    listing = subprocess.run(
         [sys.executable, "-m", "mutmut", "results", "--all", "true"],
         cwd=directory, env=environment, text=True, capture_output=True, check=True,
     )  # fmt: skip
-    rows = [tuple(line.strip().rsplit(": ", 1)) for line in results.stdout.splitlines() if ": " in line]
-    counts = dict(collections.Counter(state for _, state in rows))
-    return Result(counts, [name for name, state in rows if state in ("survived", "no tests")])
+    mutants = [tuple(line.strip().rsplit(": ", 1)) for line in listing.stdout.splitlines() if ": " in line]
+    counts = dict(collections.Counter(state for _, state in mutants))
+    return Result(counts, [name for name, state in mutants if state in ("survived", "no tests")])
 
 
 def prepare_tree(subject: Subject, directory: Path) -> None:
     """Fill ``directory`` with the sources (in ``src``), the tests and the settings that mutmut needs."""
     shutil.rmtree(directory, ignore_errors=True)
-    collection = directory / COLLECTION
-    collection.mkdir(parents=True)
+    collection_directory = directory / COLLECTION_PATH
+    collection_directory.mkdir(parents=True)
     for package in ("sandbox_gateway", "sandbox_agent"):
         shutil.copytree(REPOSITORY / "gateway/src" / package, directory / "src" / package)
-    shutil.copytree(REPOSITORY / "plugins", collection / "plugins")
+    shutil.copytree(REPOSITORY / "plugins", collection_directory / "plugins")
     for name in ("docs", "plugins", "tests"):
         shutil.copytree(REPOSITORY / name, directory / name)
     # The suite's own conftest.py checks for leftovers on the machine, but these tests leave none.
-    (directory / "tests/conftest.py").write_text(CONFTEST)
+    (directory / "tests/conftest.py").write_text(CONFTEST_TEXT)
     (directory / "pytest.ini").write_text(
         "[pytest]\npythonpath = . src\naddopts = --import-mode=importlib -p no:xdist\nanyio_mode = auto\n"
     )
@@ -136,28 +143,28 @@ def prepare_tree(subject: Subject, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="./dev mutation", description=__doc__)
-    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; default: all")
+    parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"one of {', '.join(SUBJECTS)} (default: all)")
     names = parser.parse_args().subjects or list(SUBJECTS)
     if unknown := set(names) - SUBJECTS.keys():
         parser.error(f"unknown subject {', '.join(sorted(unknown))}: choose from {', '.join(SUBJECTS)}")
-    rows, failures = [], []
+    rows, failed_subjects = [], []
     for name in names:
         start_time = time.monotonic()
         try:
             result = run_mutmut(SUBJECTS[name], WORK_DIRECTORY / name)
         except RuntimeError as error:
             print(f"{name}: {error}", flush=True)
-            failures.append(name)
+            failed_subjects.append(name)
             continue
         for survivor in result.survivors[:MAX_PRINTED_SURVIVORS]:
             print(f"survived: {survivor}")
-        rate = 100 * result.killed_count / max(1, result.tested_count)
-        rows.append(f"| {name} | {result.tested_count} | {result.killed_count} | {rate:.0f} % |")
+        kill_rate = 100 * result.killed_count / max(1, result.tested_count)
+        rows.append(f"| {name} | {result.tested_count} | {result.killed_count} | {kill_rate:.0f} % |")
         print(f"{name}: {result.counts} in {time.monotonic() - start_time:.0f} s", flush=True)
     print("\n| subject | mutants | killed | kill rate |\n|---|---:|---:|---:|")
     print("\n".join(rows))
-    if failures:
-        sys.exit(f"these subjects could not be tested: {', '.join(failures)}")
+    if failed_subjects:
+        sys.exit(f"these subjects could not be tested: {', '.join(failed_subjects)}")
 
 
 if __name__ == "__main__":

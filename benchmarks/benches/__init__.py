@@ -1,4 +1,4 @@
-"""List all benches in the order in which they run. To add one, create a file here and add it to BENCHES."""
+"""List all benches in the order in which they run. To add one, create a file here and add its class to BENCHES."""
 
 from __future__ import annotations
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from benchmarks.answers import Answers, watching
-from benchmarks.context import Context, KvmXfs, available_memory
+from benchmarks.answers import Answers, recording_answers
+from benchmarks.context import Context, KvmXfs, available_memory_bytes
 from benchmarks.measure import Result
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import Sandbox
 
-_RESERVED_BYTES = 1 << 30
+_RESERVED_MEMORY_BYTES = 1 << 30
 _MIN_BYTES_PER_CLONE = 64 << 20
 
 
@@ -24,26 +24,26 @@ class Clone:
         host = ctx.kvm_xfs
         concurrency = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": concurrency, "failures": 0})
-        plan = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
-        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, watching() as answers:
+        rounds_by_count = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
+        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, recording_answers() as answers:
             source = host.create_sandbox(snapshot.id)
             time.sleep(2)
-            for requested, rounds in plan.items():
-                count = _limit_count(host, source, requested, result)
+            for requested_count, rounds in rounds_by_count.items():
+                count = _limit_clone_count(host, source, requested_count, result)
                 floor: list[float] = []
                 return_times: list[float] = []
                 total_times: list[float] = []
                 with ctx.steps(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
                         floor.append(raw.start_concurrently(count, concurrency))
-                        raw.machines(count)  # stop the raw machines, so that their memory is free for the clones
-                        _clone(host, source, count, result, answers, return_times, total_times)
+                        raw.prepare_machines(count)  # stop the raw machines to free memory for the clones
+                        _measure_clones(host, source, count, result, answers, return_times, total_times)
                         steps.advance()
                 _report(result, count, floor, return_times, total_times)
         return result
 
 
-def _clone(
+def _measure_clones(
     host: KvmXfs,
     source: Sandbox,
     count: int,
@@ -85,24 +85,24 @@ async def _read_hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
     return list(await asyncio.gather(*(read_hostname(sandbox) for sandbox in sandboxes)))
 
 
-def _limit_count(host: KvmXfs, source: Sandbox, requested: int, result: Result) -> int:
-    """Return how many clones fit in memory, at most ``requested``, estimated from the memory of the source."""
+def _limit_clone_count(host: KvmXfs, source: Sandbox, requested_count: int, result: Result) -> int:
+    """Return how many clones fit in memory, up to ``requested_count``. The estimate is based on the source's memory."""
     clone_bytes = max(_MIN_BYTES_PER_CLONE, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
-    max_clones = max(1, (available_memory() - _RESERVED_BYTES) // clone_bytes)
-    if max_clones < requested:
+    max_clones = max(1, (available_memory_bytes() - _RESERVED_MEMORY_BYTES) // clone_bytes)
+    if max_clones < requested_count:
         result.notes.append(
-            f"{max_clones} instead of {requested} clones, because each needs {clone_bytes >> 20} MiB of memory"
+            f"{max_clones} instead of {requested_count} clones, because each needs {clone_bytes >> 20} MiB of memory"
         )
-    return min(max_clones, requested)
+    return min(max_clones, requested_count)
 
 
 def _report(
     result: Result, count: int, floor: list[float], return_times: list[float], total_times: list[float]
 ) -> None:
-    result.measure(f"floor_{count}", f"floor: {count} x QEMU, with the same concurrency, no gateway", samples=floor)
-    result.measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=return_times)
-    result.measure(
+    result.add_measure(f"floor_{count}", f"floor: {count} x QEMU, with the same concurrency, no gateway", samples=floor)
+    result.add_measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=return_times)
+    result.add_measure(
         f"total_{count}", f"n = {count}, until all have answered", samples=total_times, floor=f"floor_{count}"
     )
     per_clone = [elapsed / count for elapsed in total_times]
-    result.measure(f"each_{count}", f"n = {count}, per clone", samples=per_clone)
+    result.add_measure(f"each_{count}", f"n = {count}, per clone", samples=per_clone)

@@ -9,8 +9,8 @@ from sandbox_gateway.records import Sandbox, Snapshot
 
 _MEMORY_MB = 1792
 _SIZES_MB = (10, 64, 256, 1024)
-_SLOW_MB = 1024
-_REWRITE = """
+_SLOW_SIZE_MB = 1024
+_REWRITE_PROGRAM = """
 import os, sys
 block = os.urandom(1 << 20)
 with open("/dev/shm/blob", "r+b" if os.path.exists("/dev/shm/blob") else "wb") as blob:
@@ -24,43 +24,43 @@ class Dirty:
     title = "pause of a capture, by the size of the changed memory"
 
     def run(self, ctx: Context) -> Result:
-        rounds = {size: ctx.rounds(full=10 if size >= _SLOW_MB else 30, quick=3) for size in _SIZES_MB}
+        rounds = {size: ctx.rounds(full=10 if size >= _SLOW_SIZE_MB else 30, quick=3) for size in _SIZES_MB}
         result = Result(self.name, self.title, {"guest_memory_mb": _MEMORY_MB, "captures": rounds})
         host = ctx.kvm_xfs
-        modes: dict[int, list[str]] = {}
+        memory_modes: dict[int, list[str]] = {}
         with ctx.steps("captures", sum(rounds.values())) as steps:
             sandbox = _start_sandbox(host)
             try:
                 for size in _SIZES_MB:
                     snapshots = []
-                    _capture_rewritten(host, sandbox, size)  # the first capture includes what the boot has written
+                    _rewrite_and_capture(host, sandbox, size)  # the first capture includes what the boot has written
                     for _ in range(rounds[size]):
-                        snapshots.append(_capture_rewritten(host, sandbox, size))
+                        snapshots.append(_rewrite_and_capture(host, sandbox, size))
                         steps.advance()
-                    modes[size] = sorted({snapshot.memory.value for snapshot in snapshots})
+                    memory_modes[size] = sorted({snapshot.memory.value for snapshot in snapshots})
                     _report(result, size, snapshots)
             finally:
                 host.live.remove_all()
-        result.settings["memory_mode"] = modes
+        result.settings["memory_mode"] = memory_modes
         return result
 
 
 def _start_sandbox(host: KvmXfs) -> Sandbox:
     spec = ForkSpec(memory_mb=_MEMORY_MB, cold_start=True)
     sandbox = host.live.do(host.live.engine.forks.create(TEMPLATE, spec), timeout=300)
-    _run(host, sandbox, ["mount", "-o", f"remount,size={_SLOW_MB + 256}M", "/dev/shm"])
+    _run_in_sandbox(host, sandbox, ["mount", "-o", f"remount,size={_SLOW_SIZE_MB + 256}M", "/dev/shm"])
     return sandbox
 
 
-def _capture_rewritten(host: KvmXfs, sandbox: Sandbox, size_mb: int) -> Snapshot:
-    """Change ``size_mb`` MiB of memory, capture the sandbox, and remove the snapshot."""
-    _run(host, sandbox, ["python3", "-c", _REWRITE, str(size_mb)])
+def _rewrite_and_capture(host: KvmXfs, sandbox: Sandbox, size_mb: int) -> Snapshot:
+    """Rewrite ``size_mb`` MiB of memory and capture the sandbox. Returns the snapshot, which is already deleted."""
+    _run_in_sandbox(host, sandbox, ["python3", "-c", _REWRITE_PROGRAM, str(size_mb)])
     snapshot = host.capture(sandbox)
     host.delete_snapshot(snapshot)
     return snapshot
 
 
-def _run(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
+def _run_in_sandbox(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
     result = host.live.do(host.live.engine.commands.exec(sandbox.id, argv, timeout=120))
     if result.exit_code != 0:
         raise RuntimeError(f"{argv[0]} failed: {result.stderr.decode(errors='replace')}")
@@ -68,7 +68,7 @@ def _run(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
 
 def _report(result: Result, size: int, snapshots: list[Snapshot]) -> None:
     is_floor = size == _SIZES_MB[0]
-    result.measure(
+    result.add_measure(
         f"pause_{size}",
         f"source pause (sum of its stops), {size} MiB changed",
         samples=[snapshot.pause_ms for snapshot in snapshots],
@@ -76,8 +76,8 @@ def _report(result: Result, size: int, snapshots: list[Snapshot]) -> None:
         target=None if is_floor else Target("ratio", 1.5),
     )
     longest_stops = [max(snapshot.host["stops_ms"]) for snapshot in snapshots]
-    result.measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest_stops)
-    stops = [len(snapshot.host["stops_ms"]) for snapshot in snapshots]
-    result.measure(f"stops_{size}", f"number of stops, {size} MiB changed", "count", samples=stops)
-    written = [snapshot.memory_bytes_written for snapshot in snapshots]
-    result.measure(f"written_{size}", f"memory written, {size} MiB changed", "bytes", samples=written)
+    result.add_measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest_stops)
+    stop_counts = [len(snapshot.host["stops_ms"]) for snapshot in snapshots]
+    result.add_measure(f"stops_{size}", f"number of stops, {size} MiB changed", "count", samples=stop_counts)
+    written_bytes = [snapshot.memory_bytes_written for snapshot in snapshots]
+    result.add_measure(f"written_{size}", f"memory written, {size} MiB changed", "bytes", samples=written_bytes)

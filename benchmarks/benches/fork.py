@@ -1,26 +1,26 @@
-"""Measure cold forks, from the request to the first answer. Machines are not started in advance."""
+"""Measure cold forks, from the request to the first answer. No machine is started in advance."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 
-from benchmarks.answers import Answers, watching
+from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
 from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
 
-_BETWEEN_SECONDS = 0.3
-_WATCHED: dict[str, FunctionRef] = {
+_COOLDOWN_SECONDS = 0.3
+_TIMED_FUNCTIONS: dict[str, FunctionRef] = {
     "files": (instances, "create_files"),
     "slot": (SlotPool, "take"),
     "spawn": (Machine, "spawn"),
@@ -28,7 +28,7 @@ _WATCHED: dict[str, FunctionRef] = {
     "identify": (AgentClient, "identify"),
     "save": (KvmXfsHost, "save"),
 }
-_PARTS = {
+_PART_TITLES = {
     "files": "create files",
     "slot": "take a network slot",
     "spawn": "start the QEMU process",
@@ -48,38 +48,40 @@ class Fork:
         samples: dict[str, list[float]] = defaultdict(list)
         timers = Timers()
         host = ctx.kvm_xfs
-        watched, progress = timers.watching(_WATCHED), ctx.steps("forks", rounds)
+        recording, progress = timers.recording(_TIMED_FUNCTIONS), ctx.steps("forks", rounds)
         with (
             host.source() as snapshot,
             host.raw_qemu(snapshot) as raw,
-            watched,
-            watching() as answers,
+            recording,
+            recording_answers() as answers,
             progress as steps,
         ):
             for _ in range(rounds):
                 _measure_floor(raw, samples)
-                time.sleep(_BETWEEN_SECONDS)
+                time.sleep(_COOLDOWN_SECONDS)
                 _measure_fork(host, snapshot, timers, answers, samples)
-                time.sleep(_BETWEEN_SECONDS)
+                time.sleep(_COOLDOWN_SECONDS)
                 steps.advance()
         _report(result, samples)
-        if timers.missing:
-            result.notes.append(f"functions that no longer exist and were not measured: {', '.join(timers.missing)}")
+        if timers.missing_functions:
+            result.notes.append(
+                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
+            )
         return result
 
 
 def _measure_floor(raw: RawQemu, samples: dict[str, list[float]]) -> None:
-    (machine,) = raw.machines(1)
-    samples["floor"].append(machine.start().running)
-    time.sleep(_BETWEEN_SECONDS)
-    (machine,) = raw.machines(1)
+    (machine,) = raw.prepare_machines(1)
+    samples["floor"].append(machine.start().running_ms)
+    time.sleep(_COOLDOWN_SECONDS)
+    (machine,) = raw.prepare_machines(1)
     samples["floor_agent"].append(machine.start_and_ping())
-    time.sleep(_BETWEEN_SECONDS)
-    (machine,) = raw.machines(1)
+    time.sleep(_COOLDOWN_SECONDS)
+    (machine,) = raw.prepare_machines(1)
     times = machine.start(stepwise=True)
-    samples["floor.answer"].append(times.answered)
-    samples["floor.state"].append(times.running - times.answered)
-    machine.end()
+    samples["floor.answer"].append(times.answer_ms)
+    samples["floor.state"].append(times.running_ms - times.answer_ms)
+    machine.stop()
 
 
 def _measure_fork(
@@ -105,23 +107,23 @@ def _measure_fork(
     samples["exec"].append((command_end - start) * 1000)
     spans = timers.take()
     samples["limits"] += [span.ms for span in spans.pop("limits", [])]
-    for key, value in split_time(total_span, {key: spans[key] for key in _PARTS if key in spans}).items():
+    for key, value in split_time(total_span, {key: spans[key] for key in _PART_TITLES if key in spans}).items():
         samples[f"answered.{key}"].append(value)
     host.delete_sandboxes(sandbox)
 
 
 def _report(result: Result, samples: dict[str, list[float]]) -> None:
-    def parts(of: str, titles: dict[str, str]) -> None:
-        result.add_parts(of, titles, {key: samples[f"{of}.{key}"] for key in titles})
+    def add_parts(measure_key: str, titles: dict[str, str]) -> None:
+        result.add_parts(measure_key, titles, {key: samples[f"{measure_key}.{key}"] for key in titles})
 
-    result.measure("floor", "floor: QEMU exec, QMP answer, state; no gateway", samples=samples["floor"])
-    parts("floor", {"answer": "QEMU exec to QMP answer", "state": "device state load"})
-    result.measure("floor_agent", "floor, until the guest's agent has answered", samples=samples["floor_agent"])
-    result.measure("returned", "fork, until the engine returned", samples=samples["returned"], floor="floor")
-    result.measure(
+    result.add_measure("floor", "floor: QEMU exec, QMP answer, state; no gateway", samples=samples["floor"])
+    add_parts("floor", {"answer": "QEMU exec to QMP answer", "state": "device state load"})
+    result.add_measure("floor_agent", "floor, until the guest's agent has answered", samples=samples["floor_agent"])
+    result.add_measure("returned", "fork, until the engine returned", samples=samples["returned"], floor="floor")
+    result.add_measure(
         "answered", "fork, until the agent answered", samples=samples["answered"], floor="floor",
         target=Target("ratio", 1.6),
     )  # fmt: skip
-    parts("answered", _PARTS)
-    result.measure("limits", "applying its limits", samples=samples["limits"])
-    result.measure("exec", "fork, until a first command has run in it", samples=samples["exec"], floor="floor")
+    add_parts("answered", _PART_TITLES)
+    result.add_measure("limits", "apply the limits of the machine", samples=samples["limits"])
+    result.add_measure("exec", "fork, until a first command has run in it", samples=samples["exec"], floor="floor")

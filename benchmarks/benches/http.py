@@ -1,4 +1,4 @@
-"""Measure the cost of HTTP and JSON: compare requests over a gateway's socket with direct calls to an engine."""
+"""Measure the cost of HTTP and JSON by comparing requests over a gateway's socket with direct calls to an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
 from tests.support.gateway import Gateway
 
-_BETWEEN_SECONDS = 0.3
+_COOLDOWN_SECONDS = 0.3
 _TITLES = {
     "show": "show a sandbox",
     "exec": "run a command",
@@ -34,24 +34,24 @@ class Http:
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
         with host.source() as snapshot, companion_gateway(host) as gateway, ctx.steps("rounds", rounds) as steps:
-            in_process, over_http = _InProcess(host, snapshot), _OverHttp(gateway)
+            engine_client, http_client = _EngineClient(host, snapshot), _HttpClient(gateway)
             for _ in range(rounds):
-                for prefix, client in (("engine", in_process), ("http", over_http)):
+                for prefix, client in (("engine", engine_client), ("http", http_client)):
                     for operation, call in client.operations():
                         _, elapsed = time_call(call)
                         samples[f"{prefix}_{operation}"].append(elapsed)
-                        time.sleep(_BETWEEN_SECONDS / 3)
+                        time.sleep(_COOLDOWN_SECONDS / 3)
                     client.clean_up()
-                    time.sleep(_BETWEEN_SECONDS)
+                    time.sleep(_COOLDOWN_SECONDS)
                 steps.advance()
         for operation, title in _TITLES.items():
             floor, key = f"engine_{operation}", f"http_{operation}"
-            result.measure(floor, f"{title}, in-process", samples=samples[floor])
-            result.measure(key, f"{title}, over HTTP", samples=samples[key], floor=floor)
+            result.add_measure(floor, f"{title}, in-process", samples=samples[floor])
+            result.add_measure(key, f"{title}, over HTTP", samples=samples[key], floor=floor)
         return result
 
 
-class _InProcess:
+class _EngineClient:
     """Performs the operations with the engine in this process."""
 
     def __init__(self, host: KvmXfs, snapshot: Snapshot) -> None:
@@ -63,48 +63,48 @@ class _InProcess:
     def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._do(self._engine.sandboxes.has_diverged(self._sandbox.id))
         yield "exec", lambda: self._do(self._engine.commands.exec(self._sandbox.id, ["true"]))
-        yield "snapshot", self._capture
-        yield "fork", self._create
+        yield "snapshot", self._create_snapshot
+        yield "fork", self._create_fork
 
     def clean_up(self) -> None:
         self._do(self._engine.sandboxes.delete(self._fork.id))
         assert self._new_snapshot is not None
         self._do(self._engine.snapshots.delete(self._new_snapshot.id))
 
-    def _capture(self) -> None:
+    def _create_snapshot(self) -> None:
         self._new_snapshot = self._do(self._engine.snapshots.create(self._sandbox.id))
 
-    def _create(self) -> None:
+    def _create_fork(self) -> None:
         (self._fork,) = self._do(self._engine.forks.fork(self._snapshot.id, ForkSpec()))
 
 
-class _OverHttp:
+class _HttpClient:
     """Performs the operations over HTTP, in a separate gateway.
 
-    Creates its sandbox and snapshot like ``KvmXfs.source``.
+    Takes its snapshot in the same way as ``KvmXfs.source``.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         self._call = gateway.call
-        first = self._call("POST", "/sandboxes", {"template": TEMPLATE})["sandboxID"]
+        source = self._call("POST", "/sandboxes", {"template": TEMPLATE})["sandboxID"]
         time.sleep(3)
-        self._snapshot = self._call("POST", f"/sandboxes/{first}/snapshots", {})["snapshotID"]
-        self._call("DELETE", f"/sandboxes/{first}")
+        self._snapshot = self._call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]
+        self._call("DELETE", f"/sandboxes/{source}")
         self._sandbox = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
         self._fork = self._new_snapshot = ""
 
     def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._call("GET", f"/sandboxes/{self._sandbox}")
         yield "exec", lambda: self._call("POST", f"/sandboxes/{self._sandbox}/exec", {"args": ["true"]})
-        yield "snapshot", self._capture
-        yield "fork", self._create
+        yield "snapshot", self._create_snapshot
+        yield "fork", self._create_fork
 
     def clean_up(self) -> None:
         self._call("DELETE", f"/sandboxes/{self._fork}")
         self._call("DELETE", f"/snapshots/{self._new_snapshot}")
 
-    def _capture(self) -> None:
+    def _create_snapshot(self) -> None:
         self._new_snapshot = self._call("POST", f"/sandboxes/{self._sandbox}/snapshots", {})["snapshotID"]
 
-    def _create(self) -> None:
+    def _create_fork(self) -> None:
         self._fork = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]

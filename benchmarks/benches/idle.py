@@ -7,7 +7,7 @@ import time
 
 from benchmarks.context import MEMORY_MB, Context, KvmXfs
 from benchmarks.measure import Result
-from benchmarks.raw_qemu import read_memory
+from benchmarks.raw_qemu import read_memory_usage
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Sandbox
 
@@ -17,39 +17,41 @@ class Idle:
     title = "an idle fork"
 
     def run(self, ctx: Context) -> Result:
-        count, seconds = ctx.rounds(full=10, quick=3), ctx.rounds(full=15, quick=3)
+        count, idle_seconds = ctx.rounds(full=10, quick=3), ctx.rounds(full=15, quick=3)
         host = ctx.kvm_xfs
-        settings = {"forks": count, "seconds_idle": seconds, "guest_memory_mb": MEMORY_MB}
+        settings = {"forks": count, "seconds_idle": idle_seconds, "guest_memory_mb": MEMORY_MB}
         result = Result(self.name, self.title, settings)
         with host.source() as snapshot, host.raw_qemu(snapshot) as raw, ctx.steps("steps", 3) as steps:
-            machines = raw.machines(count)
+            machines = raw.prepare_machines(count)
             for machine in machines:
                 machine.start_without_guest()
             time.sleep(1)
-            qemu_pss = [dict(read_memory(machine.pid))["Pss"] for machine in machines]
-            raw.machines(count)
+            qemu_pss_bytes = [dict(read_memory_usage(machine.pid))["Pss"] for machine in machines]
+            raw.prepare_machines(count)
             steps.advance()
             bytes_before = _used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
-            time.sleep(seconds)
+            time.sleep(idle_seconds)
             steps.advance()
-            running = [fork for fork in forks if isinstance(fork, Sandbox)]
-            costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
-            private = [dict(read_memory(fork.host["pid"]))["Private_Dirty"] for fork in running]
-            growth = (_used_bytes(host) - bytes_before) / count
+            running_forks = [fork for fork in forks if isinstance(fork, Sandbox)]
+            usages = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running_forks]
+            private_bytes = [dict(read_memory_usage(fork.host["pid"]))["Private_Dirty"] for fork in running_forks]
+            growth_bytes = (_used_bytes(host) - bytes_before) / count
             steps.advance()
-        result.measure("floor", "floor: memory (PSS) of QEMU without a guest", "bytes", samples=qemu_pss)
-        pss = [cost.memory_bytes for cost in costs]
-        result.measure("pss", "memory (PSS) of an idle fork", "bytes", samples=pss, floor="floor")
-        result.measure("private", "its private dirty memory", "bytes", samples=private)
-        disk = [cost.disk_bytes for cost in costs]
-        result.measure("disk", "its unshared disk blocks", "bytes", samples=disk)
-        result.measure("grown", "growth of the file system per fork, records included", "bytes", samples=[growth])
+        result.add_measure("floor", "floor: memory (PSS) of QEMU without a guest", "bytes", samples=qemu_pss_bytes)
+        pss_bytes = [usage.memory_bytes for usage in usages]
+        result.add_measure("pss", "memory (PSS) of an idle fork", "bytes", samples=pss_bytes, floor="floor")
+        result.add_measure("private", "its private dirty memory", "bytes", samples=private_bytes)
+        disk_bytes = [usage.disk_bytes for usage in usages]
+        result.add_measure("disk", "its unshared disk blocks", "bytes", samples=disk_bytes)
+        result.add_measure(
+            "grown", "growth of the file system per fork, records included", "bytes", samples=[growth_bytes]
+        )
         return result
 
 
 def _used_bytes(host: KvmXfs) -> int:
-    """Sync the file system of the state root and return how many bytes it uses."""
+    """Return how many bytes the file system of the state root uses, after writing all data to the disk."""
     os.sync()
     status = os.statvfs(host.mount_point)
     return (status.f_blocks - status.f_bfree) * status.f_frsize

@@ -12,13 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from benchmarks.answers import Answers, watching
+from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import FunctionRef, Span, Timers, split_time, time_call
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT
 from sandbox_gateway.hosts.jail_zfs.commands import TIMEOUT_SECONDS, CommandRunner
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import identity
@@ -39,8 +39,8 @@ _EMULATION_NOTE = (
     "ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands (jail, ifconfig, route, rctl, "
     "pfctl, jls, pkill) on Linux. On FreeBSD all times differ, including the floor's"
 )
-_BETWEEN_SECONDS = 0.5
-_WATCHED: dict[str, FunctionRef] = {
+_COOLDOWN_SECONDS = 0.5
+_TIMED_FUNCTIONS: dict[str, FunctionRef] = {
     "fork": (JailZfsHost, "fork"),
     "clone": (InstanceStorage, "clone"),
     "epair": (Bridge, "create"),
@@ -50,7 +50,7 @@ _WATCHED: dict[str, FunctionRef] = {
     "loopback": (Jails, "configure_loopback"),
     "connect": (Jails, "configure_interface"),
 }
-_PARTS = {
+_PART_TITLES = {
     "clone": "zfs clone, in parallel with the next three",
     "epair": "epair and bridge, if slower",
     "pf": "packet filter, if slower",
@@ -60,7 +60,7 @@ _PARTS = {
     "loopback": "loopback, if slower",
     "rest": "everything else",
 }
-_RECORDED: dict[str, FunctionRef] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
+_COMMAND_FUNCTIONS: dict[str, FunctionRef] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
 
 
 class JailZfs:
@@ -71,7 +71,7 @@ class JailZfs:
         rounds = ctx.rounds(full=12, quick=3)
         settings = {"rounds": rounds, "zfs": "zfs-fuse", "freebsd": "tests/freebsd_shim"}
         result = Result(self.name, self.title, settings, notes=[_EMULATION_NOTE])
-        with _engine(ctx) as (live, host), watching() as answers:
+        with _engine(ctx) as (live, host), recording_answers() as answers:
             settings["concurrency"] = live.config.limits.concurrency
             raw = RawCommands.record(live, host)
             settings["floor_commands"] = len(raw.commands)
@@ -82,9 +82,10 @@ class JailZfs:
 
 
 class RawCommands:
-    """Measures the floor: ``zfs clone``, ``ifconfig …`` and ``jail -c …`` as the host ran them for one fork.
+    """Runs the floor: the commands ``zfs clone``, ``ifconfig …`` and ``jail -c …`` that the host ran for one fork.
 
-    The commands are given new names, and run one after another in the order in which the host started them.
+    The names in the commands are replaced with new ones. The commands run one after another, in the order in which the
+    host started them.
     """
 
     def __init__(self, live: Live, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]) -> None:
@@ -99,7 +100,7 @@ class RawCommands:
     def record(cls, live: Live, host: JailZfsHost) -> RawCommands:
         """Record the commands that the host runs for one fork."""
         timers = Timers()
-        with timers.watching(_RECORDED):
+        with timers.recording(_COMMAND_FUNCTIONS):
             sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
         assert isinstance(sandbox, Sandbox)
         spans = timers.take()
@@ -111,12 +112,12 @@ class RawCommands:
             if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "jail")
         ]
         if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
-            raise RuntimeError(f"only some of the host's commands were recorded: {commands}")
+            raise RuntimeError(f"only some of the host's commands were recorded ({commands}): adapt _COMMAND_FUNCTIONS")
         live.do(live.engine.sandboxes.delete(sandbox.id))
         return cls(live, host, sandbox, commands)
 
     def fork(self) -> tuple[float, float]:
-        """Run the commands. Return the milliseconds until they end and until the jail's agent accepts a connection.
+        """Run the commands. Return the milliseconds until they have ended and until the agent accepts a connection.
 
         Removes everything afterwards.
         """
@@ -155,7 +156,7 @@ class RawCommands:
 
 
 def _wait_until_connected(address: str) -> None:
-    """Wait until the agent accepts a connection."""
+    """Wait until the agent accepts a connection. Raises RuntimeError after a timeout."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         try:
@@ -164,7 +165,7 @@ def _wait_until_connected(address: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the agent of a jail that the bare commands created does not accept connections: {error}"
+                    f"the agent in the jail of the bare commands does not accept connections: {error}"
                 ) from None
             time.sleep(0.001)
 
@@ -176,7 +177,7 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
 
 
 def _run_command(argv: tuple[str, ...]) -> str:
-    """Run a command that must succeed, and return its standard output."""
+    """Run a command and return its standard output. Raises RuntimeError if it fails."""
     lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **shim_environment()}
     with lock:
@@ -199,32 +200,36 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
         finally:
             live.remove_all()
             live.close()
-            world.forget(config)
+            world.clean_up(config)
 
 
 def _measure_forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
     """Measure raw commands and forks alternately. Removes each fork afterwards."""
     samples: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
-    with timers.watching(_WATCHED), ctx.steps("forks", rounds) as steps:
+    with timers.recording(_TIMED_FUNCTIONS), ctx.steps("forks", rounds) as steps:
         for _ in range(rounds):
             commands_ms, agent_ms = raw.fork()
             samples["floor"].append(commands_ms)
             samples["floor_agent"].append(agent_ms)
-            time.sleep(_BETWEEN_SECONDS)
+            time.sleep(_COOLDOWN_SECONDS)
             _measure_fork(live, timers, answers, samples)
-            time.sleep(_BETWEEN_SECONDS)
+            time.sleep(_COOLDOWN_SECONDS)
             steps.advance()
     title = "floor: zfs clone, ifconfig, jail -c one after the other, no gateway"
-    result.measure("floor", title, samples=samples["floor"])
-    result.measure("floor_agent", "floor, until the jail's agent accepts a connection", samples=samples["floor_agent"])
-    result.measure("fork", "host.fork", samples=samples["fork"], floor="floor", target=Target("ratio", 1.3))
-    result.add_parts("fork", _PARTS, {key: samples[f"fork.{key}"] for key in _PARTS})
+    result.add_measure("floor", title, samples=samples["floor"])
+    result.add_measure(
+        "floor_agent", "floor, until the jail's agent accepts a connection", samples=samples["floor_agent"]
+    )
+    result.add_measure("fork", "host.fork", samples=samples["fork"], floor="floor", target=Target("ratio", 1.3))
+    result.add_parts("fork", _PART_TITLES, {key: samples[f"fork.{key}"] for key in _PART_TITLES})
     title = "engine.forks.create, until the agent answered"
-    result.measure("answered", title, samples=samples["answered"], floor="floor_agent")
-    result.measure("kill", "engine.sandboxes.delete", samples=samples["kill"])
-    if timers.missing:
-        result.notes.append(f"functions that no longer exist and were not measured: {', '.join(timers.missing)}")
+    result.add_measure("answered", title, samples=samples["answered"], floor="floor_agent")
+    result.add_measure("kill", "engine.sandboxes.delete", samples=samples["kill"])
+    if timers.missing_functions:
+        result.notes.append(
+            f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
+        )
 
 
 def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[str, list[float]]) -> None:
@@ -238,7 +243,7 @@ def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[st
     spans = timers.take()
     (fork,) = spans["fork"]
     samples["fork"].append(fork.ms)
-    parts = {key: spans[key] for key in _PARTS if key in spans}
+    parts = {key: spans[key] for key in _PART_TITLES if key in spans}
     for key, value in split_time(fork, parts).items():
         samples[f"fork.{key}"].append(value)
     _, elapsed = time_call(lambda: live.do(live.engine.sandboxes.delete(sandbox.id)))
@@ -258,7 +263,7 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
             snapshot_times.append(elapsed)
             live.shell(sandbox.id, "dd if=/dev/urandom of=/root/bench bs=64k count=16 2>/dev/null")
             floor.append(_measure_raw_snapshot(live.engine.snapshots.get(snapshot.id).host["zfsSnapshot"], number))
-            time.sleep(_BETWEEN_SECONDS)
+            time.sleep(_COOLDOWN_SECONDS)
             answers.forget()
             start = time.perf_counter()
             live.do(live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
@@ -266,42 +271,44 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
             rollback_times.append((max(return_time, answers.wait(1)[-1].end) - start) * 1000)
             steps.advance()
     live.do(live.engine.sandboxes.delete(sandbox.id))
-    result.measure("floor_snapshot", "floor: zfs snapshot, no gateway", samples=floor)
+    result.add_measure("floor_snapshot", "floor: zfs snapshot, no gateway", samples=floor)
     title = "engine.snapshots.create (files only, because jails have no memory snapshots)"
-    result.measure("snapshot", title, samples=snapshot_times, floor="floor_snapshot")
+    result.add_measure("snapshot", title, samples=snapshot_times, floor="floor_snapshot")
     title = "engine.sandboxes.rollback, until the agent answered"
-    result.measure("rollback", title, samples=rollback_times, floor="floor_agent")
+    result.add_measure("rollback", title, samples=rollback_times, floor="floor_agent")
 
 
 def _measure_raw_snapshot(snapshot: str, number: int) -> float:
-    """Return the milliseconds that `zfs snapshot` of the same dataset takes. Destroys the snapshot afterwards."""
+    """Return how many milliseconds another `zfs snapshot` of the same dataset takes. Destroys it afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
     _, elapsed = time_call(lambda: _run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return elapsed
 
 
-def _measure_concurrent_forks(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
+def _measure_concurrent_forks(
+    ctx: Context, live: Live, answers: Answers, rounds_by_count: dict[int, int], result: Result
+) -> None:
     """Measure how long it takes to create n forks of a snapshot in one all-or-nothing operation."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     snapshot = live.do(live.engine.snapshots.create(source.id))
     live.do(live.engine.sandboxes.delete(source.id))
-    for count, rounds in plan.items():
-        return_time: list[float] = []
-        total: list[float] = []
+    for count, rounds in rounds_by_count.items():
+        return_times: list[float] = []
+        total_times: list[float] = []
         with ctx.steps(f"n = {count}", rounds) as steps:
             for _ in range(rounds):
                 answers.forget()
                 start = time.perf_counter()
                 forks = live.do(live.engine.forks.fork(snapshot.id, ForkSpec(count=count)), timeout=900)
                 end = time.perf_counter()
-                return_time.append((end - start) * 1000)
-                total.append((max(end, answers.wait(count)[-1].end) - start) * 1000)
+                return_times.append((end - start) * 1000)
+                total_times.append((max(end, answers.wait(count)[-1].end) - start) * 1000)
                 for fork in forks:
                     assert isinstance(fork, Sandbox)
                     live.do(live.engine.sandboxes.delete(fork.id))
                 steps.advance()
-        result.measure(f"returned_{count}", f"fork n = {count}, until the engine returned", samples=return_time)
-        result.measure(f"total_{count}", f"fork n = {count}, until all have answered", samples=total)
-        fork_durations = [elapsed / count for elapsed in total]
-        result.measure(f"each_{count}", f"fork n = {count}, per fork", samples=fork_durations, floor="floor_agent")
+        result.add_measure(f"returned_{count}", f"fork n = {count}, until the engine returned", samples=return_times)
+        result.add_measure(f"total_{count}", f"fork n = {count}, until all have answered", samples=total_times)
+        fork_durations = [elapsed / count for elapsed in total_times]
+        result.add_measure(f"each_{count}", f"fork n = {count}, per fork", samples=fork_durations, floor="floor_agent")

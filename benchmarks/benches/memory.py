@@ -14,9 +14,9 @@ from benchmarks.measure import Result
 from benchmarks.mixed_use import MixedUse
 from tests.support.gateway import PROGRAM
 
-_CLIENTS = 2
-_DEFAULT_ALLOCATOR = (
-    "from sandbox_gateway.server import daemon, heap; heap.return_freed_memory = lambda: None; daemon.main()"
+_CLIENT_COUNT = 2
+_DEFAULT_ALLOCATOR_PROGRAM = (
+    "from sandbox_gateway.server import daemon, heap; heap.configure_allocator = lambda: None; daemon.main()"
 )
 _NOTE = (
     "in a round each client creates a sandbox, runs commands, uploads and downloads a file, takes a "
@@ -31,30 +31,30 @@ class Memory:
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=60, quick=3)
-        result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENTS}, notes=[_NOTE])
-        default_samples = _measure(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR))
-        tuned_samples = _measure(ctx, rounds, PROGRAM)
-        result.measure(
+        result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENT_COUNT}, notes=[_NOTE])
+        default_samples = _measure_memory(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR_PROGRAM))
+        tuned_samples = _measure_memory(ctx, rounds, PROGRAM)
+        result.add_measure(
             "before", "after each round, with the C library's default settings", "bytes", samples=default_samples
         )
-        result.measure("now", "after each round", "bytes", samples=tuned_samples, floor="before")
+        result.add_measure("now", "after each round", "bytes", samples=tuned_samples, floor="before")
         return result
 
 
-def _measure(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
-    """Run the gateway ``program``. Return its resident bytes after each round."""
+def _measure_memory(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
+    """Run ``program`` as the gateway. Return its resident memory in bytes after each round."""
     samples: list[float] = []
     with companion_gateway(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
         assert gateway.process
-        mixed_use = MixedUse(lambda: _client(gateway.socket), TEMPLATE, clients=_CLIENTS)
+        mixed_use = MixedUse(lambda: _create_client(gateway.socket), TEMPLATE, clients=_CLIENT_COUNT)
         for _ in range(rounds):
-            mixed_use.run_rounds(_CLIENTS)
+            mixed_use.run_rounds(_CLIENT_COUNT)
             samples.append(_resident_bytes(gateway.process.pid))
             steps.advance()
     return samples
 
 
-def _client(path: Path) -> httpx.Client:
+def _create_client(path: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=600)
 
 

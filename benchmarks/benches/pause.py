@@ -20,18 +20,18 @@ from sandbox_gateway.records import Snapshot
 
 _DIRTY_MB = 2
 _MAX_WRITTEN_BYTES = 10 << 20
-_BETWEEN_SECONDS = 0.3
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_PHASES = {
+_COOLDOWN_SECONDS = 0.3
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PHASE_TITLES = {
     "stop": "stop the guest",
     "devices": "device state",
     "disk": "reflink of the disk",
     "pages": "find and copy pages",
-    "continue": "continue the guest",
+    "continue": "resume the guest",
 }
 
 # A busy program whose working set does not grow: it rewrites the same memory with new contents.
-_PROGRAM = f"""
+_BUSY_PROGRAM = f"""
 import ctypes, time
 size = {_DIRTY_MB} << 20
 memory = ctypes.create_string_buffer(size)
@@ -48,39 +48,39 @@ class Pause:
     title = "capture of a running sandbox"
 
     def run(self, ctx: Context) -> Result:
-        rounds, watched = ctx.rounds(full=60, quick=6), ctx.rounds(full=30, quick=4)
-        settings = {"captures": rounds, "watched": watched, "guest_rewrites_mb": _DIRTY_MB}
+        rounds, ping_rounds = ctx.rounds(full=60, quick=6), ctx.rounds(full=30, quick=4)
+        settings = {"captures": rounds, "watched": ping_rounds, "guest_rewrites_mb": _DIRTY_MB}
         result = Result(self.name, self.title, settings)
         captures, waits = _Captures(), _Waits()
         host = ctx.kvm_xfs
-        progress = ctx.steps("captures", rounds + watched)
-        with host.source(_PROGRAM) as source, host.raw_qemu(source) as raw, progress as steps:
-            (machine,) = raw.machines(1)
+        progress = ctx.steps("captures", rounds + ping_rounds)
+        with host.source(_BUSY_PROGRAM) as source, host.raw_qemu(source) as raw, progress as steps:
+            (machine,) = raw.prepare_machines(1)
             machine.start()
-            machine.connect()
+            machine.wait_until_connected()
             machine.execute("stop")
             while len(captures.snapshots) < rounds:
                 _capture_repeatedly(host, source, machine, rounds, captures, steps)
-            machine.end()
-            while len(waits.during_captures) < watched:
-                _capture_with_pings(host, source, watched, waits, steps)
+            machine.stop()
+            while len(waits.during_captures) < ping_rounds:
+                _capture_with_pings(host, source, ping_rounds, waits, steps)
         _report(result, captures, waits)
         return result
 
 
 @dataclass
 class _Captures:
-    """The measured values of captures without pings. All lists have one item per capture."""
+    """The measurements of captures without pings. Each list has one item per capture."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
-    floor: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-    changed: list[float] = field(default_factory=list)
+    floor_ms: list[float] = field(default_factory=list)
+    total_ms: list[float] = field(default_factory=list)
+    changed_bytes: list[float] = field(default_factory=list)
 
 
 @dataclass
 class _Waits:
-    """The longest waits for an answer in ms: during each capture, and in an equally long period just before it."""
+    """The longest waits for a reply to a ping, in ms, during each capture and in an equally long period before it."""
 
     during_captures: list[float] = field(default_factory=list)
     before_captures: list[float] = field(default_factory=list)
@@ -89,19 +89,19 @@ class _Waits:
 def _capture_repeatedly(
     host: KvmXfs, source: Snapshot, machine: RawMachine, rounds: int, captures: _Captures, steps: Steps
 ) -> None:
-    """Capture one sandbox repeatedly, until there are ``rounds`` captures or one of them wrote too much memory."""
+    """Capture one sandbox repeatedly, until there are ``rounds`` captures or a capture has written too much memory."""
     sandbox, previous = host.create_sandbox(source.id), source
     time.sleep(1)
     while len(captures.snapshots) < rounds:
-        floor = _time_smallest_capture(machine, host)
-        time.sleep(_BETWEEN_SECONDS)
-        snapshot, total = time_call(lambda: host.capture(sandbox))
+        floor_ms = _time_smallest_capture(machine, host)
+        time.sleep(_COOLDOWN_SECONDS)
+        snapshot, total_ms = time_call(lambda: host.capture(sandbox))
         if not _is_small(snapshot, is_first=previous is source):
             break
         captures.snapshots.append(snapshot)
-        captures.floor.append(floor)
-        captures.total.append(total)
-        captures.changed.append(_count_changed_bytes(host, previous, snapshot))
+        captures.floor_ms.append(floor_ms)
+        captures.total_ms.append(total_ms)
+        captures.changed_bytes.append(_count_changed_bytes(host, previous, snapshot))
         if previous is not source:
             host.delete_snapshot(previous)
         previous = snapshot
@@ -119,59 +119,65 @@ def _capture_with_pings(host: KvmXfs, source: Snapshot, rounds: int, waits: _Wai
     time.sleep(1)
     with Ping(str(sandbox.host["address"])) as ping:
         while len(waits.during_captures) + len(windows) < rounds:
-            time.sleep(_BETWEEN_SECONDS)
+            time.sleep(_COOLDOWN_SECONDS)
             start = time.monotonic()
             snapshot = host.capture(sandbox)
             end = time.monotonic()
-            small = _is_small(snapshot, is_first=not windows)
+            is_small = _is_small(snapshot, is_first=not windows)
             host.delete_snapshot(snapshot)
-            if not small:
+            if not is_small:
                 break
             windows.append((start, end))
             steps.advance()
     for start, end in windows:
         waits.during_captures.append(ping.longest_wait(start, end))
-        waits.before_captures.append(ping.longest_wait(start - min(end - start, _BETWEEN_SECONDS), start))
+        waits.before_captures.append(ping.longest_wait(start - min(end - start, _COOLDOWN_SECONDS), start))
     host.delete_sandboxes(sandbox)
 
 
 def _is_small(snapshot: Snapshot, *, is_first: bool) -> bool:
-    """Return whether a capture wrote little memory.
+    """Return whether a capture wrote at most _MAX_WRITTEN_BYTES of memory.
 
-    Raises RuntimeError if the first capture of a sandbox wrote too much.
+    Raises RuntimeError if the first capture of a sandbox wrote more.
     """
-    small = snapshot.memory_bytes_written <= _MAX_WRITTEN_BYTES
-    if is_first and not small:
+    is_small = snapshot.memory_bytes_written <= _MAX_WRITTEN_BYTES
+    if is_first and not is_small:
         raise RuntimeError(
             f"the first capture of a sandbox wrote {snapshot.memory_bytes_written >> 20} MiB, but this bench "
-            f"measures captures of at most {_MAX_WRITTEN_BYTES >> 20} MiB: increase the limit or change _PROGRAM"
+            f"measures captures of at most {_MAX_WRITTEN_BYTES >> 20} MiB: increase the limit or change _BUSY_PROGRAM"
         )
-    return small
+    return is_small
 
 
 def _report(result: Result, captures: _Captures, waits: _Waits) -> None:
     pauses = [snapshot.pause_ms for snapshot in captures.snapshots]
-    result.measure("floor", "floor: the same commands over bare QMP, no page copied", samples=captures.floor)
-    result.measure(
+    result.add_measure("floor", "floor: the same commands over bare QMP, no page copied", samples=captures.floor_ms)
+    result.add_measure(
         "pause", "source pause, measured by the host", samples=pauses, floor="floor", target=Target("p50", 10)
     )
     phases = [snapshot.host["phases_ms"] for snapshot in captures.snapshots]
-    result.add_parts("pause", _PHASES, {key: [each[key] for each in phases if key in each] for key in _PHASES})
-    result.measure("quiet", "floor: longest wait for a ping, no capture", samples=waits.before_captures)
-    result.measure("outside", "longest wait for a ping, during a capture", samples=waits.during_captures, floor="quiet")
-    result.measure("total", "capture, until the snapshot is on the disk", samples=captures.total)
-    result.measure("changed", "floor: memory changed since the previous capture", "bytes", samples=captures.changed)
-    written = [snapshot.memory_bytes_written for snapshot in captures.snapshots]
-    result.measure("written", "memory written for a capture", "bytes", samples=written, floor="changed")
-    disk = [snapshot.disk_bytes_unique for snapshot in captures.snapshots]
-    result.measure("disk", "disk blocks that only the capture uses", "bytes", samples=disk)
+    result.add_parts(
+        "pause", _PHASE_TITLES, {key: [each[key] for each in phases if key in each] for key in _PHASE_TITLES}
+    )
+    result.add_measure("quiet", "floor: longest wait for a ping, no capture", samples=waits.before_captures)
+    result.add_measure(
+        "outside", "longest wait for a ping, during a capture", samples=waits.during_captures, floor="quiet"
+    )
+    result.add_measure("total", "capture, until the snapshot is on the disk", samples=captures.total_ms)
+    result.add_measure(
+        "changed", "floor: memory changed since the previous capture", "bytes", samples=captures.changed_bytes
+    )
+    written_bytes = [snapshot.memory_bytes_written for snapshot in captures.snapshots]
+    result.add_measure("written", "memory written for a capture", "bytes", samples=written_bytes, floor="changed")
+    disk_bytes = [snapshot.disk_bytes_unique for snapshot in captures.snapshots]
+    result.add_measure("disk", "disk blocks that only the capture uses", "bytes", samples=disk_bytes)
     result.settings["memory_mode"] = sorted({snapshot.memory.value for snapshot in captures.snapshots})
 
 
 def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
-    """Measure the smallest possible capture: the same commands, but no pages, and a disk that is already flushed.
+    """Return the duration of the smallest possible capture in milliseconds.
 
-    Returns the milliseconds.
+    It executes the same commands as the host, but copies no pages, and the disk is already flushed.
     """
     state, image = host.mount_point / "bare.state", host.mount_point / "bare.img"
     descriptors = [os.open(machine.files.disk, os.O_RDONLY)]
@@ -181,7 +187,7 @@ def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
         os.fsync(disk)
         filename = machine.pass_descriptor(device_state)
         machine.execute("cont")
-        time.sleep(_BETWEEN_SECONDS)
+        time.sleep(_COOLDOWN_SECONDS)
         start = time.perf_counter()
         machine.execute("stop")
         machine.execute("xen-save-devices-state", {"filename": filename, "live": False})
@@ -199,7 +205,7 @@ def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
 
 
 def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
-    """Return how many bytes of pages differ between two snapshots. Reads only blocks that they do not share."""
+    """Return the size in bytes of the pages that differ between two snapshots. Reads only unshared blocks."""
     layout = Layout(host.config.host.state_root)
     old_image, new_image = (layout.snapshot(each).memory for each in (previous, snapshot))
     ranges = sorted(_unshared_ranges(old_image) | _unshared_ranges(new_image))
@@ -211,14 +217,18 @@ def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -
             if start < end:
                 page_count += _count_different_pages(old.fileno(), new.fileno(), start, end - start)
                 position = end
-    return page_count * _PAGE
+    return page_count * _PAGE_BYTES
 
 
 def _unshared_ranges(image: Path) -> set[tuple[int, int]]:
-    return {(extent.logical, extent.logical + extent.length) for extent in reflink.extents(image) if not extent.shared}
+    return {
+        (extent.logical, extent.logical + extent.length)
+        for extent in reflink.list_extents(image)
+        if not extent.is_shared
+    }
 
 
-def _count_different_pages(old: int, new: int, offset: int, length: int) -> int:
-    one, other = (np.frombuffer(os.pread(fd, length, offset), dtype=np.uint8) for fd in (old, new))
-    size = min(len(one), len(other)) // _PAGE * _PAGE
-    return int((one[:size] != other[:size]).reshape(-1, _PAGE).any(axis=1).sum())
+def _count_different_pages(old_fd: int, new_fd: int, offset: int, length: int) -> int:
+    old_bytes, new_bytes = (np.frombuffer(os.pread(fd, length, offset), dtype=np.uint8) for fd in (old_fd, new_fd))
+    size = min(len(old_bytes), len(new_bytes)) // _PAGE_BYTES * _PAGE_BYTES
+    return int((old_bytes[:size] != new_bytes[:size]).reshape(-1, _PAGE_BYTES).any(axis=1).sum())

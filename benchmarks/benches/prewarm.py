@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.answers import Answers, watching
+from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
@@ -21,17 +21,17 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.support.waiting import eventually
 
-_BETWEEN_SECONDS = 0.5
-_READY_SECONDS = 120
-_WATCHED: dict[str, FunctionRef] = {
+_COOLDOWN_SECONDS = 0.5
+_READY_TIMEOUT_SECONDS = 120
+_TIMED_FUNCTIONS: dict[str, FunctionRef] = {
     "move": (instances, "move"),
     "cont": (Machine, "cont"),
     "identify": (AgentClient, "identify"),
     "save": (KvmXfsHost, "save"),
 }
-_PARTS = {
+_PART_TITLES = {
     "move": "rename the machine's directory",
-    "cont": "let the machine continue",
+    "cont": "resume the machine",
     "identify": "until the agent has answered",
     "save": "write the record to the disk",
     "rest": "everything else",
@@ -51,64 +51,68 @@ class Prewarm:
         with (
             host.source() as snapshot,
             host.raw_qemu(snapshot) as raw,
-            timers.watching(_WATCHED),
-            watching() as answers,
+            timers.recording(_TIMED_FUNCTIONS),
+            recording_answers() as answers,
             ctx.steps("claims", 3 * rounds) as steps,
         ):
-            clock = _Clock(host, timers, answers, samples)
+            timer = _ClaimTimer(host, timers, answers, samples)
             for _ in range(rounds):
-                _measure_template(clock)
+                _measure_template_claim(timer)
                 steps.advance()
             for _ in range(rounds):
                 _measure_floor(raw, samples)
-                _measure_snapshot(clock, snapshot)
+                _measure_snapshot_claim(timer, snapshot)
                 steps.advance()
             sandbox = host.create_sandbox(TEMPLATE)
             for _ in range(rounds):
-                _measure_rollback(clock, sandbox, snapshot)
+                _measure_rollback(timer, sandbox, snapshot)
                 steps.advance()
         _report(result, samples)
-        if timers.missing:
-            result.notes.append(f"functions that no longer exist and were not measured: {', '.join(timers.missing)}")
+        if timers.missing_functions:
+            result.notes.append(
+                f"functions that no longer exist and were not measured: {', '.join(timers.missing_functions)}"
+            )
         return result
 
 
 @dataclass
-class _Clock:
+class _ClaimTimer:
     host: KvmXfs
     timers: Timers
     answers: Answers
     samples: dict[str, list[float]]
 
-    def keep_ready(self, ref: str, count: int) -> None:
-        """Set the number of forks to prewarm, then wait until they are ready and the machine is idle again."""
+    def prewarm(self, ref: str, count: int) -> None:
+        """Prewarm ``count`` forks, and wait until they are ready and the machine is idle again."""
         engine = self.host.live.engine
         self.host.live.do(engine.prewarm.set_target(ref, count))
-        eventually(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_SECONDS)
-        time.sleep(_BETWEEN_SECONDS)
+        eventually(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_TIMEOUT_SECONDS)
+        time.sleep(_COOLDOWN_SECONDS)
 
-    def claim(self, key: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """Measure one request that claims a fork, and return its result."""
+    def time_claim(self, key: str, request: Coroutine[Any, Any, Any]) -> Any:
+        """Time one request that claims a fork, and return its result."""
         engine = self.host.live.engine
-        claim_count = engine.machines.starts["prewarmed"]
+        claim_count_before = engine.machines.starts["prewarmed"]
         self.timers.take()
         self.answers.forget()
         start = time.perf_counter()
-        result = self.host.live.do(work)
+        result = self.host.live.do(request)
         end = time.perf_counter()
-        if engine.machines.starts["prewarmed"] != claim_count + 1:
+        if engine.machines.starts["prewarmed"] != claim_count_before + 1:
             raise RuntimeError(f"the request did not claim a prewarmed fork ({key})")
         answer = self.answers.wait(1)[0]
         spans = self.timers.take()
         self.samples[f"{key}.continued"] += [(span.end - start) * 1000 for span in spans.get("cont", [])]
         self.samples[f"{key}.identified"].append((answer.end - start) * 1000)
-        whole = Span(start, max(end, answer.end))
-        self.samples[key].append(whole.ms)
-        for part, value in split_time(whole, {part: spans[part] for part in _PARTS if part in spans}).items():
+        whole_span = Span(start, max(end, answer.end))
+        self.samples[key].append(whole_span.ms)
+        for part, value in split_time(
+            whole_span, {part: spans[part] for part in _PART_TITLES if part in spans}
+        ).items():
             self.samples[f"{key}.{part}"].append(value)
         return result
 
-    def run_command(self, key: str, sandbox: Sandbox) -> None:
+    def time_command(self, key: str, sandbox: Sandbox) -> None:
         start = time.perf_counter()
         result = self.host.live.do(self.host.live.engine.commands.exec(sandbox.id, ["true"]))
         self.samples[key].append((time.perf_counter() - start) * 1000)
@@ -116,72 +120,72 @@ class _Clock:
             raise RuntimeError(f"the fork could not run a command: {result}")
 
 
-def _measure_template(clock: _Clock) -> None:
-    clock.keep_ready(TEMPLATE, 1)
-    sandbox = clock.claim("template", clock.host.live.engine.forks.create(TEMPLATE, ForkSpec()))
-    clock.run_command("first", sandbox)
-    clock.keep_ready(TEMPLATE, 0)
-    clock.run_command("again", sandbox)
-    clock.host.delete_sandboxes(sandbox)
+def _measure_template_claim(timer: _ClaimTimer) -> None:
+    timer.prewarm(TEMPLATE, 1)
+    sandbox = timer.time_claim("template", timer.host.live.engine.forks.create(TEMPLATE, ForkSpec()))
+    timer.time_command("first", sandbox)
+    timer.prewarm(TEMPLATE, 0)
+    timer.time_command("again", sandbox)
+    timer.host.delete_sandboxes(sandbox)
 
 
 def _measure_floor(raw: RawQemu, samples: dict[str, list[float]]) -> None:
-    (machine,) = raw.machines(1)
+    (machine,) = raw.prepare_machines(1)
     machine.start_paused()
-    time.sleep(_BETWEEN_SECONDS)
+    time.sleep(_COOLDOWN_SECONDS)
     resume_ms, answer_ms = machine.resume_and_ping()
     samples["floor_cont"].append(resume_ms)
     samples["floor"].append(answer_ms)
-    machine.end()
+    machine.stop()
 
 
-def _measure_snapshot(clock: _Clock, snapshot: Snapshot) -> None:
-    clock.keep_ready(snapshot.id, 1)
-    sandbox = clock.claim("snapshot", clock.host.live.engine.forks.create(snapshot.id, ForkSpec()))
-    clock.run_command("snapshot.first", sandbox)
-    clock.host.delete_sandboxes(sandbox)
-    clock.keep_ready(snapshot.id, 0)
+def _measure_snapshot_claim(timer: _ClaimTimer, snapshot: Snapshot) -> None:
+    timer.prewarm(snapshot.id, 1)
+    sandbox = timer.time_claim("snapshot", timer.host.live.engine.forks.create(snapshot.id, ForkSpec()))
+    timer.time_command("snapshot.first", sandbox)
+    timer.host.delete_sandboxes(sandbox)
+    timer.prewarm(snapshot.id, 0)
 
 
-def _measure_rollback(clock: _Clock, sandbox: Sandbox, snapshot: Snapshot) -> None:
-    clock.keep_ready(snapshot.id, 1)
-    clock.claim("rollback", clock.host.live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
-    clock.keep_ready(snapshot.id, 0)
+def _measure_rollback(timer: _ClaimTimer, sandbox: Sandbox, snapshot: Snapshot) -> None:
+    timer.prewarm(snapshot.id, 1)
+    timer.time_claim("rollback", timer.host.live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
+    timer.prewarm(snapshot.id, 0)
 
 
 def _report(result: Result, samples: dict[str, list[float]]) -> None:
-    def parts(of: str) -> None:
-        result.add_parts(of, _PARTS, {key: samples[f"{of}.{key}"] for key in _PARTS})
+    def add_parts(measure_key: str) -> None:
+        result.add_parts(measure_key, _PART_TITLES, {key: samples[f"{measure_key}.{key}"] for key in _PART_TITLES})
 
-    result.measure(
+    result.add_measure(
         "template", "claim of a template's fork, until the engine returned", samples=samples["template"],
         target=Target("p50", 5),
     )  # fmt: skip
-    parts("template")
-    result.measure("again", "a command in a sandbox that has run one before", samples=samples["again"])
-    result.measure(
+    add_parts("template")
+    result.add_measure("again", "a command in a sandbox that has run one before", samples=samples["again"])
+    result.add_measure(
         "first", "the first command in a claimed fork of a template", samples=samples["first"], floor="again"
     )
-    result.measure("floor_cont", "floor: QEMU's answer to cont; no gateway", samples=samples["floor_cont"])
-    result.measure("floor", "floor: cont, until the guest's agent has answered", samples=samples["floor"])
-    result.measure(
-        "cont", "claim of a snapshot's fork, until it continues", samples=samples["snapshot.continued"],
+    result.add_measure("floor_cont", "floor: QEMU's answer to cont; no gateway", samples=samples["floor_cont"])
+    result.add_measure("floor", "floor: cont, until the guest's agent has answered", samples=samples["floor"])
+    result.add_measure(
+        "cont", "claim of a snapshot's fork, until it is resumed", samples=samples["snapshot.continued"],
         floor="floor_cont", target=Target("p50", 5),
     )  # fmt: skip
-    result.measure(
+    result.add_measure(
         "identified", "claim of a snapshot's fork, until the agent answered", samples=samples["snapshot.identified"],
         floor="floor",
     )  # fmt: skip
-    result.measure(
+    result.add_measure(
         "snapshot", "claim of a snapshot's fork, until the engine returned", samples=samples["snapshot"], floor="floor"
     )
-    parts("snapshot")
-    result.measure("snapshot_first", "its first command", samples=samples["snapshot.first"], floor="again")
-    result.measure(
-        "rollback_cont", "rollback to a prewarmed snapshot, until the fork continues",
+    add_parts("snapshot")
+    result.add_measure("snapshot_first", "its first command", samples=samples["snapshot.first"], floor="again")
+    result.add_measure(
+        "rollback_cont", "rollback to a prewarmed snapshot, until the fork is resumed",
         samples=samples["rollback.continued"], floor="floor_cont",
     )  # fmt: skip
-    result.measure(
+    result.add_measure(
         "rollback", "rollback to a prewarmed snapshot, until the old machine is removed", samples=samples["rollback"],
         floor="floor",
     )  # fmt: skip

@@ -11,17 +11,17 @@ from benchmarks.measure import Result
 from benchmarks.ping import Ping
 from benchmarks.rivals.jails import jail_playbooks
 from benchmarks.rivals.libvirt import Libvirt
-from benchmarks.rivals.machines import KINDS, Guest, rival_machine
+from benchmarks.rivals.machines import RIVAL_KINDS, Guest, rival_machine
 from benchmarks.rivals.ours import our_machine
-from benchmarks.rivals.rival import FORK_COUNT, CanFork, Rival, VirtualMachine
+from benchmarks.rivals.rival import FORK_COUNT, ForkingRival, Rival, VirtualMachine
 from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from tests.support import session
 
-_BETWEEN_SECONDS = 0.3
+_COOLDOWN_SECONDS = 0.3
 _SETTLE_SECONDS = 3.0
-_UID = 699_999
-"""The user of the rivals' QEMU. The gateway's QEMU processes use higher numbers."""
+_RIVAL_UID = 699_999
+"""The user id of the rivals' QEMU processes. Those of the gateway have higher user ids."""
 _TITLES = {
     "snapshot": "snapshot, until its source answers",
     "pause": "longest wait for a ping during a snapshot",
@@ -30,7 +30,7 @@ _TITLES = {
     f"fork_{FORK_COUNT}": f"{FORK_COUNT} forks, until all answer",
     "rollback": "rollback, until it answers",
 }
-_ONLY_MACHINES = ("pause", "written")
+_MACHINE_ONLY_OPERATIONS = ("pause", "written")
 _PLAYBOOK_NOTE = (
     "playbooks: ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands on Linux. Each operation is one "
     "run of ansible-playbook"
@@ -73,13 +73,15 @@ class _Run:
         platform = host.host.platform
         guest = Guest(Layout(host.config.host.state_root).snapshot(template), platform, template.resources)
         directory = host.mount_point / "libvirt"
-        with Libvirt(directory, taps=FORK_COUNT + 1, uid=_UID, kvm=platform.accelerator == "kvm") as libvirt:
-            for kind in KINDS:
+        with Libvirt(
+            directory, tap_count=FORK_COUNT + 1, uid=_RIVAL_UID, has_kvm=platform.accelerator == "kvm"
+        ) as libvirt:
+            for kind in RIVAL_KINDS:
                 self._ctx.print_progress(f"booting the source of {kind.title}")
                 concurrency = self._settings["concurrency"]
                 files = host.mount_point / kind.key
                 with rival_machine(
-                    kind, libvirt, files, guest, concurrency=concurrency, settle=_SETTLE_SECONDS
+                    kind, libvirt, files, guest, concurrency=concurrency, settle_seconds=_SETTLE_SECONDS
                 ) as machine:
                     self._measure_machine(machine)
 
@@ -88,20 +90,24 @@ class _Run:
         rounds, seconds = self._settings["rounds"], self._settings["seconds"]
         min_rounds = self._settings["min_rounds"]
         self._repeat(machine, "rounds", rounds, min_rounds, seconds, lambda: self._run_round(machine))
-        if isinstance(machine, CanFork):
-            forks = self._ctx.rounds(full=3, quick=1)
-            self._repeat(machine, f"{FORK_COUNT} forks", forks, forks, seconds, lambda: self._fork_many(machine))
+        if isinstance(machine, ForkingRival):
+            fork_rounds = self._ctx.rounds(full=3, quick=1)
+            self._repeat(
+                machine, f"{FORK_COUNT} forks", fork_rounds, fork_rounds, seconds, lambda: self._fork_many(machine)
+            )
         with Ping(machine.address, prefix=machine.prefix) as ping:
             # Separate rounds, because answering pings takes much of an emulated guest's time.
             windows: list[tuple[float, float]] = []
-            self._repeat(machine, "pauses", min_rounds, min_rounds, seconds, lambda: _watch(machine, windows))
-        waits = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
+            self._repeat(
+                machine, "pauses", min_rounds, min_rounds, seconds, lambda: _measure_snapshot_window(machine, windows)
+            )
+        waits = [ping.longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
         self._samples[f"{machine.key}_pause"] += waits
 
     def _repeat(
         self, rival: Rival, title: str, rounds: int, min_rounds: int, seconds: float, work: Callable[[], None]
     ) -> None:
-        """Do ``work`` for a number of ``rounds``, but after ``min_rounds`` only until ``seconds`` have passed."""
+        """Call ``work`` ``rounds`` times, or stop after ``seconds`` if it has been called ``min_rounds`` times."""
         start = time.monotonic()
         with self._ctx.steps(f"{rival.title}: {title}", rounds) as steps:
             for number in range(rounds):
@@ -111,20 +117,20 @@ class _Run:
                     return
 
     def _run_round(self, rival: Rival) -> None:
-        """Take a snapshot, fork it once, roll back to it, and remove everything again."""
+        """Time a snapshot, one fork of it, and a rollback to it. Removes everything afterwards."""
         self._time(rival, "snapshot", rival.snapshot)
         if isinstance(rival, VirtualMachine):
             self._samples[f"{rival.key}_written"].append(rival.bytes_written())
-        if isinstance(rival, CanFork):
-            forking = rival
-            self._time(rival, "fork_1", lambda: forking.fork(1))
+        if isinstance(rival, ForkingRival):
+            forking_rival = rival
+            self._time(rival, "fork_1", lambda: forking_rival.fork(1))
             rival.remove_forks()
         self._time(rival, "rollback", rival.rollback)
         rival.remove_snapshot()
 
-    def _fork_many(self, rival: CanFork) -> None:
+    def _fork_many(self, rival: ForkingRival) -> None:
         rival.snapshot()
-        time.sleep(_BETWEEN_SECONDS)
+        time.sleep(_COOLDOWN_SECONDS)
         self._time(rival, f"fork_{FORK_COUNT}", lambda: rival.fork(FORK_COUNT))
         rival.remove_forks()
         rival.rollback()
@@ -150,22 +156,22 @@ class _Run:
         self._samples[f"{rival.key}_{operation}"].append(_time_and_wait(work))
 
     def report(self) -> Result:
-        """Add the measures in the order of the operations. Those of rivals are compared with ours."""
+        """Add the measures in the order of the operations, and return the result. Ours are the floors of the others."""
         result = self._result
         for operation, title in _TITLES.items():
             for rival in self._rivals:
-                if operation in _ONLY_MACHINES and not isinstance(rival, VirtualMachine):
+                if operation in _MACHINE_ONLY_OPERATIONS and not isinstance(rival, VirtualMachine):
                     continue
                 key = f"{rival.key}_{operation}"
                 floor = f"{rival.compared_with}_{operation}" if rival.compared_with else ""
                 samples = self._samples[key]
                 if operation == "written":
-                    result.measure(key, f"{title}: {rival.title}", "bytes", samples=samples, floor=floor)
+                    result.add_measure(key, f"{title}: {rival.title}", "bytes", samples=samples, floor=floor)
                 else:
-                    result.measure(key, f"{title}: {rival.title}", samples=samples, floor=floor)
+                    result.add_measure(key, f"{title}: {rival.title}", samples=samples, floor=floor)
                 if operation in rival.not_offered:
                     self._settings["not_offered"][key] = rival.not_offered[operation]
-        result.measure("play_nothing", "a playbook that does nothing", samples=self._samples["play_nothing"])
+        result.add_measure("play_nothing", "a playbook that does nothing", samples=self._samples["play_nothing"])
         keys_by_reason: dict[str, list[str]] = defaultdict(list)
         for key, reason in self._settings["not_offered"].items():
             keys_by_reason[reason].append(key)
@@ -174,17 +180,17 @@ class _Run:
 
 
 def _time_and_wait(work: Callable[[], None]) -> float:
-    """Run ``work`` and return its duration in milliseconds. Waits afterwards, so that the machine becomes idle."""
+    """Run ``work`` and return its duration in milliseconds. Waits afterwards to let the machine become idle."""
     _, elapsed = time_call(work)
-    time.sleep(_BETWEEN_SECONDS)
+    time.sleep(_COOLDOWN_SECONDS)
     return elapsed
 
 
-def _watch(machine: VirtualMachine, windows: list[tuple[float, float]]) -> None:
-    """Take a snapshot while its source is pinged, append the start and the end, and remove the snapshot."""
-    time.sleep(_BETWEEN_SECONDS)
+def _measure_snapshot_window(machine: VirtualMachine, windows: list[tuple[float, float]]) -> None:
+    """Take a snapshot, append its start and end times to ``windows``, and remove the snapshot."""
+    time.sleep(_COOLDOWN_SECONDS)
     start = time.monotonic()
     machine.snapshot()
     windows.append((start, time.monotonic()))
-    time.sleep(_BETWEEN_SECONDS)
+    time.sleep(_COOLDOWN_SECONDS)
     machine.remove_snapshot()

@@ -8,7 +8,7 @@ from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result
 from benchmarks.ping import Ping
 
-_BETWEEN_SECONDS = 0.5
+_COOLDOWN_SECONDS = 0.5
 
 
 class Rollback:
@@ -26,30 +26,30 @@ class Rollback:
             with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
                 host.live.call(host.live.engine.background.start, _follow_address(host, ping, rounds))
                 for _ in range(rounds):
-                    (machine,) = raw.machines(1)
-                    floor.append(machine.start().running)
-                    machine.end()
-                    time.sleep(_BETWEEN_SECONDS)
+                    (machine,) = raw.prepare_machines(1)
+                    floor.append(machine.start().running_ms)
+                    machine.stop()
+                    time.sleep(_COOLDOWN_SECONDS)
                     start = time.monotonic()
                     host.live.do(host.live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
                     windows.append((start, time.monotonic()))
                     steps.advance()
-                time.sleep(_BETWEEN_SECONDS)
-        outages = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
-        quiet_waits = [ping.longest_wait(start - _BETWEEN_SECONDS / 2, start) for start, _ in windows]
-        result.measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
+                time.sleep(_COOLDOWN_SECONDS)
+        outages = [ping.longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
+        quiet_waits = [ping.longest_wait(start - _COOLDOWN_SECONDS / 2, start) for start, _ in windows]
+        result.add_measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
         durations = [(end - start) * 1000 for start, end in windows]
-        result.measure("rollback", "rollback, until the old machine is removed", samples=durations, floor="floor")
-        result.measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet_waits)
-        result.measure("outage", "longest wait for a ping answer during a rollback", samples=outages, floor="quiet")
+        result.add_measure("rollback", "rollback, until the old machine is removed", samples=durations, floor="floor")
+        result.add_measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet_waits)
+        result.add_measure("outage", "longest wait for a ping answer during a rollback", samples=outages, floor="quiet")
         return result
 
 
-async def _follow_address(host: KvmXfs, ping: Ping, changes: int) -> None:
+async def _follow_address(host: KvmXfs, ping: Ping, change_count: int) -> None:
     """Ping the sandbox's new address whenever it changes, like a client that queries the gateway for the address."""
     with host.live.engine.events.subscribed() as events:
-        while changes:
+        while change_count:
             event = await events.get()
             if event.type == "sandbox.replaced":
                 ping.switch_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
-                changes -= 1
+                change_count -= 1

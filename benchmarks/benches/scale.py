@@ -1,4 +1,4 @@
-"""Measure the gateway with up to 10,000 snapshots: its start, requests, memory, and CPU use while nothing happens."""
+"""Measure the startup, requests, memory and idle CPU usage of a gateway with up to 10,000 snapshots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
-from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs import record_files
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
 from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 from tests.support import session
 from tests.support.gateway import Gateway
@@ -25,20 +25,20 @@ from tests.support.xfs import LoopXfs
 _SIZES = (100, 300, 1_000, 3_000, 10_000)
 _QUICK_SIZES = (30, 100)
 _SNAPSHOTS_PER_SANDBOX = 5
-_PAGE = 100
+_PAGE_SIZE = 100
 _XFS_MB = 4096
 _IDLE_SECONDS = 10.0
 _START_LIMIT_MS, _PAGE_LIMIT_MS, _MEMORY_LIMIT_BYTES = 2000, 20, 120 << 20
 _NOTE = (
-    "the records are written directly, beside reflinks of the same images. The snapshots form one chain, and every "
-    "fifth has a stopped sandbox. No machine runs. The floor of a start is the time to read and parse the same "
-    "manifests; the floor of a request is the request of a list that is empty"
+    "the records are written directly, together with reflinks of the same images. The snapshots form one chain, and "
+    "every fifth has a stopped sandbox. No machines run. The floor of a start is the time to read and parse the same "
+    "manifests; the floor of a request is a request for an empty list"
 )
 _REQUESTS = {
-    "page": f"list page of {_PAGE} snapshots",
+    "page": f"list page of {_PAGE_SIZE} snapshots",
     "show": "show a snapshot, by name",
     "find": "list with the filter name",
-    "sandboxes": f"list page of {_PAGE} sandboxes",
+    "sandboxes": f"list page of {_PAGE_SIZE} sandboxes",
     "lineage": "whole lineage, as a list",
     "metrics": "metrics",
 }
@@ -66,7 +66,7 @@ class Scale:
             records = _Records(Layout(gateway.state_root), xfs.mount_point / "images")
             for size in sizes:
                 records.grow(size)
-                samples = _measure(gateway, records, starts=starts, rounds=rounds)
+                samples = _collect_samples(gateway, records, starts=starts, rounds=rounds)
                 _add_measures(result, size, samples, is_largest=size == _SIZES[-1])
                 steps.advance()
             gateway.client.close()
@@ -74,17 +74,17 @@ class Scale:
 
 
 class _Records:
-    """The objects in a state root: a template, a chain of snapshots, and stopped sandboxes."""
+    """The records in a state root: a template, a chain of snapshots, and stopped sandboxes."""
 
     def __init__(self, layout: Layout, images: Path) -> None:
         self._layout = layout
         self._images = images
         self._start_time = now() - timedelta(days=30)
-        self.snapshots: list[str] = []
-        """Their ids, oldest first."""
-        self.unused: list[str] = []
-        """Ids of some snapshots from which no sandbox was made, and which are not the newest."""
-        self._created_snapshots = self._created_sandboxes = 0
+        self.snapshot_ids: list[str] = []
+        """The ids of all snapshots, oldest first."""
+        self.unused_ids: list[str] = []
+        """The ids of some snapshots that have no sandboxes and are not the newest."""
+        self._snapshot_count = self._sandbox_count = 0
         layout.create()
         self._create_images()
         self._platform = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
@@ -104,14 +104,14 @@ class _Records:
 
     def grow(self, count: int) -> None:
         """Create snapshots and sandboxes until there are ``count`` snapshots."""
-        while len(self.snapshots) < count:
-            number = self._created_snapshots
-            self._created_snapshots += 1
+        while len(self.snapshot_ids) < count:
+            number = self._snapshot_count
+            self._snapshot_count += 1
             created_at = self._start_time + timedelta(minutes=number + 1)
             snapshot = Snapshot(
                 names=[f"snapshot-{number}"],
                 template_id=self._template.id,
-                parent=self.snapshots[-1] if self.snapshots else self._template.id,
+                parent=self.snapshot_ids[-1] if self.snapshot_ids else self._template.id,
                 origin=self._template.id,
                 memory=Memory.SOFT_DIRTY,
                 memory_bytes_written=1 << 20,
@@ -127,11 +127,11 @@ class _Records:
                 },
             )
             self._create_snapshot(snapshot)
-            self.snapshots.append(snapshot.id)
+            self.snapshot_ids.append(snapshot.id)
             if number % _SNAPSHOTS_PER_SANDBOX == 0:
                 self._create_sandbox(snapshot)
-            elif number % _SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshots) < count:
-                self.unused.append(snapshot.id)
+            elif number % _SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshot_ids) < count:
+                self.unused_ids.append(snapshot.id)
 
     def _create_snapshot(self, snapshot: Snapshot) -> None:
         files = self._layout.snapshot(snapshot)
@@ -140,11 +140,11 @@ class _Records:
             reflink.clone(self._images / path.name, path)
         for path in (files.kernel, files.initrd):
             path.hardlink_to(self._images / path.name)
-        directory_records.write_record(files.directory, snapshot, durable=False)
+        record_files.write_record(files.directory, snapshot, durable=False)
 
     def _create_sandbox(self, snapshot: Snapshot) -> None:
-        number = self._created_sandboxes
-        self._created_sandboxes += 1
+        number = self._sandbox_count
+        self._sandbox_count += 1
         sandbox = Sandbox(
             name=f"sandbox-{number}",
             state=SandboxState.PAUSED,
@@ -158,22 +158,25 @@ class _Records:
         )
         directory = self._layout.sandbox(sandbox)
         directory.mkdir(mode=0o711)
-        files = Instance(directory / sandbox.instance)
+        files = InstanceFiles(directory / sandbox.instance)
         files.directory.mkdir(mode=0o711)
         files.run.mkdir(mode=0o700)
         reflink.clone(self._images / files.disk.name, files.disk)
         for path in (files.kernel, files.initrd):
             path.hardlink_to(self._images / path.name)
         files.memory.hardlink_to(self._layout.snapshot(snapshot).memory)
-        directory_records.write_record(directory, sandbox, durable=False)
+        record_files.write_record(directory, sandbox, durable=False)
 
-    def pop_unused(self) -> str:
-        """Return the id of a snapshot in the middle of the chain, which the caller must delete; empty: none is left."""
-        if not self.unused:
+    def pop_unused_id(self) -> str:
+        """Return the id of a snapshot in the middle of the chain, or an empty string if none is left.
+
+        The caller must delete the snapshot.
+        """
+        if not self.unused_ids:
             return ""
-        id = self.unused.pop(len(self.unused) // 2)
-        self.snapshots.remove(id)
-        return id
+        ident = self.unused_ids.pop(len(self.unused_ids) // 2)
+        self.snapshot_ids.remove(ident)
+        return ident
 
     def read_manifests(self) -> int:
         """Read and parse all manifests without the gateway. Returns their number."""
@@ -181,13 +184,13 @@ class _Records:
         return len([json.loads(manifest.read_bytes()) for manifest in manifests])
 
 
-def _measure(gateway: Gateway, records: _Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
+def _collect_samples(gateway: Gateway, records: _Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(starts):
         _, elapsed = time_call(records.read_manifests)
         samples["floor_start"].append(elapsed)
-        with _running(gateway) as pid:
-            samples["start"].append(_open_ms(gateway))
+        with _running_gateway(gateway) as pid:
+            samples["start"].append(_startup_ms(gateway))
             samples["memory"].append(_resident_bytes(pid))
             if number == starts - 1:
                 _measure_requests(gateway, records, rounds, samples)
@@ -198,7 +201,7 @@ def _measure(gateway: Gateway, records: _Records, *, starts: int, rounds: int) -
 
 
 @contextlib.contextmanager
-def _running(gateway: Gateway) -> Iterator[int]:
+def _running_gateway(gateway: Gateway) -> Iterator[int]:
     gateway.start()
     try:
         assert gateway.process
@@ -208,24 +211,24 @@ def _running(gateway: Gateway) -> Iterator[int]:
             raise RuntimeError(f"the gateway exited with code {code}:\n{gateway.log_tail()}")
 
 
-def _open_ms(gateway: Gateway) -> float:
-    """Return how long the gateway took to open its host, scan it, and build its index, from its log."""
+def _startup_ms(gateway: Gateway) -> float:
+    """Return how many milliseconds the gateway took to open and scan its host and build its index, from its log."""
     lines = [line for line in gateway.log_file.read_text().splitlines() if line.startswith("{")]
-    *_, last = (entry for entry in map(json.loads, lines) if entry["event"] == "open")
-    return float(last["ms"])
+    *_, last_entry = (entry for entry in map(json.loads, lines) if entry["event"] == "open")
+    return float(last_entry["ms"])
 
 
 def _measure_requests(gateway: Gateway, records: _Records, rounds: int, samples: dict[str, list[float]]) -> None:
-    newest = gateway.call("GET", f"/snapshots/{records.snapshots[-1]}")["names"][0]
+    newest_name = gateway.call("GET", f"/snapshots/{records.snapshot_ids[-1]}")["names"][0]
     # The page in the measurement does not start at the beginning of the list.
-    first = gateway.client.get("/snapshots", params={"limit": min(len(records.snapshots) // 2, 1000)})
-    token = first.headers["x-next-token"]
+    first_page = gateway.client.get("/snapshots", params={"limit": min(len(records.snapshot_ids) // 2, 1000)})
+    token = first_page.headers["x-next-token"]
     targets: dict[str, tuple[str, dict[str, Any]]] = {
         "floor_request": ("/volumes", {}),
-        "page": ("/snapshots", {"limit": _PAGE, "nextToken": token}),
-        "show": (f"/snapshots/{newest}", {}),
-        "find": ("/snapshots", {"name": newest}),
-        "sandboxes": ("/sandboxes", {"limit": _PAGE}),
+        "page": ("/snapshots", {"limit": _PAGE_SIZE, "nextToken": token}),
+        "show": (f"/snapshots/{newest_name}", {}),
+        "find": ("/snapshots", {"name": newest_name}),
+        "sandboxes": ("/sandboxes", {"limit": _PAGE_SIZE}),
         "lineage": ("/lineage", {"flat": True}),
         "metrics": ("/metrics", {}),
     }
@@ -235,8 +238,8 @@ def _measure_requests(gateway: Gateway, records: _Records, rounds: int, samples:
             assert response.is_success, response.text
             samples[key].append(elapsed)
         # Each deletion gives the next snapshot of the chain a new parent.
-        if unused := records.pop_unused():
-            response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{unused}", {}))
+        if unused_id := records.pop_unused_id():
+            response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{unused_id}", {}))
             assert response.status_code == 204, response.text
             samples["delete"].append(elapsed)
 
@@ -251,9 +254,9 @@ def _resident_bytes(pid: int) -> float:
 
 def _idle_cpu_ms(pid: int) -> float:
     """Return the CPU time in milliseconds that a process uses per second while nothing happens."""
-    start, start_time = _cpu_seconds(pid), time.monotonic()
+    start_cpu_seconds, start_time = _cpu_seconds(pid), time.monotonic()
     time.sleep(_IDLE_SECONDS)
-    return (_cpu_seconds(pid) - start) / (time.monotonic() - start_time) * 1000
+    return (_cpu_seconds(pid) - start_cpu_seconds) / (time.monotonic() - start_time) * 1000
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -265,36 +268,36 @@ def _cpu_seconds(pid: int) -> float:
 def _add_measures(result: Result, size: int, samples: dict[str, list[float]], *, is_largest: bool) -> None:
     """Add the measures of one size. Only the largest size has targets."""
 
-    def limit(value: float) -> Target | None:
+    def p50_target(value: float) -> Target | None:
         return Target("p50", value) if is_largest else None
 
     title = f"{size} snapshots: "
-    result.measure(f"floor_start_{size}", title + "read the manifests only", samples=samples["floor_start"])
-    result.measure(
+    result.add_measure(f"floor_start_{size}", title + "read the manifests only", samples=samples["floor_start"])
+    result.add_measure(
         f"start_{size}",
         title + "open the host and build the index",
         samples=samples["start"],
         floor=f"floor_start_{size}",
-        target=limit(_START_LIMIT_MS),
+        target=p50_target(_START_LIMIT_MS),
     )
-    result.measure(f"floor_request_{size}", title + "an empty list", samples=samples["floor_request"])
+    result.add_measure(f"floor_request_{size}", title + "an empty list", samples=samples["floor_request"])
     for key, text in _REQUESTS.items():
-        result.measure(
+        result.add_measure(
             f"{key}_{size}",
             title + text,
             samples=samples[key],
             floor=f"floor_request_{size}",
-            target=limit(_PAGE_LIMIT_MS) if key == "page" else None,
+            target=p50_target(_PAGE_LIMIT_MS) if key == "page" else None,
         )
-    result.measure(f"delete_{size}", title + "delete one in the chain", samples=samples["delete"])
-    result.measure(f"idle_{size}", title + "idle CPU time per second", samples=samples["idle"])
-    result.measure(
+    result.add_measure(f"delete_{size}", title + "delete one in the chain", samples=samples["delete"])
+    result.add_measure(f"idle_{size}", title + "idle CPU time per second", samples=samples["idle"])
+    result.add_measure(
         f"memory_{size}",
         title + "resident after the start",
         "bytes",
         samples=samples["memory"],
-        target=limit(_MEMORY_LIMIT_BYTES),
+        target=p50_target(_MEMORY_LIMIT_BYTES),
     )
-    result.measure(
+    result.add_measure(
         f"memory_used_{size}", title + "resident after the requests", "bytes", samples=samples["memory_used"]
     )

@@ -26,10 +26,10 @@ from tests.support import session
 from tests.support.gateway import Gateway
 
 _AGENT_PORT, _INTERPRETER_PORT = 49983, 49999
-_BYTES = 50_000_000
-_KEY = "bench-key-0123456789abcdef"
+_FILE_BYTES = 50_000_000
+_API_KEY = "bench-key-0123456789abcdef"
 _CODE = "1 + 1"
-_BETWEEN_SECONDS = 0.3
+_COOLDOWN_SECONDS = 0.3
 _TITLES = {
     "command": "commands.run('true')",
     "up": "files.write of 50 MB",
@@ -59,48 +59,48 @@ class Sdk:
                         for key, elapsed in _time_operations(sandbox).items():
                             samples[f"{route}_{key}"].append(elapsed)
                         samples[f"{route}_raw"].append(_time_raw_download(*endpoints[route]))
-                    time.sleep(_BETWEEN_SECONDS)
+                    time.sleep(_COOLDOWN_SECONDS)
                     steps.advance()
         title = f"Sandbox.create and run_code({_CODE!r})"
-        result.measure(
+        result.add_measure(
             "first_floor",
             "floor: a fork by the engine in-process, and the first /execute",
             samples=samples["first_floor"],
         )
-        result.measure("first", title, samples=samples["first"], floor="first_floor")
+        result.add_measure("first", title, samples=samples["first"], floor="first_floor")
         for key, title in _TITLES.items():
             floor, through_key = f"straight_{key}", f"through_{key}"
-            result.measure(floor, f"{title}: directly to the agent", samples=samples[floor])
-            result.measure(through_key, f"{title}: through the gateway", samples=samples[through_key], floor=floor)
+            result.add_measure(floor, f"{title}: directly to the agent", samples=samples[floor])
+            result.add_measure(through_key, f"{title}: through the gateway", samples=samples[through_key], floor=floor)
         return result
 
 
 @contextmanager
 def _gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
-    """Run a gateway with a key for the client. Yields the gateway and its URL."""
+    """Run a gateway, and set the URL and key of the client in the environment. Yields the gateway and its URL."""
     key_file = session.run_dir() / "bench-keys"
-    key_file.write_text(f"bench admin {_KEY}\n")
+    key_file.write_text(f"bench admin {_API_KEY}\n")
     key_file.chmod(0o600)
     address = f"127.0.0.1:{session.free_port()}"
     with companion_gateway(host, server={"listen": address, "key_file": str(key_file)}) as gateway:
         url = f"http://{address}"
-        variables = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _KEY}
+        variables = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _API_KEY}
         with mock.patch.dict(os.environ, variables):
             yield gateway, url
 
 
 def _create_snapshot(gateway: Gateway) -> str:
     """Create a snapshot like that of ``KvmXfs.source`` and return its id."""
-    first = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
+    source = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
     time.sleep(3)
-    snapshot: str = gateway.call("POST", f"/sandboxes/{first}/snapshots", {})["snapshotID"]
-    gateway.call("DELETE", f"/sandboxes/{first}")
+    snapshot: str = gateway.call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]
+    gateway.call("DELETE", f"/sandboxes/{source}")
     return snapshot
 
 
 @contextmanager
 def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
-    """Yield one sandbox over both routes (through the gateway and directly), and the URL and headers of each route."""
+    """Yield two clients of one sandbox (through the gateway and directly), and the URL and headers of each route."""
     gateway_sandbox = Sandbox.create(snapshot)
     try:
         address = gateway.call("GET", f"/sandboxes/{gateway_sandbox.sandbox_id}")["address"]
@@ -111,7 +111,7 @@ def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbo
             envd_version=Version(ENVD_VERSION),
             envd_access_token=gateway_sandbox._envd_access_token,
             connection_config=ConnectionConfig(
-                sandbox_url=f"http://{address}:{_AGENT_PORT}", api_key=_KEY, extra_sandbox_headers=token_headers
+                sandbox_url=f"http://{address}:{_AGENT_PORT}", api_key=_API_KEY, extra_sandbox_headers=token_headers
             ),
         )
         gateway_headers = {
@@ -163,14 +163,14 @@ def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
 
 
 def _time_operations(sandbox: Sandbox) -> dict[str, float]:
-    """Return the milliseconds of a command, an upload and a download."""
-    data = b"\0" * _BYTES
-    result, command = time_call(lambda: sandbox.commands.run("true"))
+    """Return the durations of a command, an upload and a download in milliseconds."""
+    data = b"\0" * _FILE_BYTES
+    result, command_ms = time_call(lambda: sandbox.commands.run("true"))
     _check_equal(result.exit_code, 0)
-    _, upload = time_call(lambda: sandbox.files.write("/dev/shm/big", data))
-    downloaded_data, download = time_call(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
-    _check_equal(len(downloaded_data), _BYTES)
-    return {"command": command, "up": upload, "down": download}
+    _, upload_ms = time_call(lambda: sandbox.files.write("/dev/shm/big", data))
+    downloaded_data, download_ms = time_call(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
+    _check_equal(len(downloaded_data), _FILE_BYTES)
+    return {"command": command_ms, "up": upload_ms, "down": download_ms}
 
 
 def _time_raw_download(url: str, headers: dict[str, str]) -> float:
@@ -181,7 +181,7 @@ def _time_raw_download(url: str, headers: dict[str, str]) -> float:
             return sum(map(len, response.iter_raw()))
 
     size, elapsed = time_call(download)
-    _check_equal(size, _BYTES)
+    _check_equal(size, _FILE_BYTES)
     return elapsed
 
 

@@ -17,14 +17,14 @@ from benchmarks.plays import Plays
 from tests.api.memory_gateway import MemoryGateway
 from tests.support import session
 
-_FORKS = 100
+_FORK_COUNT = 100
 _ROUNDS = 5
-"""Measured repetitions of the tasks in a play, after a first one in which Ansible loads its plugins."""
-_MEMORY_NOTE = (
+"""How often the tasks of a play are measured, after a first round in which Ansible loads its plugins."""
+_SIMULATION_NOTE = (
     "the gateway and its HTTP server are real. The forks are only simulated (tests/api/memory_host.py), because "
     "the measured requests do not need machines"
 )
-_TASK: dict[str, Any] = {"snapshot": "golden", "count": _FORKS, "name_prefix": "ci", "exact": True}
+_FORK_OPTIONS: dict[str, Any] = {"snapshot": "golden", "count": _FORK_COUNT, "name_prefix": "ci", "exact": True}
 
 
 class Tasks:
@@ -33,8 +33,13 @@ class Tasks:
 
     def run(self, ctx: Context) -> Result:
         plays = ctx.rounds(full=6, quick=1)
-        settings = {"forks": _FORKS, "plays": plays, "rounds": plays * _ROUNDS, "machines": "tests/api/memory_host.py"}
-        result = Result(self.name, self.title, settings, notes=[_MEMORY_NOTE])
+        settings = {
+            "forks": _FORK_COUNT,
+            "plays": plays,
+            "rounds": plays * _ROUNDS,
+            "machines": "tests/api/memory_host.py",
+        }
+        result = Result(self.name, self.title, settings, notes=[_SIMULATION_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
         with _gateway() as gateway, ctx.steps("plays", plays) as steps:
             for _ in range(plays):
@@ -42,16 +47,16 @@ class Tasks:
                     samples[key] += durations
                 steps.advance()
         samples["floor"] = [sum(pair) for pair in zip(samples["debug"], samples["call"], strict=True)]
-        result.measure("floor", "floor: a debug task plus one HTTP call", samples=samples["floor"])
-        result.measure("debug", "ansible.builtin.debug", samples=samples["debug"], part_of="floor")
-        result.measure("call", "listing the forks without Ansible", samples=samples["call"],
+        result.add_measure("floor", "floor: a debug task plus one HTTP call", samples=samples["floor"])
+        result.add_measure("debug", "ansible.builtin.debug", samples=samples["debug"], part_of="floor")
+        result.add_measure("call", "listing the forks without Ansible", samples=samples["call"],
                        part_of="floor")  # fmt: skip
         title = "sandbox_fork with the action plugin"
-        result.measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
+        result.add_measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
         title = "an action that returns the same result without a request"
-        result.measure("same", title, samples=samples["same"], floor="debug")
+        result.add_measure("same", title, samples=samples["same"], floor="debug")
         title = "sandbox_fork with the module"
-        result.measure("module", title, samples=samples["module"], floor="floor")
+        result.add_measure("module", title, samples=samples["module"], floor="floor")
         return result
 
 
@@ -67,7 +72,7 @@ def _gateway() -> Iterator[MemoryGateway]:
             for path, body in (
                 ("/sandboxes", {"templateID": "base", "name": "source"}),
                 ("/sandboxes/source/snapshots", {"name": "golden"}),
-                ("/snapshots/golden/fork", {"names": [f"ci-{number}" for number in range(1, _FORKS + 1)]}),
+                ("/snapshots/golden/fork", {"names": [f"ci-{number}" for number in range(1, _FORK_COUNT + 1)]}),
             ):
                 client.post(path, json=body, timeout=120).raise_for_status()
         yield gateway
@@ -88,23 +93,27 @@ def _raise_open_files_limit() -> tuple[int, int]:
 
 
 def _run_play(gateway: MemoryGateway) -> dict[str, list[float]]:
-    """Run the play once. Return the durations of each kind of task in milliseconds."""
+    """Run the play once. Returns the durations of each kind of task in milliseconds."""
     scratch = session.run_dir() / "tasks"
-    same = scratch / "same.json"
-    plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same)})
-    fork = {"grove.sandbox.sandbox_fork": {**_TASK, "gateway_url": gateway.unix_url}}
-    python = {"ansible_python_interpreter": sys.executable}
-    if not same.exists():
-        same.write_text("{}")
-        store = {"ansible.builtin.copy": {"content": "{{ result }}", "dest": str(same)}}
-        plays.run("here,", [{"name": "list", **fork, "register": "result"}, {"name": "store", **store}], vars=python)
+    same_file = scratch / "same.json"
+    plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same_file)})
+    fork_task = {"grove.sandbox.sandbox_fork": {**_FORK_OPTIONS, "gateway_url": gateway.unix_url}}
+    play_variables = {"ansible_python_interpreter": sys.executable}
+    if not same_file.exists():
+        same_file.write_text("{}")
+        store_task = {"ansible.builtin.copy": {"content": "{{ result }}", "dest": str(same_file)}}
+        plays.run(
+            "here,",
+            [{"name": "list", **fork_task, "register": "result"}, {"name": "store", **store_task}],
+            vars=play_variables,
+        )
     tasks = [
         {"name": "debug", "ansible.builtin.debug": {"msg": "nothing"}},
-        {"name": "action", **fork},
+        {"name": "action", **fork_task},
         {"name": "same", "same": {}},
-        {"name": "module", **fork, "environment": {"ANY": "thing"}},
+        {"name": "module", **fork_task, "environment": {"ANY": "thing"}},
     ] * (_ROUNDS + 1)
-    timed_tasks = plays.run("here,", tasks, changes=False, vars=python)
+    timed_tasks = plays.run("here,", tasks, may_change=False, vars=play_variables)
     durations: dict[str, list[float]] = defaultdict(list)
     for task in timed_tasks[len(tasks) // (_ROUNDS + 1) :]:
         durations[task.name].append(task.ms)
@@ -113,7 +122,7 @@ def _run_play(gateway: MemoryGateway) -> dict[str, list[float]]:
 
 
 def _time_calls(gateway: MemoryGateway) -> list[float]:
-    """List the forks over HTTP without Ansible. Return the durations in milliseconds."""
+    """List the forks over HTTP without Ansible. Returns the duration of each request in milliseconds."""
     argv = [sys.executable, "-m", "benchmarks.call", str(gateway.socket), "/sandboxes?snapshotID=golden&limit=1000"]
     result = subprocess.run(
         [*argv, str(_ROUNDS)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=60, check=True

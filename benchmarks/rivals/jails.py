@@ -1,4 +1,4 @@
-"""Perform the operations on jails with two playbooks: one of our modules, one of community.general.zfs and commands.
+"""Perform the operations on jails with two playbooks, one with our modules and one with community.general.zfs.
 
 Both use the same pool (zfs-fuse), the same template and the same emulated FreeBSD commands. Each operation is one run
 of ansible-playbook.
@@ -24,11 +24,11 @@ from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
 from tests.support.jail_gateway import jail_gateway
-from tests.support.jail_world import JailZfsWorld, shim
+from tests.support.jail_world import JailZfsWorld, run_shim
 from tests.support.worlds import TEMPLATE
 
-_TASKS = Path(__file__).parent / "tasks"
-_PYTHON = {"ansible_python_interpreter": sys.executable}
+_TASKS_DIRECTORY = Path(__file__).parent / "tasks"
+_PYTHON_VARIABLES = {"ansible_python_interpreter": sys.executable}
 
 
 class OurPlaybook:
@@ -46,17 +46,19 @@ class OurPlaybook:
 
     def snapshot(self) -> None:
         self._snapshot = f"snapshot-{next(self._numbers)}"
-        self._play({"grove.sandbox.sandbox_snapshot": {"name": self._snapshot, "sandbox": "source"}})
-        self._wait("source")
+        self._run_playbook({"grove.sandbox.sandbox_snapshot": {"name": self._snapshot, "sandbox": "source"}})
+        self._wait_for_answers("source")
 
     def fork(self, count: int) -> None:
-        self._play({"grove.sandbox.sandbox_fork": {"snapshot": self._snapshot, "count": count, "name_prefix": "fork"}})
-        self._wait(*(f"fork-{number}" for number in range(1, count + 1)))
+        self._run_playbook(
+            {"grove.sandbox.sandbox_fork": {"snapshot": self._snapshot, "count": count, "name_prefix": "fork"}}
+        )
+        self._wait_for_answers(*(f"fork-{number}" for number in range(1, count + 1)))
 
     def rollback(self) -> None:
         options = {"sandbox": "source", "snapshot": self._snapshot, "unless_clean": False}
-        self._play({"grove.sandbox.sandbox_rollback": options})
-        self._wait("source")
+        self._run_playbook({"grove.sandbox.sandbox_rollback": options})
+        self._wait_for_answers("source")
 
     def remove_forks(self) -> None:
         for sandbox in self._gateway.call("GET", "/sandboxes", params={"limit": 1000}):
@@ -68,14 +70,14 @@ class OurPlaybook:
 
     def run_empty_playbook(self) -> None:
         """Run a playbook with one task that does nothing."""
-        self._play({"ansible.builtin.debug": {"msg": "nothing"}})
+        self._run_playbook({"ansible.builtin.debug": {"msg": "nothing"}})
 
-    def _play(self, task: dict[str, Any]) -> None:
+    def _run_playbook(self, task: dict[str, Any]) -> None:
         if "ansible.builtin.debug" not in task:
             task = {name: {**options, "gateway_url": self._gateway.url} for name, options in task.items()}
-        self._plays.run("here,", [{"name": "The only task", **task}], vars=_PYTHON)
+        self._plays.run("here,", [{"name": "The only task", **task}], vars=_PYTHON_VARIABLES)
 
-    def _wait(self, *names: str) -> None:
+    def _wait_for_answers(self, *names: str) -> None:
         for name in names:
             wait_for_answer(self._gateway.call("GET", f"/sandboxes/{name}")["address"])
 
@@ -92,14 +94,14 @@ class HandWrittenPlaybook:
         self._prefix, self._addresses = network["prefix"], subnet.network_address
         self._bridge, gateway = f"{self._prefix}br", str(self._addresses + 1)
         self._dataset, self._root = dataset, root
-        collections = f"{session.COLLECTIONS}:{awx_collection.collections_path('community.general')}"
+        collections = f"{session.COLLECTIONS}:{awx_collection.unpack_collection('community.general')}"
         environment = {"ANSIBLE_TRANSPORT": "local", "ANSIBLE_COLLECTIONS_PATH": collections}
         self._plays = Plays(scratch, environment | jail_world.shim_environment())
         self._numbers = itertools.count()
         self._snapshot = ""
         self._forks: list[dict[str, str]] = []
         self._variables = {
-            **_PYTHON,
+            **_PYTHON_VARIABLES,
             "dataset": dataset,
             "source": f"{self._prefix}-s",
             "root": str(root),
@@ -109,72 +111,77 @@ class HandWrittenPlaybook:
             "start": jails._START_COMMAND,
         }
         self._source = {"name": f"{self._prefix}-s", "address": str(self._addresses + 2)}
-        shim("ifconfig", "bridge", "create", "name", self._bridge)
-        shim("ifconfig", self._bridge, "inet", f"{gateway}/{subnet.prefixlen}", "up")
-        self._play("fork.yml", origin=template, jails=[self._source])
-        self._wait(self._source)
+        run_shim("ifconfig", "bridge", "create", "name", self._bridge)
+        run_shim("ifconfig", self._bridge, "inet", f"{gateway}/{subnet.prefixlen}", "up")
+        self._run_playbook("fork.yml", origin=template, jails=[self._source])
+        self._wait_for_answers(self._source)
 
     def snapshot(self) -> None:
         self._snapshot = f"snapshot-{next(self._numbers)}"
-        self._play("snapshot.yml")
-        self._wait(self._source)
+        self._run_playbook("snapshot.yml")
+        self._wait_for_answers(self._source)
 
     def fork(self, count: int) -> None:
         self._forks = [
             {"name": f"{self._prefix}-f{number}", "address": str(self._addresses + 2 + number)}
             for number in range(1, count + 1)
         ]
-        self._play("fork.yml", origin=f"{self._dataset}/{self._source['name']}@{self._snapshot}", jails=self._forks)
-        self._wait(*self._forks)
+        self._run_playbook(
+            "fork.yml", origin=f"{self._dataset}/{self._source['name']}@{self._snapshot}", jails=self._forks
+        )
+        self._wait_for_answers(*self._forks)
 
     def rollback(self) -> None:
-        self._play("rollback.yml", jails=[self._source])
-        self._wait(self._source)
+        self._run_playbook("rollback.yml", jails=[self._source])
+        self._wait_for_answers(self._source)
 
     def remove_forks(self) -> None:
         for fork in self._forks:
-            self._remove(fork)
+            self._remove_jail(fork)
         self._forks = []
 
     def remove_snapshot(self) -> None:
         pools.destroy_all(f"{self._dataset}/{self._source['name']}@{self._snapshot}")
 
-    def end(self) -> None:
+    def clean_up(self) -> None:
         self.remove_forks()
-        self._remove(self._source)
-        shim("ifconfig", self._bridge, "destroy")
+        self._remove_jail(self._source)
+        run_shim("ifconfig", self._bridge, "destroy")
 
-    def _remove(self, jail: dict[str, str]) -> None:
+    def _remove_jail(self, jail: dict[str, str]) -> None:
         name = jail["name"]
-        shim("pkill", "-KILL", "-j", name, check=False)
-        shim("jail", "-R", name, check=False)
-        shim("ifconfig", f"{name}a", "destroy", check=False)
-        shim("umount", str(self._root / name / "dev"), check=False)
+        run_shim("pkill", "-KILL", "-j", name, check=False)
+        run_shim("jail", "-R", name, check=False)
+        run_shim("ifconfig", f"{name}a", "destroy", check=False)
+        run_shim("umount", str(self._root / name / "dev"), check=False)
         pools.destroy_all(f"{self._dataset}/{name}")
 
-    def _play(self, tasks: str, **variables: Any) -> None:
-        task = {"name": tasks, "ansible.builtin.include_tasks": str(_TASKS / tasks)}
+    def _run_playbook(self, tasks: str, **variables: Any) -> None:
+        task = {"name": tasks, "ansible.builtin.include_tasks": str(_TASKS_DIRECTORY / tasks)}
         self._plays.run("here,", [task], vars={**self._variables, "snapshot": self._snapshot, **variables})
 
-    def _wait(self, *targets: dict[str, str]) -> None:
-        for jail in targets:
+    def _wait_for_answers(self, *jails_to_probe: dict[str, str]) -> None:
+        for jail in jails_to_probe:
             wait_for_answer(jail["address"])
 
 
 @contextlib.contextmanager
-def jail_playbooks(scratch: Path, settle: float) -> Iterator[tuple[OurPlaybook, HandWrittenPlaybook]]:
-    """Run a gateway with a source, and a second source that only playbooks manage. Removes everything at the end."""
+def jail_playbooks(scratch: Path, settle_seconds: float) -> Iterator[tuple[OurPlaybook, HandWrittenPlaybook]]:
+    """Run a gateway with a source jail, and a second source jail for the hand-written playbook.
+
+    Yields both playbooks, and removes everything at the end.
+    """
     with jail_world.jail_zfs_world() as world, jail_gateway(world, scratch, log={"level": "info"}) as gateway:
-        ours = OurPlaybook(gateway, scratch)
-        hand_written = _create_hand_written(world, scratch)
+        our_playbook = OurPlaybook(gateway, scratch)
+        hand_written_playbook = _create_hand_written_playbook(world, scratch)
         try:
-            time.sleep(settle)
-            yield ours, hand_written
+            time.sleep(settle_seconds)
+            yield our_playbook, hand_written_playbook
         finally:
-            hand_written.end()
+            hand_written_playbook.clean_up()
 
 
-def _create_hand_written(world: JailZfsWorld, scratch: Path) -> HandWrittenPlaybook:
+def _create_hand_written_playbook(world: JailZfsWorld, scratch: Path) -> HandWrittenPlaybook:
     pool = world._pool
     dataset = f"{pool.name}/hand"
     zfs.lzc_create(dataset)

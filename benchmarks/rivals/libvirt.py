@@ -1,9 +1,9 @@
-"""Run a private libvirt with its own daemon, directories and network. Nothing of it remains on the host.
+"""Run a private libvirt with its own daemon, directories and network, and leave nothing of it on the host.
 
 The daemon runs in its own mount namespace, in which bind mounts replace libvirt's directories, and in its own network
-namespace, in which each machine has its own tap. All guests have the same address, because forks of one memory do, so
-each probe selects a tap (SO_BINDTODEVICE). systemd and virtlogd are not needed. libvirt requires the user libvirt-qemu
-even if another user is configured. That user exists only in the daemon's copy of /etc/passwd.
+namespace, in which each machine has its own tap. All guests have the same address, because they are forks of one
+snapshot, so each probe selects a tap (SO_BINDTODEVICE). systemd and virtlogd are not needed. libvirt requires the user
+libvirt-qemu even if another user is configured. The user libvirt-qemu exists only in the daemon's copy of /etc/passwd.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from types import TracebackType
 from xml.etree import ElementTree
 
 from benchmarks.rivals.probe import wait_for_answer
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_PREFIX, TAP_MAC
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_PREFIX_LENGTH, TAP_MAC
 
 _CLONE_NEWNET = 0x40000000
 _TIMEOUT_SECONDS = 120.0
 _USER = "libvirt-qemu"
-_OPEN_FILES = 8192
+_MAX_OPEN_FILES = 8192
 _DIRECTORIES = {
     "etc": Path("/etc/libvirt"),
     "lib": Path("/var/lib/libvirt"),
@@ -40,41 +40,41 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Libvirt:
-    """A running libvirtd inside this context. QEMU runs as ``uid``, on one of ``taps`` taps.
+    """A libvirtd that runs inside this context. QEMU runs as ``uid`` and uses one of ``tap_count`` taps.
 
-    ``kvm``: whether KVM works. If it does not, /dev/kvm is hidden from libvirt.
+    ``has_kvm``: whether KVM works. If it does not, /dev/kvm is hidden from libvirt.
     """
 
-    def __init__(self, directory: Path, *, taps: int, uid: int, kvm: bool) -> None:
+    def __init__(self, directory: Path, *, tap_count: int, uid: int, has_kvm: bool) -> None:
         self.directory = directory
         self.uid = uid
-        self._taps = taps
-        self._kvm = kvm
-        self._created: list[Path] = []
+        self._tap_count = tap_count
+        self._has_kvm = has_kvm
+        self._created_directories: list[Path] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._opener = ThreadPoolExecutor(1, initializer=self._enter_network)
+        self._socket_opener = ThreadPoolExecutor(1, initializer=self._enter_network)
 
     def __enter__(self) -> Libvirt:
         self.directory.mkdir(mode=0o711)
         try:
-            self._start()
+            self._start_daemon()
         except BaseException:
-            self._end()
+            self._stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._stop()
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """The prefix for commands that must run in the network of the machines."""
+        """The prefix of commands that must run in the network of the machines."""
         assert self._process is not None
         return "nsenter", f"--net=/proc/{self._process.pid}/ns/net", "--"
 
-    def tap(self, number: int) -> str:
+    def tap_name(self, number: int) -> str:
         return f"rival{number:02}"
 
     def virsh(self, *arguments: str) -> str:
@@ -89,13 +89,13 @@ class Libvirt:
         return result.stdout
 
     def wait_for_answer(self, tap: int) -> None:
-        """Return once the guest behind a tap has answered."""
-        device = self.tap(tap).encode()
+        """Wait until the guest behind the tap with this number has answered."""
+        device = self.tap_name(tap).encode()
 
         def open_socket() -> socket.socket:
-            opened: socket.socket = self._opener.submit(socket.socket).result()
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device)
-            return opened
+            new_socket: socket.socket = self._socket_opener.submit(socket.socket).result()
+            new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device)
+            return new_socket
 
         wait_for_answer(GUEST_ADDRESS, open_socket)
 
@@ -106,13 +106,13 @@ class Libvirt:
         for name in self.virsh("list", "--all", "--name").split():
             self.virsh("undefine", name, "--snapshots-metadata")
 
-    def _start(self) -> None:
+    def _start_daemon(self) -> None:
         for name, target in _DIRECTORIES.items():
             (self.directory / name).mkdir(mode=0o711)
             for path in (*reversed(target.parents), target):
                 if not path.exists():
                     path.mkdir()
-                    self._created.append(path)
+                    self._created_directories.append(path)
         (self.directory / "sock").mkdir(mode=0o700)
         (self.directory / "etc" / "qemu.conf").write_text(
             f'user = "+{self.uid}"\ngroup = "+{self.uid}"\n'
@@ -122,24 +122,24 @@ class Libvirt:
         settings.write_text(f'unix_sock_dir = "{self.directory}/sock"\nauth_unix_rw = "none"\nauth_unix_ro = "none"\n')
         accounts = self._write_accounts()
         # As in libvirtd.service, because libvirt's child processes visit every possible file descriptor.
-        lines = ["set -e", f"ulimit -n {_OPEN_FILES}", "ip link set lo up"]
+        script_lines = ["set -e", f"ulimit -n {_MAX_OPEN_FILES}", "ip link set lo up"]
         # All taps have the same network, so strict filtering would drop the packets of all taps but one.
-        lines += [f"echo 0 >/proc/sys/net/ipv4/conf/{name}/rp_filter" for name in ("all", "default")]
-        for tap in map(self.tap, range(self._taps)):
-            lines.append(f"ip tuntap add dev {tap} mode tap")
-            lines.append(f"ip link set dev {tap} address {TAP_MAC} up")
-            lines.append(f"ip address add {GATEWAY_ADDRESS}/{GUEST_PREFIX} dev {tap}")
-        lines += [f"mount --bind {self.directory / name} {target}" for name, target in _DIRECTORIES.items()]
-        lines += [f"mount --bind {self.directory / path.name} {path}" for path in accounts]
-        if not self._kvm and Path("/dev/kvm").exists():
+        script_lines += [f"echo 0 >/proc/sys/net/ipv4/conf/{name}/rp_filter" for name in ("all", "default")]
+        for tap in map(self.tap_name, range(self._tap_count)):
+            script_lines.append(f"ip tuntap add dev {tap} mode tap")
+            script_lines.append(f"ip link set dev {tap} address {TAP_MAC} up")
+            script_lines.append(f"ip address add {GATEWAY_ADDRESS}/{GUEST_PREFIX_LENGTH} dev {tap}")
+        script_lines += [f"mount --bind {self.directory / name} {target}" for name, target in _DIRECTORIES.items()]
+        script_lines += [f"mount --bind {self.directory / path.name} {path}" for path in accounts]
+        if not self._has_kvm and Path("/dev/kvm").exists():
             # If /dev/kvm opens but no guest boots, libvirt probes QEMU before every start, which takes 8 seconds.
             (self.directory / "no-kvm").touch(mode=0o600)
-            lines.append(f"mount --bind {self.directory}/no-kvm /dev/kvm")
-        lines.append(f"exec libvirtd --config {settings} --pid-file {self.directory}/libvirtd.pid")
+            script_lines.append(f"mount --bind {self.directory}/no-kvm /dev/kvm")
+        script_lines.append(f"exec libvirtd --config {settings} --pid-file {self.directory}/libvirtd.pid")
         environment = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
         with (self.directory / "libvirtd.log").open("wb") as log:
             self._process = subprocess.Popen(
-                ["unshare", "--mount", "--net", "sh", "-c", "\n".join(lines)],
+                ["unshare", "--mount", "--net", "sh", "-c", "\n".join(script_lines)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -172,8 +172,8 @@ class Libvirt:
                     raise RuntimeError(f"libvirtd does not answer: {error}\n{log}") from None
             time.sleep(0.1)
 
-    def _end(self) -> None:
-        self._opener.shutdown()
+    def _stop(self) -> None:
+        self._socket_opener.shutdown()
         if self._process is not None:
             try:
                 if self._process.poll() is None:
@@ -181,7 +181,7 @@ class Libvirt:
             finally:
                 self._stop_daemon(self._process)
         shutil.rmtree(self.directory)
-        for path in reversed(self._created):
+        for path in reversed(self._created_directories):
             path.rmdir()
 
     def _stop_daemon(self, process: subprocess.Popen[bytes]) -> None:
@@ -199,7 +199,7 @@ class Libvirt:
                     os.kill(pid, signal.SIGKILL)
 
     def _enter_network(self) -> None:
-        """Move the thread of ``_opener`` into the machines' network namespace. The sockets that it opens stay there."""
+        """Move the thread of ``_socket_opener`` into the machines' network, where the sockets that it opens stay."""
         assert self._process is not None
         with Path(f"/proc/{self._process.pid}/ns/net").open("rb") as namespace:
             if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -223,8 +223,8 @@ def domain_xml(
     tap: str,
 ) -> str:
     """Return the XML of a domain with the same devices as our guests, as far as libvirt supports them."""
-    emulated = accelerator == "tcg"
-    root = ElementTree.Element("domain", type="qemu" if emulated else "kvm")
+    is_emulated = accelerator == "tcg"
+    root = ElementTree.Element("domain", type="qemu" if is_emulated else "kvm")
 
     def add(parent: ElementTree.Element, tag: str, text: str = "", **attributes: str) -> ElementTree.Element:
         element = ElementTree.SubElement(parent, tag, attributes)
@@ -241,9 +241,9 @@ def domain_xml(
         add(boot, tag, text)
     features = add(root, "features")
     add(features, "acpi")
-    if emulated:
+    if is_emulated:
         add(add(features, "tcg"), "tb-cache", str(tb_size_mb), unit="MiB")
-    add(root, "cpu", mode="maximum" if emulated else "host-passthrough", migratable="on")
+    add(root, "cpu", mode="maximum" if is_emulated else "host-passthrough", migratable="on")
     devices = add(root, "devices")
     add(devices, "emulator", "/usr/bin/qemu-system-x86_64")
     drive = add(devices, "disk", type="file", device="disk")

@@ -1,7 +1,7 @@
-"""Perform the operations on virtual machines without this software: virsh in three ways, and QEMU's savevm.
+"""Perform the operations on virtual machines without this software, with virsh in three ways and with QEMU's savevm.
 
-The machines boot the disk, kernel and initrd of our template. ``cp`` copies disks; on this file system it creates
-reflinks by default.
+The machines boot the disk, kernel and initrd of our template. Disks are copied with ``cp``, which creates reflinks by
+default on this file system.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import KERNEL_ARGUMENTS, TC
 from sandbox_gateway.records import Resources
 
 _TIMEOUT_SECONDS = 120.0
-_SOURCE = "source"
+_SOURCE_NAME = "source"
 _SAVED_HEADER = struct.Struct("=16sII")
 _SAVED_HEADER_BYTES = 92
-_NO_FORK = (
+_NO_FORK_REASON = (
     "the state is inside the disk image, which the running source has open and locked. No command starts another "
     "machine from it"
 )
-_NOT_OFFERED = {"fork_1": _NO_FORK, f"fork_{FORK_COUNT}": _NO_FORK}
+_UNSUPPORTED_OPERATIONS = {"fork_1": _NO_FORK_REASON, f"fork_{FORK_COUNT}": _NO_FORK_REASON}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Guest:
 
     @property
     def append(self) -> str:
-        emulated = self.platform.accelerator == "tcg"
-        return f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if emulated else KERNEL_ARGUMENTS
+        is_emulated = self.platform.accelerator == "tcg"
+        return f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if is_emulated else KERNEL_ARGUMENTS
 
 
 class Files:
@@ -62,7 +62,7 @@ class Files:
         self.guest = guest
         directory.mkdir(mode=0o711)
         for path in (guest.template.kernel, guest.template.initrd):
-            copy(path, directory / path.name)
+            copy_file(path, directory / path.name)
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -77,7 +77,7 @@ class Files:
         """Write the XML of the source's domain, and return its path."""
         guest = self.guest
         xml = domain_xml(
-            _SOURCE,
+            _SOURCE_NAME,
             disk=disk,
             format=format,
             kernel=self.path("kernel"),
@@ -96,19 +96,19 @@ class Files:
         return path
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     _run("cp", str(source), str(target))
 
 
 def edit_saved_xml(path: Path, replacements: dict[str, str]) -> None:
-    """Replace strings in the XML at the beginning of a file of ``virsh save`` with strings of the same length.
+    """Replace strings in the XML at the beginning of a file from ``virsh save`` with strings of the same length.
 
     libvirt refuses to restore a file under another name or UUID, even with ``--xml``.
     """
     with path.open("r+b") as file:
         magic, _, length = _SAVED_HEADER.unpack(file.read(_SAVED_HEADER.size))
         if not magic.startswith(b"LibvirtQemudSave"):
-            raise RuntimeError(f"{path} is not a file of virsh save: it starts with {magic!r}")
+            raise RuntimeError(f"{path} was not created by virsh save: it starts with {magic!r}")
         file.seek(_SAVED_HEADER_BYTES)
         xml = file.read(length)
         for old, new in replacements.items():
@@ -120,7 +120,7 @@ def edit_saved_xml(path: Path, replacements: dict[str, str]) -> None:
 
 
 class _Domain:
-    """The source's domain, and forks of it from files of ``virsh save``. Each has its own tap.
+    """The source's domain and its forks, which are restored from files. Each domain has its own tap.
 
     ``concurrency``: how many forks are started at the same time.
     """
@@ -131,33 +131,33 @@ class _Domain:
         self._concurrency = concurrency
         self._forks: list[str] = []
         self.virsh = libvirt.virsh
-        self.virsh("define", str(files.write_domain(disk, format, libvirt.tap(0))))
-        self.virsh("start", _SOURCE)
+        self.virsh("define", str(files.write_domain(disk, format, libvirt.tap_name(0))))
+        self.virsh("start", _SOURCE_NAME)
         self.wait()
 
     def wait(self) -> None:
         self._libvirt.wait_for_answer(0)
 
-    def fork(self, count: int, saved: Path, disk: Path, xml_disk: Path) -> None:
-        """Start ``count`` domains from a saved file, with copies of the snapshot's ``disk``.
+    def fork(self, count: int, state_file: Path, disk: Path, xml_disk: Path) -> None:
+        """Start ``count`` domains from a state file, with copies of the snapshot's ``disk``.
 
-        ``xml_disk``: path of the disk in the XML of the saved file.
+        ``xml_disk`` is the path of the disk in the XML of the state file.
         """
-        source_uuid = self.virsh("domuuid", _SOURCE).strip()
+        source_uuid = self.virsh("domuuid", _SOURCE_NAME).strip()
 
         def fork(number: int) -> str:
             name = f"fork{number:02}"
-            own_disk, own_saved = xml_disk.with_name(f"{name}.img"), self._files.path(f"{name}.save")
-            copy(disk, own_disk)
-            copy(saved, own_saved)
+            fork_disk, fork_state_file = xml_disk.with_name(f"{name}.img"), self._files.path(f"{name}.save")
+            copy_file(disk, fork_disk)
+            copy_file(state_file, fork_state_file)
             replacements = {
-                f"<name>{_SOURCE}<": f"<name>{name}<",
+                f"<name>{_SOURCE_NAME}<": f"<name>{name}<",
                 source_uuid: str(uuid.uuid4()),
-                f"'{xml_disk}'": f"'{own_disk}'",
-                f"'{self._libvirt.tap(0)}'": f"'{self._libvirt.tap(number)}'",
+                f"'{xml_disk}'": f"'{fork_disk}'",
+                f"'{self._libvirt.tap_name(0)}'": f"'{self._libvirt.tap_name(number)}'",
             }
-            edit_saved_xml(own_saved, replacements)
-            self.virsh("restore", str(own_saved))
+            edit_saved_xml(fork_state_file, replacements)
+            self.virsh("restore", str(fork_state_file))
             self._libvirt.wait_for_answer(number)
             return name
 
@@ -183,40 +183,42 @@ class VirshSave:
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
         self.not_offered: dict[str, str] = {}
         self.prefix = libvirt.prefix
-        self._disk, self._saved, self._saved_disk = map(files.path, ("source.img", "source.save", "snapshot.img"))
-        copy(files.guest.template.disk, self._disk)
+        self._disk, self._state_file, self._snapshot_disk = map(
+            files.path, ("source.img", "source.save", "snapshot.img")
+        )
+        copy_file(files.guest.template.disk, self._disk)
         self._domain = _Domain(libvirt, files, self._disk, "raw", concurrency)
 
     def snapshot(self) -> None:
-        self._domain.virsh("save", _SOURCE, str(self._saved))
-        copy(self._disk, self._saved_disk)
-        self._domain.virsh("restore", str(self._saved))
+        self._domain.virsh("save", _SOURCE_NAME, str(self._state_file))
+        copy_file(self._disk, self._snapshot_disk)
+        self._domain.virsh("restore", str(self._state_file))
         self._domain.wait()
 
     def fork(self, count: int) -> None:
-        self._domain.fork(count, self._saved, self._saved_disk, self._disk)
+        self._domain.fork(count, self._state_file, self._snapshot_disk, self._disk)
 
     def rollback(self) -> None:
-        self._domain.virsh("destroy", _SOURCE)
-        copy(self._saved_disk, self._disk)
-        self._domain.virsh("restore", str(self._saved))
+        self._domain.virsh("destroy", _SOURCE_NAME)
+        copy_file(self._snapshot_disk, self._disk)
+        self._domain.virsh("restore", str(self._state_file))
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _allocated(self._saved)
+        return _allocated_bytes(self._state_file)
 
     def remove_forks(self) -> None:
         self._domain.remove_forks()
 
     def remove_snapshot(self) -> None:
-        self._saved.unlink()
-        self._saved_disk.unlink()
+        self._state_file.unlink()
+        self._snapshot_disk.unlink()
 
 
 class VirshExternal:
     """``virsh snapshot-create-as`` with external memory and an overlay, while the machine runs.
 
-    libvirt 9 cannot revert to such a snapshot. Its users restore the memory file with an edited disk.
+    libvirt 9 cannot revert to such a snapshot. Instead, users restore the memory file with XML that names another disk.
     """
 
     key = "virsh_external"
@@ -228,7 +230,7 @@ class VirshExternal:
         self.not_offered: dict[str, str] = {}
         self.prefix = libvirt.prefix
         self._files = files
-        self._number = 0
+        self._snapshot_number = 0
         self._memory = files.path("memory.save")
         self._disk = files.create_qcow2("000000.img")
         self._overlay = self._disk
@@ -237,11 +239,11 @@ class VirshExternal:
         self._domain = _Domain(libvirt, files, self._disk, "qcow2", concurrency)
 
     def snapshot(self) -> None:
-        self._number += 1
+        self._snapshot_number += 1
         self._has_copied_disk = False
-        self._disk, self._overlay = self._overlay, self._files.path(f"overlay-{self._number}.img")
+        self._disk, self._overlay = self._overlay, self._files.path(f"overlay-{self._snapshot_number}.img")
         self._domain.virsh(
-            "snapshot-create-as", _SOURCE, "snapshot", "--live", "--atomic",
+            "snapshot-create-as", _SOURCE_NAME, "snapshot", "--live", "--atomic",
             "--memspec", f"file={self._memory},snapshot=external",
             "--diskspec", f"vda,snapshot=external,file={self._overlay}",
         )  # fmt: skip
@@ -251,25 +253,25 @@ class VirshExternal:
         self._domain.fork(count, self._memory, self._disk, self._disk)
 
     def rollback(self) -> None:
-        self._domain.virsh("destroy", _SOURCE)
+        self._domain.virsh("destroy", _SOURCE_NAME)
         self._overlay.unlink()
-        self._overlay = self._files.path(f"{self._number:06}.img")
-        copy(self._disk, self._overlay)
+        self._overlay = self._files.path(f"{self._snapshot_number:06}.img")
+        copy_file(self._disk, self._overlay)
         self._has_copied_disk = True
-        edited = self._files.path("edited.xml")
-        saved = self._domain.virsh("save-image-dumpxml", str(self._memory), "--security-info")
-        edited.write_text(saved.replace(f"'{self._disk}'", f"'{self._overlay}'"))
-        self._domain.virsh("restore", str(self._memory), "--xml", str(edited))
+        edited_xml_file = self._files.path("edited.xml")
+        saved_xml = self._domain.virsh("save-image-dumpxml", str(self._memory), "--security-info")
+        edited_xml_file.write_text(saved_xml.replace(f"'{self._disk}'", f"'{self._overlay}'"))
+        self._domain.virsh("restore", str(self._memory), "--xml", str(edited_xml_file))
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _allocated(self._memory) + _allocated(self._overlay)
+        return _allocated_bytes(self._memory) + _allocated_bytes(self._overlay)
 
     def remove_forks(self) -> None:
         self._domain.remove_forks()
 
     def remove_snapshot(self) -> None:
-        self._domain.virsh("snapshot-delete", _SOURCE, "snapshot", "--metadata")
+        self._domain.virsh("snapshot-delete", _SOURCE_NAME, "snapshot", "--metadata")
         self._memory.unlink()
         if self._has_copied_disk:
             self._disk.unlink()
@@ -284,24 +286,24 @@ class VirshInternal:
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
-        self.not_offered = _NOT_OFFERED
+        self.not_offered = _UNSUPPORTED_OPERATIONS
         self.prefix = libvirt.prefix
         self._disk = files.create_qcow2("source.qcow2")
         self._domain = _Domain(libvirt, files, self._disk, "qcow2", concurrency)
 
     def snapshot(self) -> None:
-        self._domain.virsh("snapshot-create-as", _SOURCE, "snapshot")
+        self._domain.virsh("snapshot-create-as", _SOURCE_NAME, "snapshot")
         self._domain.wait()
 
     def rollback(self) -> None:
-        self._domain.virsh("snapshot-revert", _SOURCE, "snapshot")
+        self._domain.virsh("snapshot-revert", _SOURCE_NAME, "snapshot")
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _state_size(self._disk)
+        return _state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
-        self._domain.virsh("snapshot-delete", _SOURCE, "snapshot")
+        self._domain.virsh("snapshot-delete", _SOURCE_NAME, "snapshot")
 
 
 class Savevm:
@@ -313,23 +315,23 @@ class Savevm:
     address = GUEST_ADDRESS
 
     def __init__(self, libvirt: Libvirt, files: Files, concurrency: int) -> None:
-        self.not_offered = _NOT_OFFERED
+        self.not_offered = _UNSUPPORTED_OPERATIONS
         self.prefix = libvirt.prefix
         self._disk = files.create_qcow2("source.qcow2")
         os.chown(self._disk, libvirt.uid, libvirt.uid)
         guest = files.guest
-        emulated = guest.platform.accelerator == "tcg"
+        is_emulated = guest.platform.accelerator == "tcg"
         socket_path = files.path("qmp.sock")
         argv = [
             *libvirt.prefix, "qemu-system-x86_64",
             "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-no-reboot",
             "-M", f"{guest.platform.machine},usb=off,vmport=off",
-            "-accel", f"tcg,tb-size={command_line._TB_SIZE_MB}" if emulated else "kvm",
+            "-accel", f"tcg,tb-size={command_line._TB_SIZE_MB}" if is_emulated else "kvm",
             "-cpu", guest.platform.cpu_model,
             "-smp", str(guest.resources.cpus),
             "-m", f"{guest.resources.memory_mb}M",
             "-drive", f"if=virtio,file={self._disk},format=qcow2,cache=none",
-            "-netdev", f"tap,id=net,ifname={libvirt.tap(0)},script=no,downscript=no",
+            "-netdev", f"tap,id=net,ifname={libvirt.tap_name(0)},script=no,downscript=no",
             "-device", f"virtio-net-pci,netdev=net,mac={GUEST_MAC},romfile=",
             "-kernel", str(files.path("kernel")), "-initrd", str(files.path("initrd")), "-append", guest.append,
             "-qmp", f"unix:{socket_path},server=on,wait=off",
@@ -342,7 +344,7 @@ class Savevm:
             self._wait: Callable[[], None] = lambda: libvirt.wait_for_answer(0)
             self._wait()
         except BaseException:
-            self.end()
+            self.stop()
             raise
 
     def snapshot(self) -> None:
@@ -354,19 +356,19 @@ class Savevm:
         self._wait()
 
     def bytes_written(self) -> float:
-        return _state_size(self._disk)
+        return _state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
         self._execute("delvm snapshot")
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(_TIMEOUT_SECONDS)
 
     def _execute(self, command: str) -> None:
-        message = self._monitor.execute("human-monitor-command", {"command-line": command})
-        if message:
-            raise RuntimeError(f"QEMU refused {command}: {message}")
+        output = self._monitor.execute("human-monitor-command", {"command-line": command})
+        if output:
+            raise RuntimeError(f"QEMU rejected {command}: {output}")
 
     def _connect(self, socket_path: Path) -> Monitor:
         deadline = time.monotonic() + 30
@@ -383,40 +385,40 @@ class Savevm:
         return monitor
 
 
-Kind = type[VirshSave] | type[VirshInternal] | type[VirshExternal] | type[Savevm]
-KINDS: tuple[Kind, ...] = (VirshSave, Savevm, VirshInternal, VirshExternal)
+RivalKind = type[VirshSave] | type[VirshInternal] | type[VirshExternal] | type[Savevm]
+RIVAL_KINDS: tuple[RivalKind, ...] = (VirshSave, Savevm, VirshInternal, VirshExternal)
 
 
 @contextlib.contextmanager
 def rival_machine(
-    kind: Kind,
+    kind: RivalKind,
     libvirt: Libvirt,
     directory: Path,
     guest: Guest,
     *,
     concurrency: int,
-    settle: float,
+    settle_seconds: float,
 ) -> Iterator[VirtualMachine]:
-    """Run a source, which first runs for ``settle`` seconds. Removes it, its forks and its files at the end."""
+    """Start a source and yield it after ``settle_seconds``. Removes it, its forks and its files at the end."""
     files = Files(directory, guest)
     machine: VirtualMachine | None = None
     try:
         machine = kind(libvirt, files, concurrency)
-        time.sleep(settle)
+        time.sleep(settle_seconds)
         yield machine
     finally:
         if isinstance(machine, Savevm):
-            machine.end()
+            machine.stop()
         libvirt.destroy_all()
         shutil.rmtree(directory)
 
 
-def _allocated(path: Path) -> float:
+def _allocated_bytes(path: Path) -> float:
     return path.stat().st_blocks * 512.0
 
 
-def _state_size(disk: Path) -> float:
-    """Return the bytes of machine state in the only internal snapshot of a qcow2 image, which may be in use."""
+def _state_bytes(disk: Path) -> float:
+    """Return the size in bytes of the machine state in the only snapshot of a qcow2 image, which may be in use."""
     info = json.loads(_run("qemu-img", "info", "--force-share", "--output=json", str(disk)))
     (snapshot,) = info["snapshots"]
     return float(snapshot["vm-state-size"])

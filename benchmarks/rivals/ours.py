@@ -1,4 +1,4 @@
-"""Perform the operations with this software: requests to a gateway's socket."""
+"""Perform the operations with this software, by sending requests to a gateway's socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.rivals.probe import wait_for_answer
 from tests.support.gateway import Gateway
 
 
-class Ours:
+class OurMachine:
     key = "ours"
     title = "this software"
     compared_with = ""
@@ -59,9 +59,9 @@ class Ours:
 
 
 @contextlib.contextmanager
-def our_machine(host: KvmXfs, settle: float) -> Iterator[Ours]:
-    """Run a gateway with a source, which first runs for ``settle`` seconds. Removes everything at the end."""
+def our_machine(host: KvmXfs, settle_seconds: float) -> Iterator[OurMachine]:
+    """Run a gateway with a source, and yield the source after ``settle_seconds``. Removes everything at the end."""
     with companion_gateway(host) as gateway:
-        machine = Ours(gateway)
-        time.sleep(settle)
+        machine = OurMachine(gateway)
+        time.sleep(settle_seconds)
         yield machine

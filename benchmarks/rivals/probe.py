@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT
 
 _TIMEOUT_SECONDS = 120.0
 _ATTEMPT_INTERVAL_SECONDS = 0.01
@@ -20,18 +20,18 @@ _REQUEST = b"GET /health HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n"
 
 
 def wait_for_answer(address: str, open_socket: Callable[[], socket.socket] = socket.socket) -> None:
-    """Return once the guest at ``address`` has answered. Raises RuntimeError after a timeout.
+    """Wait until the guest at ``address`` has answered. Raises RuntimeError after a timeout.
 
-    Opens another connection every few milliseconds, because the kernel repeats a lost first packet only after a second.
-    ``open_socket`` returns a TCP socket, of another network namespace if necessary.
+    Opens another connection every few milliseconds, because the kernel retransmits a lost SYN only after a second.
+    ``open_socket`` returns a TCP socket, if necessary in another network namespace.
     """
     deadline = time.perf_counter() + _TIMEOUT_SECONDS
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         attempts: list[socket.socket] = []
-        due = 0.0
+        next_attempt = 0.0
         while (now := time.perf_counter()) < deadline:
-            if now >= due:
+            if now >= next_attempt:
                 attempt = stack.enter_context(open_socket())
                 attempt.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
@@ -40,21 +40,21 @@ def wait_for_answer(address: str, open_socket: Callable[[], socket.socket] = soc
                 attempts.append(attempt)
                 if len(attempts) > _MAX_ATTEMPTS:
                     _discard(selector, attempts.pop(0))
-                due = now + _ATTEMPT_INTERVAL_SECONDS
-            for key, _ in selector.select(max(0.0, due - time.perf_counter())):
-                ready = key.fileobj
-                assert isinstance(ready, socket.socket)
+                next_attempt = now + _ATTEMPT_INTERVAL_SECONDS
+            for key, _ in selector.select(max(0.0, next_attempt - time.perf_counter())):
+                ready_socket = key.fileobj
+                assert isinstance(ready_socket, socket.socket)
                 try:
                     if key.events == selectors.EVENT_WRITE:
-                        ready.sendall(_REQUEST)
-                        selector.modify(ready, selectors.EVENT_READ)
-                    elif ready.recv(64).startswith(b"HTTP/"):
+                        ready_socket.sendall(_REQUEST)
+                        selector.modify(ready_socket, selectors.EVENT_READ)
+                    elif ready_socket.recv(64).startswith(b"HTTP/"):
                         return
                     else:
                         raise ConnectionResetError
                 except OSError:
-                    attempts.remove(ready)
-                    _discard(selector, ready)
+                    attempts.remove(ready_socket)
+                    _discard(selector, ready_socket)
     raise RuntimeError(f"the guest at {address} did not answer within {_TIMEOUT_SECONDS:g} s")
 
 

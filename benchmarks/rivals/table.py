@@ -1,6 +1,6 @@
-"""``python -m benchmarks.rivals.table FILE``: print the results of the bench ``rivals`` as Markdown tables.
+"""Print the results of the bench ``rivals`` as Markdown tables: ``python -m benchmarks.rivals.table FILE``.
 
-``FILE`` is the JSON of a run. Each cell is a median, with the number of samples in brackets.
+``FILE`` is the JSON file of a run. Each cell contains a median, with the number of samples in parentheses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAYBOOKS = {
     "our_play": "modules of this collection",
     "hand_play": "`community.general.zfs` and commands",
 }
-OPERATIONS = {
+OPERATION_TITLES = {
     "snapshot": "snapshot, until its source answers",
     "pause": "pause of the source, seen from outside",
     "written": "bytes written for a snapshot",
@@ -34,7 +34,7 @@ OPERATIONS = {
 
 
 def main() -> int:
-    """Print the tables. Returns 2 if the file has no results of the bench ``rivals``."""
+    """Print the tables and return the exit code, which is 2 if the file has no results of the bench ``rivals``."""
     if len(sys.argv) != 2:
         print("usage: python -m benchmarks.rivals.table FILE", file=sys.stderr)
         return 2
@@ -42,27 +42,27 @@ def main() -> int:
     if bench is None:
         print(f"{sys.argv[1]} has no results of the bench rivals: run ./dev bench --json FILE rivals", file=sys.stderr)
         return 2
-    print(render(bench, "virtual machine, median", MACHINES))
+    print(render_table(bench, "virtual machine, median", MACHINES))
     print()
-    print(render(bench, "jail, median of a playbook run", PLAYBOOKS))
+    print(render_table(bench, "jail, median of a playbook run", PLAYBOOKS))
     return 0
 
 
-def render(bench: dict[str, Any], corner: str, columns: dict[str, str]) -> str:
+def render_table(bench: dict[str, Any], corner: str, columns: dict[str, str]) -> str:
     """Return a table with a row for each operation that was measured for any of ``columns``."""
-    lines = [_row(corner, *columns.values()), _row(*["---"] * (len(columns) + 1))]
-    for operation, title in OPERATIONS.items():
+    lines = [_format_row(corner, *columns.values()), _format_row(*["---"] * (len(columns) + 1))]
+    for operation, title in OPERATION_TITLES.items():
         keys = [f"{column}_{operation}" for column in columns]
         if any(key in bench["measures"] for key in keys):
-            lines.append(_row(title, *(_cell(bench, key) for key in keys)))
+            lines.append(_format_row(title, *(_format_cell(bench, key) for key in keys)))
     return "\n".join(lines)
 
 
-def _row(*cells: str) -> str:
+def _format_row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cell(bench: dict[str, Any], key: str) -> str:
+def _format_cell(bench: dict[str, Any], key: str) -> str:
     if key in bench["settings"]["not_offered"]:
         return "not offered"
     measure = bench["measures"].get(key)

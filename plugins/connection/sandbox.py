@@ -24,7 +24,7 @@ author:
 options:
   sandbox:
     description:
-      - The sandbox, by id or name.
+      - The id or name of the sandbox.
     type: str
     default: inventory_hostname
     vars:
@@ -46,8 +46,8 @@ options:
   gateway_token:
     description:
       - An API key from the gateway's key file, with the scope C(exec) or C(admin). The unix socket needs no key.
-      - If not set, the key of the inventory that found the sandbox is used; otherwise the key in O(gateway_token_file),
-        or else O(default_token).
+      - If not set, the plugin uses the key of the inventory that found the sandbox, or else the key in
+        O(gateway_token_file), or else O(default_token).
     type: str
     vars:
       - name: ansible_sandbox_gateway_token
@@ -64,7 +64,7 @@ options:
       - name: ansible_sandbox_gateway_token_file
   default_token:
     description:
-      - The key for gateways for which no other key is set.
+      - The API key for gateways that have no other key.
     type: str
     env:
       - name: SANDBOX_GATEWAY_TOKEN
@@ -93,8 +93,8 @@ options:
       - name: ansible_sandbox_validate_certs
   gateway_timeout:
     description:
-      - Timeout in seconds without data or a heartbeat. Commands can run for longer, because the agent sends a heartbeat
-        while they run.
+      - The connection times out after this number of seconds without data or a heartbeat. Commands can run for longer,
+        because the agent sends a heartbeat while they run.
       - Privilege escalation has the same timeout.
     type: int
     default: 60
@@ -105,7 +105,7 @@ options:
       - name: ansible_sandbox_gateway_timeout
   max_output_mb:
     description:
-      - Limit for the output of one command in MiB, standard output and standard error together. A command that prints
+      - Limit in MiB for the standard output and standard error of one command together. A command that prints
         more is killed, and its task fails. The control node keeps all output in memory.
     type: int
     default: 128
@@ -163,25 +163,25 @@ from ansible.utils.display import Display
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
-from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, host_of_task
-from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE, Channel, Process
+from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, task_host_name
+from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE_KIND, Channel, Process
 
 display = Display()
 
 UNGUARDED_VARIABLES = ("ansible_pipelining", "ansible_sandbox_gateway_timeout", "ansible_user", "inventory_hostname")
 """Variables of this plugin that any source may set, because they do not affect where the key is sent."""
-GUARDED_FOR_LISTED_HOSTS = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
+GUARDED_VARIABLES_OF_LISTED_HOSTS = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
 """The variables that facts must not override for a sandbox that the inventory plugin listed."""
 ADDRESS_VARIABLES = ("ansible_host", "ansible_sandbox_gateway_url")
-"""Variables that identify a sandbox and its gateway."""
+"""The variables that identify a sandbox and its gateway."""
 _MAX_ESCALATION_OUTPUT_BYTES = 1 << 20
 """Limit for the output before privilege escalation succeeds, because each check searches all output so far."""
 
 
-class Unreachable(AnsibleConnectionFailure):
+class UnreachableError(AnsibleConnectionFailure):
     """The host is unreachable.
 
-    The message is marked as unsafe, because it may quote the sandbox and Ansible must not evaluate it.
+    The message is marked as unsafe, because it may quote output of the sandbox, which Ansible must not evaluate.
     """
 
     def __str__(self) -> str:
@@ -203,12 +203,12 @@ class Connection(ConnectionBase):
         self._delegate = ""
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Set all options except those that decide where the key is sent; see ``_operator_settings``."""
+        """Set all options except those that decide where the key is sent, which ``_operator_settings`` returns."""
         self._initial_variables = dict(var_options or {})
-        unguarded = {
+        unguarded_variables = {
             name: value for name, value in self._initial_variables.items() if name not in self._guarded_names()
         }
-        super().set_options(task_keys=task_keys, var_options=unguarded, direct=direct)
+        super().set_options(task_keys=task_keys, var_options=unguarded_variables, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
 
     def update_vars(self, variables: dict[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Connection(ConnectionBase):
             try:
                 self._channel = self._new_channel()
             except Failure as failure:
-                raise Unreachable(failure.message) from None
+                raise UnreachableError(failure.message) from None
             self._connected = True
         return self
 
@@ -243,7 +243,7 @@ class Connection(ConnectionBase):
             self.get_option("remote_user"),
             timeout=self.get_option("gateway_timeout"),
             url=gateway.url,
-            token=settings["gateway_token"] or gateway.key() or settings["default_token"] or "",
+            token=settings["gateway_token"] or gateway.read_key() or settings["default_token"] or "",
             ca_path=str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
             validate_certs=gateway.validate_certs,
         )
@@ -260,7 +260,7 @@ class Connection(ConnectionBase):
         return self._settings
 
     def _compute_options(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return this plugin's options, computed with ``values`` as its variables."""
+        """Return this plugin's options, computed from the variables in ``values``."""
         options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
         return options
 
@@ -273,7 +273,7 @@ class Connection(ConnectionBase):
         operator_variables: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
         if "hostvars" in variables:
-            host = str(self._delegate or host_of_task())
+            host = str(self._delegate or task_host_name())
             operator_variables = OperatorVariables(variables["hostvars"], host)
         if self._delegate:
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
@@ -281,20 +281,20 @@ class Connection(ConnectionBase):
             "inventory_hostname": host,
             **{name: operator_variables.evaluate(name) for name in ADDRESS_VARIABLES if name in operator_variables},
         }
-        address = self._compute_options(known_values)
-        is_listed = find_gateway(address["sandbox"], address["gateway_url"]) is not None
-        names = GUARDED_FOR_LISTED_HOSTS if is_listed else self._guarded_names()
+        address_options = self._compute_options(known_values)
+        is_listed = find_gateway(address_options["sandbox"], address_options["gateway_url"]) is not None
+        names = GUARDED_VARIABLES_OF_LISTED_HOSTS if is_listed else self._guarded_names()
         # With delegate_to, Ansible sets this variable by default.
-        defaults = {"ansible_host": host}
-        overridden = [
+        default_values = {"ansible_host": host}
+        overridden_names = [
             name
             for name in names
-            if name in variables and variables[name] != operator_variables.get(name, defaults.get(name))
+            if name in variables and variables[name] != operator_variables.get(name, default_values.get(name))
         ]
-        if overridden:
+        if overridden_names:
             raise Failure(
-                f"{' and '.join(overridden)} of host {host} must not come from facts, other task results, or vars of "
-                "a play, role or task, because this would decide where the gateway's key is sent: set it with "
+                f"{' and '.join(overridden_names)} of host {host} must not come from facts, other task results, or "
+                "vars of a play, role or task, because this would decide where the gateway's key is sent: set it with "
                 "add_host, in host_vars or group_vars, or with -e, and do not let tasks return a variable of that name"
             )
         return {
@@ -318,7 +318,7 @@ class Connection(ConnectionBase):
         except Failure as failure:
             raise self._unreachable_error(failure) from None
         if escalation and process.exit_code:
-            escalation.check_refusal(err)
+            escalation.check_missing_password(err)
         return process.exit_code, out, err
 
     def _run_command(
@@ -343,7 +343,7 @@ class Connection(ConnectionBase):
                         f"{max_output_mb} MiB. Redirect its output to a file, or increase ansible_sandbox_max_output_mb"
                     )
             if is_waiting:
-                is_waiting = escalation.keep_waiting(process, output["stdout"], output["stderr"])
+                is_waiting = escalation.handle_output(process, output["stdout"], output["stderr"])
                 if not is_waiting:
                     process.feed(in_data or b"")
         out, err = bytes(output["stdout"]), bytes(output["stderr"])
@@ -360,7 +360,7 @@ class Connection(ConnectionBase):
         except OSError as error:
             raise AnsibleError(f"{in_path} cannot be read: {error.strerror or error}") from None
         except Failure as failure:
-            if failure.kind == INSIDE:
+            if failure.kind == INSIDE_KIND:
                 raise AnsibleError(f"{out_path} cannot be written in sandbox {self._sandbox}: {failure}") from None
             raise self._unreachable_error(failure) from None
 
@@ -375,7 +375,7 @@ class Connection(ConnectionBase):
         except Failure as failure:
             # A partial file could be mistaken for a complete one.
             Path(out_path).unlink()
-            if failure.kind == INSIDE:
+            if failure.kind == INSIDE_KIND:
                 raise AnsibleError(f"{in_path} cannot be read in sandbox {self._sandbox}: {failure}") from None
             raise self._unreachable_error(failure) from None
 
@@ -392,9 +392,9 @@ class Connection(ConnectionBase):
     def _sandbox(self) -> str:
         return str(self._operator_settings()["sandbox"])
 
-    def _unreachable_error(self, failure: Failure) -> Unreachable:
+    def _unreachable_error(self, failure: Failure) -> UnreachableError:
         self.close()
-        return Unreachable(failure.message)
+        return UnreachableError(failure.message)
 
 
 class _Escalation:
@@ -403,34 +403,35 @@ class _Escalation:
     ``is_waiting``: whether to wait for a password prompt or a success message.
     """
 
-    def __init__(self, become: Any, sandbox: str, seconds: float) -> None:
+    def __init__(self, become: Any, sandbox: str, timeout_seconds: float) -> None:
         self.become = become
         self.is_waiting = bool(become and become.success and become.expect_prompt())
         self._sandbox = sandbox
-        self._deadline = time.monotonic() + seconds
-        self._answered_at: tuple[int, int] | None = None
+        self._deadline = time.monotonic() + timeout_seconds
+        self._output_sizes_when_answered: tuple[int, int] | None = None
 
-    def keep_waiting(self, process: Process, out: bytearray, err: bytearray) -> bool:
-        """Check the output so far, and respond to a password prompt. Returns whether to keep waiting.
+    def handle_output(self, process: Process, out: bytearray, err: bytearray) -> bool:
+        """Check the output so far, and respond to a password prompt. Returns whether to wait for more output.
 
         Raises AnsibleError if the escalation fails.
         """
         if self.become.check_success(bytes(out)):
             return False
-        search_starts = self._answered_at or (0, 0)
-        is_prompted = any(
-            self.become.check_password_prompt(bytes(output[start:])) for output, start in zip((out, err), search_starts)
+        search_offsets = self._output_sizes_when_answered or (0, 0)
+        has_prompt = any(
+            self.become.check_password_prompt(bytes(output[offset:]))
+            for output, offset in zip((out, err), search_offsets)
         )
-        if is_prompted and self._answered_at is None:
-            self._answered_at = (len(out), len(err))
+        if has_prompt and self._output_sizes_when_answered is None:
+            self._output_sizes_when_answered = (len(out), len(err))
             process.write(self.become.get_option("become_pass").encode() + b"\n")
-        elif is_prompted or self.become.check_incorrect_password(bytes(out + err)):
+        elif has_prompt or self.become.check_incorrect_password(bytes(out + err)):
             self._fail(process, "the password was not accepted")
         elif time.monotonic() > self._deadline or len(out) + len(err) > _MAX_ESCALATION_OUTPUT_BYTES:
             self._fail(process, "neither success nor a password prompt was found in its output")
         return True
 
-    def check_refusal(self, err: bytes) -> None:
+    def check_missing_password(self, err: bytes) -> None:
         """Raise AnsibleError if a command failed because a password is missing."""
         if self.become and self.become.check_missing_password(err):
             raise AnsibleError(
@@ -447,7 +448,7 @@ class _Escalation:
 
         Call it after the command has exited, because the two streams can arrive in any order.
         """
-        if self._answered_at is None:
+        if self._output_sizes_when_answered is None:
             return output
         prompt = self.become.prompt
         if not isinstance(prompt, str) or prompt.encode() not in output:

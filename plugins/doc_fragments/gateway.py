@@ -40,7 +40,7 @@ options:
     type: int
     default: 300
 requirements:
-  - Python 3.8 or newer where the module runs, without other libraries
+  - Python 3.8 or newer on the host where the module runs (no other libraries)
 notes:
   - If the control node can reach the same gateway, an action plugin of the same name does the work there, which is much
     faster. With C(become), C(environment), C(async), or a socket or loopback address on a host whose connection is not

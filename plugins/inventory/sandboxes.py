@@ -72,7 +72,7 @@ options:
         default: 30
   filters:
     description:
-      - Conditions for sandboxes to become hosts. A sandbox must pass all filters.
+      - Conditions that a sandbox must meet to become a host. It must match all filters.
       - Each filter is a value or a list of values, one of which must match. Values can be globs.
     type: dict
     default: {}
@@ -193,32 +193,36 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         super().parse(inventory, loader, path, cache)
         self._read_config_data(path)
         try:
-            sources = self._sources(Path(path).parent)
+            sources = self._read_sources(Path(path).parent)
             _inventory.check_keys(self.get_option("filters"), _inventory.FILTER_KEYS, "filters")
         except Failure as failure:
             raise AnsibleParserError(f"{path}: {failure}") from None
         sandboxes_by_gateway = self._find_sandboxes(sources, self.get_cache_key(path), cache)
-        hosts = [
+        sandboxes_and_gateways = [
             (sandbox, source.gateway)
             for source in sources
-            for sandbox in sandboxes_by_gateway.get(source.key, [])
+            for sandbox in sandboxes_by_gateway.get(source.cache_key, [])
             if _inventory.matches_filters(sandbox, self.get_option("filters"))
         ]
-        groups = {name for sandbox, gateway in hosts for name in self._groups_of(sandbox, gateway)}
-        group_names = groups | set(self.inventory.groups) | set(self.get_option("groups"))
-        for sandbox, gateway in hosts:
+        sandbox_group_names = {
+            name for sandbox, gateway in sandboxes_and_gateways for name in self._groups_of(sandbox, gateway)
+        }
+        group_names = sandbox_group_names | set(self.inventory.groups) | set(self.get_option("groups"))
+        for sandbox, gateway in sandboxes_and_gateways:
             self._add_host(
-                self._choose_host_name(sandbox, gateway, group_names, several=len(sources) > 1), sandbox, gateway
+                self._choose_host_name(sandbox, gateway, group_names, has_several_gateways=len(sources) > 1),
+                sandbox,
+                gateway,
             )
 
-    def _sources(self, directory: Path) -> list[_Source]:
+    def _read_sources(self, directory: Path) -> list[_Source]:
         entries = self.get_option("gateways") or [{}]
         sources = []
         for number, entry in enumerate(entries, 1):
             label = f"gateway {number} of {len(entries)}"
             _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, label)
             if len(entries) > 1 and not entry.get("name"):
-                raise Failure(f"{label} has no name: with several gateways, each gateway needs a name")
+                raise Failure(f"{label} has no name: give each gateway a name, or list only one gateway")
             sources.append(_Source(entry, self._evaluate, directory))
         names = [source.gateway.name for source in sources]
         if len(set(names)) < len(names):
@@ -228,7 +232,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return sources
 
     def _evaluate(self, value: Any) -> str:
-        """Decrypt a value of the inventory file, or evaluate its template. The file is trusted as a play is."""
+        """Decrypt a value of the inventory file, or evaluate its template. The file is as trusted as a play."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
@@ -238,10 +242,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         if is_cache_enabled and cache:
             with contextlib.suppress(KeyError):
                 sandboxes_by_gateway = dict(self._cache[cache_key])
-        uncached_sources = [source for source in sources if source.key not in sandboxes_by_gateway]
+        uncached_sources = [source for source in sources if source.cache_key not in sandboxes_by_gateway]
         for source in uncached_sources:
             try:
-                sandboxes_by_gateway[source.key] = source.observe()
+                sandboxes_by_gateway[source.cache_key] = source.observe()
             except Failure as failure:
                 message = f"the sandboxes of gateway {source.gateway.name} are not in the inventory: {failure}"
                 if self.get_option("strict"):
@@ -256,17 +260,17 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return [self._sanitize_group_name(group) for group in groups]
 
     def _choose_host_name(
-        self, sandbox: dict[str, Any], gateway: Gateway, group_names: set[str], *, several: bool
+        self, sandbox: dict[str, Any], gateway: Gateway, group_names: set[str], *, has_several_gateways: bool
     ) -> str:
         """Return an unused host name that is not the name of a group, so that tasks run on the right host."""
-        hostname = self.get_option("hostname") or ("name_gateway" if several else "name")
-        host = _inventory.host_name(sandbox, hostname, gateway.name, group_names)
+        host_name_form = self.get_option("hostname") or ("name_gateway" if has_several_gateways else "name")
+        host = _inventory.host_name(sandbox, host_name_form, gateway.name, group_names)
         if host in self.inventory.hosts:
-            fallback = _inventory.host_name(sandbox, "name_gateway", gateway.name, group_names)
+            fallback_name = _inventory.host_name(sandbox, "name_gateway", gateway.name, group_names)
             self.display.warning(
-                f"a host {host} already exists, so the sandbox with that name becomes the host {fallback}"
+                f"a host {host} already exists, so the sandbox with that name becomes the host {fallback_name}"
             )
-            host = fallback
+            host = fallback_name
         return host
 
     def _add_host(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
@@ -286,7 +290,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 
 
 class _Source:
-    """One gateway in the inventory file. ``key``: the cache key of its sandboxes."""
+    """One gateway in the inventory file. ``cache_key`` identifies its sandboxes in the cache."""
 
     def __init__(self, entry: dict[str, Any], evaluate: Any, directory: Path) -> None:
         token, token_file = evaluate(entry.get("token")), _expand_path(evaluate(entry.get("token_file")), directory)
@@ -301,12 +305,12 @@ class _Source:
             name=evaluate(entry.get("name")) or "default",
         )
         self._timeout = float(entry.get("timeout") or 30)
-        self.key = f"{self.gateway.name} {self.gateway.url}"
+        self.cache_key = f"{self.gateway.name} {self.gateway.url}"
 
     def observe(self) -> list[dict[str, Any]]:
         """Return the gateway's sandboxes. Raises Failure."""
         gateway = self.gateway
-        client = Client(gateway.url, gateway.key(), gateway.ca_path, gateway.validate_certs, self._timeout)
+        client = Client(gateway.url, gateway.read_key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:
             return _inventory.observe(client)
         finally:

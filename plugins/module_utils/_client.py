@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""HTTP client of the gateway, over a unix socket or http(s). Uses only the standard library."""
+"""An HTTP client for the gateway, over a unix socket or http(s). Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CONNECT_TIMEOUT_SECONDS = 10
 PAGE_SIZE = 1000
 _CHUNK_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
-"""Maximum size of a response in bytes. It fits one page of a list whose entries are 64 KiB long."""
-LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
+"""Maximum size of a response in bytes, which is enough for one page of a list whose entries have 64 KiB each."""
+LOOPBACK_HOST = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
 class Response:
-    """A response of the gateway. ``data`` is the decoded JSON body, or None if the body is empty."""
+    """A response from the gateway. ``data`` is the decoded JSON body, or None if the body is empty."""
 
     def __init__(self, status: int, data: Any, headers: Any) -> None:
         self.status = status
@@ -47,13 +47,13 @@ class Address:
         self.url = url or DEFAULT_URL
         parts = urlsplit(self.url)
         self.socket = ""
-        self.tls = parts.scheme == "https"
+        self.uses_tls = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/")
         try:
             self.host, port = parts.hostname or "", parts.port
         except ValueError:
             raise _invalid_url_error(self.url) from None
-        self.port = port or (443 if self.tls else 80)
+        self.port = port or (443 if self.uses_tls else 80)
         if parts.scheme == "unix" and not self.host and parts.path.startswith("/"):
             self.socket, self.prefix = parts.path, ""
         elif parts.scheme not in ("http", "https") or not self.host or parts.username or parts.query:
@@ -61,8 +61,8 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether the address is a unix socket or a loopback address, which is a different gateway on each machine."""
-        return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
+        """Whether the address is a unix socket or a loopback address, and thus refers to the local machine."""
+        return bool(self.socket) or LOOPBACK_HOST.fullmatch(self.host) is not None
 
 
 def _invalid_url_error(url: str) -> Failure:
@@ -85,7 +85,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """Calls one gateway. Every method can raise Failure, whose message never contains the token.
+    """Sends requests to one gateway. Every method can raise Failure, whose message never contains the token.
 
     ``timeout`` is the time limit for one response in seconds. The client also retries a request for this long while
     the gateway reports that it is busy.
@@ -106,9 +106,9 @@ class Client:
         self._ca_path = ca_path
         self._validate_certs = validate_certs
         self._connection: http.client.HTTPConnection | None = None
-        self._connected_once = False
-        self._skew = timedelta(0)
-        self._version_checked = False
+        self._has_connected = False
+        self._clock_skew = timedelta(0)
+        self._has_checked_version = False
 
     def close(self) -> None:
         if self._connection is not None:
@@ -117,7 +117,7 @@ class Client:
 
     def now(self) -> datetime:
         """Return the gateway's current time, estimated from the date of its last response."""
-        return datetime.now(timezone.utc) + self._skew
+        return datetime.now(timezone.utc) + self._clock_skew
 
     def get(self, path: str, **query: Any) -> Any:
         return self.call("GET", path, query=query).data
@@ -133,14 +133,14 @@ class Client:
 
     def list_all(self, path: str, **query: Any) -> Iterator[Any]:
         """Yield all entries of a list, requesting one page at a time."""
-        token = ""
+        page_token = ""
         while True:
-            response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": token})
+            response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": page_token})
             yield from response.data
-            previous, token = token, response.headers.get("x-next-token", "")
-            if not token:
+            previous_token, page_token = page_token, response.headers.get("x-next-token", "")
+            if not page_token:
                 return
-            if token == previous:
+            if page_token == previous_token:
                 raise self._not_a_gateway_error(f"GET {path}", "it returned the same page twice")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -160,7 +160,7 @@ class Client:
 
         Requests the version only once, before the first change.
         """
-        if self._version_checked:
+        if self._has_checked_version:
             return
         version = str((self.get("/health") or {}).get("version", ""))
         match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
@@ -168,22 +168,22 @@ class Client:
             raise self._not_a_gateway_error("GET /health", "its response contains no version")
         if tuple(int(part or 0) for part in match.groups()) < MINIMUM_VERSION:
             raise self._gateway_too_old_error(version)
-        self._version_checked = True
+        self._has_checked_version = True
 
     def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Response:
         """Send a request. Retries it for up to ``timeout`` seconds while the gateway reports that it is busy."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                return self._send_checked(method, path, query, body)
+                return self._send_once(method, path, query, body)
             except _GatewayBusy as busy:
                 if time.monotonic() + busy.retry_after > deadline:
                     raise busy.failure from None
                 time.sleep(busy.retry_after)
 
-    def _send_checked(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> Response:
-        status, headers, raw = self._send(method, path, query, body)
-        data = self._decode(f"{method} {path}", status, raw)
+    def _send_once(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> Response:
+        status, headers, raw_body = self._send(method, path, query, body)
+        data = self._decode(f"{method} {path}", status, raw_body)
         if status < 400:
             return Response(status, data, headers)
         failure = self._response_failure(f"{method} {path}", status, data)
@@ -195,7 +195,9 @@ class Client:
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
         # Makes the gateway refuse unknown fields instead of ignoring them. An older gateway ignores this parameter.
         query = query if body is None else {**(query or {}), "strict": True}
-        parameters = {key: _query_value(value) for key, value in (query or {}).items() if value not in (None, "")}
+        parameters = {
+            key: _format_query_value(value) for key, value in (query or {}).items() if value not in (None, "")
+        }
         target = self.address.prefix + path + ("?" + urlencode(parameters) if parameters else "")
         headers = {"Accept": "application/json"}
         if self._token:
@@ -227,8 +229,8 @@ class Client:
         connection = self._open_connection()
         connection.request(method, target, body=payload, headers=headers)
         response = connection.getresponse()
-        raw = read_at_most(MAX_RESPONSE_BYTES, response)
-        if raw is None:
+        raw_body = read_at_most(MAX_RESPONSE_BYTES, response)
+        if raw_body is None:
             self.close()
             raise self._not_a_gateway_error(
                 f"{method} {target.partition('?')[0]}", f"its response exceeds {MAX_RESPONSE_BYTES} bytes"
@@ -236,14 +238,14 @@ class Client:
         if response.will_close:
             self.close()
         self._update_clock_skew(response.headers.get("Date", ""))
-        return response.status, response.headers, raw
+        return response.status, response.headers, raw_body
 
     def _open_connection(self) -> http.client.HTTPConnection:
         if self._connection is None:
-            self._connected_once = False
+            self._has_connected = False
             connection = self._new_connection()
             connection.connect()
-            self._connected_once = True
+            self._has_connected = True
             connection.sock.settimeout(self.timeout)
             self._connection = connection
         return self._connection
@@ -251,13 +253,13 @@ class Client:
     def _new_connection(self) -> http.client.HTTPConnection:
         if self.address.socket:
             return _UnixConnection(self.address.socket)
-        if not self.address.tls:
+        if not self.address.uses_tls:
             return http.client.HTTPConnection(self.address.host, self.address.port, timeout=CONNECT_TIMEOUT_SECONDS)
         return http.client.HTTPSConnection(
-            self.address.host, self.address.port, timeout=CONNECT_TIMEOUT_SECONDS, context=self._tls_context()
+            self.address.host, self.address.port, timeout=CONNECT_TIMEOUT_SECONDS, context=self._create_tls_context()
         )
 
-    def _tls_context(self) -> ssl.SSLContext:
+    def _create_tls_context(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self._ca_path or None)
         except OSError as error:
@@ -271,18 +273,18 @@ class Client:
 
     def _update_clock_skew(self, date: str) -> None:
         try:
-            self._skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
+            self._clock_skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
         except (TypeError, ValueError, OverflowError):
             return
         # The header has a resolution of one second, so smaller differences are noise.
-        if abs(self._skew) < timedelta(seconds=2):
-            self._skew = timedelta(0)
+        if abs(self._clock_skew) < timedelta(seconds=2):
+            self._clock_skew = timedelta(0)
 
-    def _decode(self, request: str, status: int, raw: bytes) -> Any:
-        if not raw:
+    def _decode(self, request: str, status: int, raw_body: bytes) -> Any:
+        if not raw_body:
             return None
         try:
-            return json.loads(raw)
+            return json.loads(raw_body)
         except (ValueError, RecursionError):
             raise self._not_a_gateway_error(request, f"it returned status {status} without JSON") from None
 
@@ -302,11 +304,11 @@ class Client:
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
     def _gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:
-        required = ".".join(str(part) for part in MINIMUM_VERSION)
-        problem = f"is version {version}" if version else f"does not know {request}"
+        required_version = ".".join(str(part) for part in MINIMUM_VERSION)
+        problem = f"is version {version}" if version else f"does not support {request}"
         return Failure(
-            f"the gateway at {self.address.url} {problem}, but this collection needs sandbox-gateway {required} "
-            "or newer: upgrade it with the role grove.sandbox.gateway",
+            f"the gateway at {self.address.url} {problem}, but this collection needs sandbox-gateway "
+            f"{required_version} or newer: upgrade it with the role grove.sandbox.gateway",
             "too_old",
         )
 
@@ -324,27 +326,27 @@ class Client:
                 "certificate file of its authority",
                 "unreachable",
             )
-        if isinstance(error, socket.timeout) and self._connected_once:
+        if isinstance(error, socket.timeout) and self._has_connected:
             return Failure(
                 f"the gateway at {self.address.url} did not respond to {request} within {self.timeout:g} s, but "
                 "may still finish the request: check the result before you try again, or increase gateway_timeout",
                 "timeout",
             )
-        return Failure(f"no gateway answers at {self.address.url}: {self._describe(error)}", "unreachable")
+        return Failure(f"no gateway answers at {self.address.url}: {self._describe_error(error)}", "unreachable")
 
-    def _describe(self, error: Exception) -> str:
-        number = getattr(error, "errno", None)
+    def _describe_error(self, error: Exception) -> str:
+        error_number = getattr(error, "errno", None)
         if self.address.socket:
-            if number in (errno.ENOENT, errno.ECONNREFUSED):
+            if error_number in (errno.ENOENT, errno.ECONNREFUSED):
                 return (
                     "the socket does not exist, or no process listens on it; check that sandbox-gateway is "
                     "running on this host"
                 )
-            if number in (errno.EACCES, errno.EPERM):
+            if error_number in (errno.EACCES, errno.EPERM):
                 return (
                     "this user has no permission to open the socket; use become, or add the user to the socket's group"
                 )
-        if number == errno.ECONNREFUSED:
+        if error_number == errno.ECONNREFUSED:
             return (
                 "nothing listens on that port; check that sandbox-gateway is running there, with this address "
                 "in `listen`"
@@ -363,12 +365,12 @@ class _GatewayBusy(Exception):
         self.retry_after = retry_after
 
 
-def _query_value(value: Any) -> str:
+def _format_query_value(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
 
 def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
-    """Return the rest of a response, or None if it is longer than ``size`` bytes. Raises IncompleteRead, OSError."""
+    """Return the rest of a response, or None if it is longer than ``size`` bytes. Raises IncompleteRead or OSError."""
     data = bytearray()
     chunk = response.read(_CHUNK_BYTES)
     while chunk:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_MAX_CHARACTERS = 64 << 10
+_MAX_MESSAGE_CHARACTERS = 64 << 10
 """Maximum number of characters in a message, which may quote output of a sandbox."""
-_UNPRINTABLE = re.compile(
+_UNPRINTABLE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters except tabs and line breaks, bidirectional marks, and lone surrogates."""
@@ -21,11 +21,11 @@ _UNPRINTABLE = re.compile(
 
 def make_printable(text: str) -> str:
     """Return ``text`` without control characters that could affect a terminal."""
-    return _UNPRINTABLE.sub("", text)
+    return _UNPRINTABLE_CHARACTERS.sub("", text)
 
 
 class Failure(Exception):
-    """A refusal or an error: the message, a stable identifier (``kind``), and the resources that cause it.
+    """An error with a message, a stable identifier (``kind``), and the resources that cause it (``blockers``).
 
     The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
     gateway's response, or None without a response.
@@ -35,8 +35,8 @@ class Failure(Exception):
         self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None
     ) -> None:
         message = make_printable(message)
-        if len(message) > _MAX_CHARACTERS:
-            message = message[:_MAX_CHARACTERS] + "..."
+        if len(message) > _MAX_MESSAGE_CHARACTERS:
+            message = message[:_MAX_MESSAGE_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
         self.kind = make_printable(kind)
@@ -49,14 +49,14 @@ class Failure(Exception):
 
 
 def join_failures(failures: dict[str, Failure], total: int) -> Failure:
-    """Combine the failures of several resources, keyed by name, into one. ``total``: the number of resources."""
-    sentences = list(dict.fromkeys(failure.message for failure in failures.values()))
-    first = next(iter(failures.values()))
-    if len(sentences) == 1:
-        return first
-    text = f"{len(failures)} of {total} failed: " + "; ".join(sentences)
+    """Combine the failures of several resources, keyed by name, into one. ``total`` is the number of resources."""
+    messages = list(dict.fromkeys(failure.message for failure in failures.values()))
+    first_failure = next(iter(failures.values()))
+    if len(messages) == 1:
+        return first_failure
+    message = f"{len(failures)} of {total} failed: " + "; ".join(messages)
     blockers = [blocker for failure in failures.values() for blocker in failure.blockers]
-    return Failure(text, first.kind, blockers=dict.fromkeys(blockers), status=first.status)
+    return Failure(message, first_failure.kind, blockers=dict.fromkeys(blockers), status=first_failure.status)
 
 
 @contextlib.contextmanager

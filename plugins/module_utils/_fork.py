@@ -37,12 +37,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_sandbox,
     check_mounts,
     check_sizes,
-    lifetime,
     lifetime_differs,
     lifetime_end,
+    lifetime_of,
     mounts_of_fork,
     plan_remounts,
-    remove,
+    plan_removal,
     replace,
     size_fields,
     validate_timeout,
@@ -91,7 +91,7 @@ RULES: dict[str, Any] = {
 }
 
 RESULT_KEYS = {PLURAL: ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")}
-"""The keys of each entry. Only a few, because Ansible copies each result several times and forks can be many."""
+"""The keys of each entry. There are only a few, because Ansible copies each result and there can be many forks."""
 MAX_FORKS = 1000
 """Maximum number of forks in one request."""
 
@@ -119,12 +119,12 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class CurrentState:
-    """The current state.
+    """The current state of the siblings and of their source.
 
     ``resources`` holds all siblings, and other sandboxes with requested names. ``siblings`` holds the names of the
     siblings. ``source`` is the shape of the snapshot or sandbox; it is None if the source no longer exists, which only
     ``absent`` accepts. ``volumes`` holds the gateway's entries by name. ``captures`` maps each volume of the source to
-    the id of its captured snapshot, or to an empty string if the clone request will capture it.
+    the id of its snapshot, or to an empty string if the clone request will capture it.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -179,18 +179,18 @@ def _requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
-    """Query the current state. Sends only one request if all siblings of a snapshot exist."""
+    """Query the current state. Sends only one request if all requested forks of a snapshot exist."""
     if want.source_kind == "snapshot" and want.mounts is None:
-        existing = {shape["name"]: shape for shape in _list_forks(client, want.source)}
-        if _is_complete(want, existing):
-            return CurrentState(existing, frozenset(existing), client.now())
+        existing_forks = {shape["name"]: shape for shape in _list_forks(client, want.source)}
+        if _is_complete(want, existing_forks):
+            return CurrentState(existing_forks, frozenset(existing_forks), client.now())
     source, captures = _find_source(client, want)
     all_sandboxes = {shape["name"]: shape for shape in map(sandbox_shape, client.list_all("/sandboxes"))}
     siblings = _find_siblings(client, want, source, all_sandboxes.values()) if source else frozenset()
     resources = {name: shape for name, shape in all_sandboxes.items() if name in siblings or name in want.names}
-    missing = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
+    missing_names = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
     volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
-    taken_names = find_taken_names(client, missing, except_kind="sandbox")
+    taken_names = find_taken_names(client, missing_names, except_kind="sandbox")
     return CurrentState(resources, siblings, client.now(), source, taken_names, volumes, captures)
 
 
@@ -198,18 +198,18 @@ def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
     return map(sandbox_shape, client.list_all("/sandboxes", snapshotID=snapshot))
 
 
-def _is_complete(want: DesiredState, existing: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether all siblings exist and are not dead, so that the plan needs no other data."""
-    return bool(existing) and all(
-        name in existing
-        and not _is_dead(existing[name])
-        and all(existing[name][key] == size for key, size in want.sizes.items())
+def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether all requested siblings are alive and of the requested sizes: the plan then needs no other data."""
+    return bool(existing_forks) and all(
+        name in existing_forks
+        and not _is_dead(existing_forks[name])
+        and all(existing_forks[name][key] == size for key, size in want.sizes.items())
         for name in want.names
     )
 
 
 def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Return the shape of the source, or None if it does not exist, and the ids of its volume captures by name."""
+    """Return the shape of the source, or None if it does not exist, and its ``captures`` as in ``CurrentState``."""
     path = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{quote_segment(want.source)}"
     entry = client.find(path) if want.state == "absent" else client.get(path)
     if entry is None:
@@ -225,43 +225,43 @@ def _find_siblings(
 ) -> frozenset[str]:
     """Return the names of all forks of the snapshot, or of all clones of the sandbox.
 
-    A clone is a child of the sandbox that was forked from a snapshot that the gateway does not list.
+    A child of the sandbox is a clone if it was forked from a snapshot that the gateway does not list.
     """
     if want.source_kind == "snapshot":
         return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] == source["id"])
     children = [shape for shape in all_sandboxes if shape["parent_sandbox_id"] == source["id"]]
-    listed_ids = (
+    listed_snapshot_ids = (
         {entry["snapshotID"] for entry in client.list_all("/snapshots", sandboxID=source["id"])} if children else set()
     )
-    return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_ids)
+    return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_snapshot_ids)
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
-    """Plan one request that forks all missing siblings, then changes in place, then the removal of surplus siblings."""
-    _check_is_not_source(want, have)
-    refused: dict[str, Failure] = {}
-    to_fork: list[tuple[str, Mapping[str, Any] | None]] = []
+    """Plan one request that forks all missing siblings, then changes to existing ones, then removal of surplus ones."""
+    _check_source_not_requested(want, have)
+    failures: dict[str, Failure] = {}
+    fork_targets: list[tuple[str, Mapping[str, Any] | None]] = []
     actions: list[Action] = []
     for name in want.names:
         current = have.resources.get(name)
         try:
             if want.state == "absent":
                 actions += _plan_removal(want, have, name, current)
-            elif current is None or _must_replace(want, have, name, current):
-                to_fork.append((name, _require_free_name(have, name, current)))
+            elif current is None or _should_replace(want, have, name, current):
+                fork_targets.append((name, _require_free_name(have, name, current)))
             else:
                 actions += _plan_changes(want, have, name, current)
         except Failure as failure:
-            refused[name] = failure
-    if to_fork:
+            failures[name] = failure
+    if fork_targets:
         try:
-            actions.insert(0, _plan_fork(want, have, to_fork))
+            actions.insert(0, _plan_fork(want, have, fork_targets))
         except Failure as failure:
-            refused.update((name, failure) for name, _current in to_fork)
-    return Plan((*actions, *_plan_surplus_removal(want, have)), refused)
+            failures.update((name, failure) for name, _current in fork_targets)
+    return Plan((*actions, *_plan_surplus_removal(want, have)), failures)
 
 
-def _check_is_not_source(want: DesiredState, have: CurrentState) -> None:
+def _check_source_not_requested(want: DesiredState, have: CurrentState) -> None:
     ident = have.source["id"] if have.source is not None else ""
     for name in want.names:
         if have.resources.get(name, {}).get("id") == ident:
@@ -273,7 +273,7 @@ def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Ma
         return []
     if name not in have.siblings:
         raise _foreign_sandbox_error(want, name, current)
-    return [remove(name, current)]
+    return [plan_removal(name, current)]
 
 
 def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, Any]) -> Failure:
@@ -290,7 +290,7 @@ def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, 
     )
 
 
-def _must_replace(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> bool:
+def _should_replace(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> bool:
     """Return whether to replace the sandbox called ``name``.
 
     Without ``recreate``, raises Failure if it is not a sibling or differs in a fixed property.
@@ -324,7 +324,7 @@ def _find_clone(want: DesiredState, have: CurrentState, current: Mapping[str, An
 
 
 def _is_dead(current: Mapping[str, Any]) -> bool:
-    """Return whether the sandbox is paused because its machine stopped or its host went down, not by a request."""
+    """Return whether the sandbox is paused because its machine or its host stopped, not because of a request."""
     return current["state"] == "paused" and bool(current["state_reason"])
 
 
@@ -334,7 +334,9 @@ def _require_free_name(have: CurrentState, name: str, current: Mapping[str, Any]
     return current
 
 
-def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, Mapping[str, Any] | None]]) -> Action:
+def _plan_fork(
+    want: DesiredState, have: CurrentState, fork_targets: list[tuple[str, Mapping[str, Any] | None]]
+) -> Action:
     source = have.source or {}
     if want.source_kind == "snapshot":
         check_sizes(want.sizes, source, want.cold_start)
@@ -344,9 +346,11 @@ def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, 
         check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     _check_captures_exist(want, have)
-    changes = tuple(_fork_change(name, current, _view_after_fork(want, source, name)) for name, current in to_fork)
+    changes = tuple(
+        _make_fork_change(name, current, _view_after_fork(want, source, name)) for name, current in fork_targets
+    )
     body: dict[str, Any] = {
-        "names": [name for name, _current in to_fork],
+        "names": [name for name, _current in fork_targets],
         "atomic": want.atomic,
         **size_fields(want.sizes),
     }
@@ -362,17 +366,22 @@ def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, 
         body["paused"] = True
     if want.cold_start:
         body["coldStart"] = True
-    replaced = tuple(
+    replaced_sandboxes = tuple(
         (current["id"], current["name"], temporary_name(current["name"], current["id"]))
-        for _name, current in to_fork
+        for _name, current in fork_targets
         if current is not None
     )
     verb = "fork" if want.source_kind == "snapshot" else "clone"
-    request = {"source": source.get("id", ""), "ref": (want.source_kind, want.source), "body": body, "old": replaced}
+    request = {
+        "source": source.get("id", ""),
+        "ref": (want.source_kind, want.source),
+        "body": body,
+        "old": replaced_sandboxes,
+    }
     return Action(verb, changes, request)
 
 
-def _fork_change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
+def _make_fork_change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
     return Change(name, None if current is None else keep_common_keys(view(current), after), after)
 
 
@@ -385,57 +394,61 @@ def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
 
 
 def _view_after_fork(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    after: dict[str, Any] = {
+    fork_view: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.paused else "running",
         **{key: want.sizes.get(key, source[key]) for key in ("cpus", "memory_mb", "disk_mb")},
         "metadata": dict(want.metadata or {}),
     }
     if want.timeout is not None:
-        after["timeout"] = want.timeout
+        fork_view["timeout"] = want.timeout
     if not any(mount.clone for mount in want.mounts or ()):
         # The gateway chooses the names of clones.
-        after["volumes"] = mounts_of_fork(want.mounts, source)
+        fork_view["volumes"] = mounts_of_fork(want.mounts, source)
     if want.source_kind == "snapshot":
-        after["forked_from"] = source["id"]
+        fork_view["forked_from"] = source["id"]
     else:
-        after["parent_sandbox_id"] = source["id"]
-    return after
+        fork_view["parent_sandbox_id"] = source["id"]
+    return fork_view
 
 
 def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
-    """Return the actions that change an existing sibling. Resuming comes first, pausing last."""
+    """Return the actions that change an existing sibling. A resume comes first, a pause last."""
     if _matches_request(want, current):
         return []
-    before = view(current)
+    current_view = view(current)
     check_volumes_exist(want.mounts, have.volumes)
     actions: list[Action] = []
-    if not want.paused and before["state"] == "paused":
-        actions.append(Action("resume", (Change(name, before, {**before, "state": "running"}),), {"id": current["id"]}))
-        before = view_after(actions, before)
-    if want.metadata is not None and want.metadata != before["metadata"]:
-        after = {**before, "metadata": dict(want.metadata)}
+    if not want.paused and current_view["state"] == "paused":
+        actions.append(
+            Action("resume", (Change(name, current_view, {**current_view, "state": "running"}),), {"id": current["id"]})
+        )
+        current_view = view_after(actions, current_view)
+    if want.metadata is not None and want.metadata != current_view["metadata"]:
+        new_view = {**current_view, "metadata": dict(want.metadata)}
         request = {"id": current["id"], "body": {"metadata": dict(want.metadata)}}
-        actions.append(Action("update", (Change(name, before, after),), request))
-        before = after
-    actions += plan_remounts(name, current, before, _resolve_mounts(want, have, current))
-    before = view_after(actions, before)
-    if lifetime_differs(want.timeout, before["timeout"]):
-        after = {**before, "timeout": want.timeout}
+        actions.append(Action("update", (Change(name, current_view, new_view),), request))
+        current_view = new_view
+    actions += plan_remounts(name, current, current_view, _resolve_mounts(want, have, current))
+    current_view = view_after(actions, current_view)
+    if lifetime_differs(want.timeout, current_view["timeout"]):
+        new_view = {**current_view, "timeout": want.timeout}
         request = {"id": current["id"], "end": lifetime_end(want.timeout, name, current, have.gateway_time)}
-        actions.append(Action("set_timeout", (Change(name, before, after),), request))
-        before = after
-    if want.paused and before["state"] == "running":
-        actions.append(Action("pause", (Change(name, before, {**before, "state": "paused"}),), {"id": current["id"]}))
+        actions.append(Action("set_timeout", (Change(name, current_view, new_view),), request))
+        current_view = new_view
+    if want.paused and current_view["state"] == "running":
+        actions.append(
+            Action("pause", (Change(name, current_view, {**current_view, "state": "paused"}),), {"id": current["id"]})
+        )
     return actions
 
 
 def _matches_request(want: DesiredState, current: Mapping[str, Any]) -> bool:
     """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
-    state = "paused" if want.paused else "running"
-    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime(current))
+    requested_state = "paused" if want.paused else "running"
+    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime_of(current))
     return (
-        current["state"] == state
+        current["state"] == requested_state
         and want.metadata in (None, current["metadata"])
         and want.mounts is None
         and has_same_lifetime
@@ -455,12 +468,15 @@ def _resolve_mounts(want: DesiredState, have: CurrentState, current: Mapping[str
 
 
 def _plan_surplus_removal(want: DesiredState, have: CurrentState) -> list[Action]:
-    """Plan the removal of surplus siblings. With a prefix, these are only siblings named by the prefix and a number."""
+    """Plan the removal of surplus siblings.
+
+    With a prefix, this applies only to siblings whose names consist of the prefix and a number.
+    """
     if not want.exact:
         return []
     pattern = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
-    surplus = [name for name in have.siblings if name not in want.names and pattern.fullmatch(name)]
-    return [remove(name, have.resources[name]) for name in sorted(surplus, key=_natural_sort_key)]
+    surplus_names = [name for name in have.siblings if name not in want.names and pattern.fullmatch(name)]
+    return [plan_removal(name, have.resources[name]) for name in sorted(surplus_names, key=_natural_sort_key)]
 
 
 def _natural_sort_key(name: str) -> tuple[str, int, str]:
@@ -471,7 +487,7 @@ def _natural_sort_key(name: str) -> tuple[str, int, str]:
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure.
 
-    If only some forks of a request that is not atomic fail, returns their failures by name.
+    Returns the failures by name if only some forks of a non-atomic request fail.
     """
     if action.verb not in ("fork", "clone"):
         apply_to_sandbox(action, client)

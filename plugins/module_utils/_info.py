@@ -24,7 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-Shape = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
+ShapeFunction = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
 """A function that returns the shape of a list entry, or None if the resource has been removed in the meantime."""
 _NAME_OPTION = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
 
@@ -33,15 +33,16 @@ _NAME_OPTION = {"name": {"type": "list", "elements": "str", "aliases": ["names"]
 class Listing:
     """Lists one kind of resource.
 
-    ``plural`` is both the path of the gateway's list and the key of the result. ``ident`` is the gateway's field for
-    the id. ``options`` are the module options that select entries. ``queries`` maps them to query parameters.
+    ``plural`` is both the path of the gateway's list and the key of the result. ``id_field`` is the gateway's field
+    for the id. ``options`` are the module options that select entries. ``query_parameters`` maps them to the gateway's
+    query parameters.
     """
 
     plural: str
-    ident: str
-    shape: Shape
+    id_field: str
+    make_shape: ShapeFunction
     options: Mapping[str, Any] = field(default_factory=dict)
-    queries: Mapping[str, str] = field(default_factory=dict)
+    query_parameters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ARGUMENTS(self) -> dict[str, Any]:
@@ -53,21 +54,23 @@ class Listing:
 
     def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the module's result, which contains the selected resources. Raises Failure."""
-        query = {parameter: _query_value(params.get(option)) for option, parameter in self.queries.items()}
+        query = {
+            parameter: _format_query_value(params.get(option)) for option, parameter in self.query_parameters.items()
+        }
         names = params.get("name")
         entries = client.list_all(f"/{self.plural}", **query)
         shapes = [
-            self.shape(client, entry)
+            self.make_shape(client, entry)
             for entry in entries
             if names is None or not self._names_of(entry).isdisjoint(names)
         ]
         return {"changed": False, self.plural: [shape for shape in shapes if shape is not None]}
 
     def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
-        return {str(entry.get("name")), str(entry[self.ident]), *(entry.get("names") or [])}
+        return {str(entry.get("name")), str(entry[self.id_field]), *(entry.get("names") or [])}
 
 
-def _query_value(value: Any) -> Any:
+def _format_query_value(value: Any) -> Any:
     """Return the value as a query parameter. The client omits None and empty values."""
     if isinstance(value, dict):
         return urlencode(stringify_values(value, "metadata") or {})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 URL_VARIABLE = "SANDBOX_GATEWAY_URL"
 TOKEN_VARIABLE = "SANDBOX_GATEWAY_TOKEN"
 
-COMMON: dict[str, Any] = {
+COMMON_ARGUMENTS: dict[str, Any] = {
     "gateway_url": {
         "type": "str",
         "default": "unix:///run/sandbox-gateway/gateway.sock",
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 
 def argument_spec(resource_kind: ResourceKind) -> dict[str, Any]:
     """Return the argument specification of ``resource_kind``, with the common options."""
-    return copy.deepcopy({**COMMON, **resource_kind.ARGUMENTS})
+    return copy.deepcopy({**COMMON_ARGUMENTS, **resource_kind.ARGUMENTS})
 
 
 class _GatewayModule(AnsibleModule):
@@ -63,9 +63,9 @@ def remove_diff(result: dict[str, Any]) -> None:
 
 def redact_options(params: dict[str, Any]) -> dict[str, Any]:
     """Return the options with their secrets masked."""
-    redacted = dict(params)
-    if redacted.get("gateway_token"):
-        redacted["gateway_token"] = MASK
-    if redacted.get("env"):
-        redacted["env"] = dict.fromkeys(redacted["env"], MASK)
-    return redacted
+    redacted_options = dict(params)
+    if redacted_options.get("gateway_token"):
+        redacted_options["gateway_token"] = MASK
+    if redacted_options.get("env"):
+        redacted_options["env"] = dict.fromkeys(redacted_options["env"], MASK)
+    return redacted_options

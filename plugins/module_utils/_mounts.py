@@ -24,7 +24,7 @@ MOUNT_OPTIONS: dict[str, Any] = {
 }
 """The suboptions of ``volumes``."""
 
-_PATH = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
+_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _MAX_PATH_LENGTH = 255
 _SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
 _TOP_LEVEL_DIRECTORIES = ("/bin", "/boot", "/etc", "/home", "/lib", "/root", "/sbin", "/tmp", "/usr", "/var")
@@ -32,7 +32,7 @@ _TOP_LEVEL_DIRECTORIES = ("/bin", "/boot", "/etc", "/home", "/lib", "/root", "/s
 
 @dataclass(frozen=True)
 class Mount:
-    """A volume mounted at a path. ``clone``: mount a private clone of the volume's capture instead of the volume."""
+    """A volume mounted at a path. ``clone``: whether to mount a private clone of the volume's capture instead."""
 
     volume: str
     path: str
@@ -65,18 +65,18 @@ def parse_mounts(option: Iterable[Mapping[str, Any]] | None) -> tuple[Mount, ...
 
 def validate_path(path: str) -> str:
     """Return ``path`` without a trailing slash. Raises Failure if no volume can be mounted there."""
-    normalized = path.rstrip("/")
+    normalized_path = path.rstrip("/")
     if (
-        len(normalized) > _MAX_PATH_LENGTH
-        or not _PATH.fullmatch(normalized)
-        or {".", ".."}.intersection(normalized.split("/"))
+        len(normalized_path) > _MAX_PATH_LENGTH
+        or not _PATH_PATTERN.fullmatch(normalized_path)
+        or {".", ".."}.intersection(normalized_path.split("/"))
     ):
         raise _refusals.path_not_allowed_error(path, _MAX_PATH_LENGTH)
-    if normalized in _TOP_LEVEL_DIRECTORIES or any(
-        is_inside(normalized, directory) for directory in _SYSTEM_DIRECTORIES
+    if normalized_path in _TOP_LEVEL_DIRECTORIES or any(
+        is_inside(normalized_path, directory) for directory in _SYSTEM_DIRECTORIES
     ):
-        raise _refusals.system_path_error(normalized)
-    return normalized
+        raise _refusals.system_path_error(normalized_path)
+    return normalized_path
 
 
 def check_no_overlap(paths: Iterable[str]) -> None:
@@ -87,9 +87,9 @@ def check_no_overlap(paths: Iterable[str]) -> None:
             raise _refusals.paths_overlap_error(outer, inner)
 
 
-def is_inside(path: str, other: str) -> bool:
-    """Return whether ``path`` is ``other`` or below it."""
-    return path == other or path.startswith(other + "/")
+def is_inside(path: str, directory: str) -> bool:
+    """Return whether ``path`` is ``directory`` or is below it."""
+    return path == directory or path.startswith(directory + "/")
 
 
 def find_volumes(
@@ -101,7 +101,7 @@ def find_volumes(
     return {entry["name"]: entry for entry in client.list_all("/volumes")}
 
 
-def missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
+def find_missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
     """Return the names of the volumes of ``source`` that are not in ``volumes``."""
     return [each["name"] for each in source.get("mounts", []) if each["name"] not in volumes]
 

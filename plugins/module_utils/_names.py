@@ -16,11 +16,11 @@ _LIST_PATHS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/
 
 
 def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) -> dict[str, str]:
-    """Return which ``names`` belong to resources of other kinds, with the kinds. Sends no request without names."""
-    requested = set(names)
-    if not requested:
+    """Return ``{name: kind}`` for the ``names`` that resources of other kinds have. Sends no request without names."""
+    requested_names = set(names)
+    if not requested_names:
         return {}
-    query = {"name": next(iter(requested))} if len(requested) == 1 else {}
+    query = {"name": next(iter(requested_names))} if len(requested_names) == 1 else {}
     taken_names = {}
     for kind, path in _LIST_PATHS.items():
         if kind == except_kind:
@@ -29,6 +29,6 @@ def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) 
             if entry.get("buildStatus", "ready") != "ready":
                 continue
             for name in [entry.get("name"), *(entry.get("names") or [])]:
-                if name in requested:
+                if name in requested_names:
                     taken_names[name] = kind
     return taken_names

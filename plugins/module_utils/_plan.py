@@ -2,7 +2,9 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Plans: lists of actions with the state of each resource before and after. Independent of Ansible and the network.
+"""Plans, which list the actions of a task with the state of each resource before and after.
+
+This module is independent of Ansible and the network.
 
 A *view* is a dict with the properties of a resource that a task can declare. Plans compare views; diffs show them.
 """
@@ -17,9 +19,9 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS, RESERVED_PREFIX
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_BY_KIND, RESERVED_PREFIX
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
 _RECREATING_VERBS = ("build", "clone", "fork", "replace")
 """Verbs of actions that create another resource under the same name."""
@@ -38,7 +40,7 @@ _UNKNOWN_KEYS = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one resource. ``before`` is None if it is created, ``after`` is None if it is removed."""
+    """A change to one resource. ``before`` is None if it is created, and ``after`` is None if it is removed."""
 
     name: str
     before: Mapping[str, Any] | None
@@ -60,7 +62,7 @@ class Plan:
     """The actions, in order, and the failures of refused resources by name."""
 
     actions: tuple[Action, ...] = ()
-    refused: Mapping[str, Failure] = field(default_factory=dict)
+    failures: Mapping[str, Failure] = field(default_factory=dict)
 
 
 class Planner:
@@ -68,42 +70,42 @@ class Planner:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._refused: dict[str, Failure] = {}
+        self._failures: dict[str, Failure] = {}
 
     def add(self, name: str, plan_one: Any) -> None:
         """Add the actions for ``name`` from ``plan_one()``, or store the Failure that it raises."""
         try:
             self._actions.extend(plan_one())
         except Failure as failure:
-            self._refused[name] = failure
+            self._failures[name] = failure
 
     def plan(self) -> Plan:
-        return Plan(tuple(self._actions), dict(self._refused))
+        return Plan(tuple(self._actions), dict(self._failures))
 
 
 def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
     """Return the views of all changed resources before and after ``actions``, by name. Omits nonexistent resources."""
-    first: dict[str, Mapping[str, Any] | None] = {}
-    last: dict[str, Mapping[str, Any] | None] = {}
+    views_before: dict[str, Mapping[str, Any] | None] = {}
+    views_after: dict[str, Mapping[str, Any] | None] = {}
     for action in actions:
         for change in action.changes:
-            first.setdefault(change.name, change.before)
-            last[change.name] = change.after
+            views_before.setdefault(change.name, change.before)
+            views_after[change.name] = change.after
     return {
-        "before": {name: dict(view) for name, view in first.items() if view is not None},
-        "after": {name: dict(view) for name, view in last.items() if view is not None},
+        "before": {name: dict(view) for name, view in views_before.items() if view is not None},
+        "after": {name: dict(view) for name, view in views_after.items() if view is not None},
     }
 
 
 def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """Return the expected shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
+    """Return the expected shapes after ``actions``. Values that are not known in advance, such as ids, are None."""
     result = {name: dict(shape) for name, shape in shapes.items()}
     for action in actions:
         for change in action.changes:
             if change.after is None:
                 result.pop(change.name, None)
                 continue
-            keys = KEYS[change.kind]
+            keys = KEYS_BY_KIND[change.kind]
             is_new = change.before is None or action.verb in _RECREATING_VERBS
             shape = dict.fromkeys(keys) if is_new else result.get(change.name, dict.fromkeys(keys))
             shape.update((key, None) for key in _UNKNOWN_KEYS.get(action.verb, ()) if key in keys)
@@ -115,7 +117,7 @@ def validate_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the names. Raises Failure if the list is empty, or a name is invalid or listed twice."""
     result = []
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not _NAME_PATTERN.fullmatch(name):
             raise _refusals.name_not_allowed_error(kind, name)
         if name in result:
             raise Failure(f"the {kind} name {name!r} is listed twice: list each name once")
@@ -169,5 +171,5 @@ def keep_common_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> dic
 
 
 def temporary_name(name: str, ident: str) -> str:
-    """Return a temporary name for a resource while its replacement is created."""
+    """Return the temporary name that a resource has while its replacement is created."""
     return f"{name[:50]}.old-{ident[:8]}"

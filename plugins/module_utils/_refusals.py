@@ -2,9 +2,9 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Create the errors of requests that the gateway would refuse.
+"""Create the errors for requests that the gateway would refuse.
 
-Check mode only reads from the gateway, so plans must apply the gateway's rules. These messages name module options,
+Check mode only reads from the gateway, so plans must apply the gateway's rules. These messages name options of modules,
 whereas the gateway's messages name fields of its API.
 """
 
@@ -35,9 +35,10 @@ def name_taken_error(name: str, kind: str) -> Failure:
 
 
 def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
-    """Return the error for a snapshot or template in use. ``users``: names by kind of resource."""
+    """Return the error for a snapshot or template in use. ``users`` contains names by kind of resource."""
     users_text = " and ".join(
-        f"{user_kind}s ({', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''})"
+        f"{_format_count(user_kind, len(names))} "
+        f"({', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''})"
         for user_kind, names in users.items()
     )
     return Failure(
@@ -53,7 +54,7 @@ def template_building_error(name: str) -> Failure:
 
 
 def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
-    """Return the error for sizes that differ from the source's. ``sizes``: each as "NAME CURRENT, not REQUESTED"."""
+    """Return the error for sizes that differ from the source's, each as "NAME CURRENT, not REQUESTED"."""
     return Failure(
         f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
         "or set cold_start: true to boot from its disk instead",
@@ -61,7 +62,7 @@ def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
     )
 
 
-def smaller_disk_error(size: int, source: int) -> Failure:
+def disk_too_small_error(size: int, source: int) -> Failure:
     return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set disk_mb to at least {source}")
 
 
@@ -126,7 +127,7 @@ def nothing_to_clone_error(volume: str, source_kind: str, source: str) -> Failur
 
 
 def volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
-    """Return the error for a volume with writers. ``writers``: their attachments, as in a volume's shape."""
+    """Return the error for a volume with writers. ``writers`` contains their attachments, as in a volume's shape."""
     attachments = list(writers)
     return Failure(
         f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in attachments)}: detach "
@@ -144,7 +145,7 @@ def volume_cannot_shrink_error(name: str, size: int, requested: int) -> Failure:
     )
 
 
-def smaller_volume_error(name: str, size: int, source: int) -> Failure:
+def volume_too_small_error(name: str, size: int, source: int) -> Failure:
     return Failure(
         f"size_mb {size} is less than the {source} MiB of the snapshot for volume {name!r}: "
         f"set size_mb to at least {source}"
@@ -166,6 +167,10 @@ def system_path_error(path: str) -> Failure:
 
 def paths_overlap_error(outer: str, inner: str) -> Failure:
     return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
+
+
+def _format_count(noun: str, count: int) -> str:
+    return f"1 {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def _shorten(text: str) -> str:

@@ -23,7 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Planner,
     validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZES
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZE_KEYS
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
     SNAPSHOT_KEYS,
@@ -72,17 +72,17 @@ class CurrentState:
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["sandbox"], "sandbox")
-    backups = params.get("backup_name") or []
-    if backups and len(backups) != len(names):
+    backup_names = params.get("backup_name") or []
+    if backup_names and len(backup_names) != len(names):
         raise Failure(
-            f"backup_name has {len(backups)} names, but there are {len(names)} sandboxes: list one name for "
+            f"backup_name has {len(backup_names)} names, but there are {len(names)} sandboxes: list one name for "
             "each sandbox"
         )
     return DesiredState(
         names=names,
         snapshot=params["snapshot"],
         unless_clean=params.get("unless_clean") is not False,
-        backups=dict(zip(names, validate_names(backups, "snapshot"))) if backups else {},
+        backups=dict(zip(names, validate_names(backup_names, "snapshot"))) if backup_names else {},
     )
 
 
@@ -90,46 +90,50 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     snapshot = snapshot_shape(client.get(f"/snapshots/{quote_segment(want.snapshot)}"))
     resources = {}
     for ref in want.names:
-        detail = client.find(f"/sandboxes/{quote_segment(ref)}")
-        if detail is not None:
-            resources[ref] = sandbox_shape(detail)
-    names = tuple(want.backups.values())
-    backups = find_snapshots(client, names)
-    taken_names = find_taken_names(client, [name for name in names if name not in backups], except_kind="snapshot")
+        entry = client.find(f"/sandboxes/{quote_segment(ref)}")
+        if entry is not None:
+            resources[ref] = sandbox_shape(entry)
+    backup_names = tuple(want.backups.values())
+    backups = find_snapshots(client, backup_names)
+    taken_names = find_taken_names(
+        client, [name for name in backup_names if name not in backups], except_kind="snapshot"
+    )
     return CurrentState(resources, snapshot, {**taken_names, **dict.fromkeys(backups, "snapshot")}, backups)
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: shape[key] for key in ("name", "state", "snapshot_id", "diverged", *SIZES)}
+    return {key: shape[key] for key in ("name", "state", "snapshot_id", "diverged", *SIZE_KEYS)}
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_sandbox(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
     current = have.resources.get(name)
     if current is None:
         raise Failure(f"sandbox {name!r} not found: check the name, or create the sandbox first", "not_found")
-    target = have.snapshot["id"]
-    if want.unless_clean and current["snapshot_id"] == target and current["diverged"] is False:
+    target_id = have.snapshot["id"]
+    if want.unless_clean and current["snapshot_id"] == target_id and current["diverged"] is False:
         return []
-    after = {"name": current["name"], "state": "running", "snapshot_id": target, "diverged": False}
+    after = {"name": current["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
     # A diff cannot show the loss of processes and memory, so this key shows a rollback even if no file has changed.
-    after["content_of"] = have.snapshot["name"] or target
-    after.update({key: have.snapshot[key] for key in SIZES})
+    after["content_of"] = have.snapshot["name"] or target_id
+    after.update({key: have.snapshot[key] for key in SIZE_KEYS})
     changes = [Change(name, view(current), after)]
-    request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target, "ref": want.snapshot}
-    backup = want.backups.get(name)
-    if backup:
-        if backup in have.taken_names:
-            raise _refusals.name_taken_error(backup, have.taken_names[backup])
+    request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target_id, "ref": want.snapshot}
+    backup_name = want.backups.get(name)
+    if backup_name:
+        if backup_name in have.taken_names:
+            raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
         check_running_for_capture(name, current)
-        changes.append(Change(backup, None, captured_view(backup, current, _backup_description(have)), SNAPSHOT))
-        request["backup"] = {"name": backup, "description": _backup_description(have)}
+        changes.append(
+            Change(backup_name, None, captured_view(backup_name, current, _backup_description(have)), SNAPSHOT)
+        )
+        request["backup"] = {"name": backup_name, "description": _backup_description(have)}
     return [Action("rollback", tuple(changes), request)]
 
 
@@ -138,15 +142,15 @@ def _backup_description(have: CurrentState) -> str:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Roll a sandbox back, after taking the backup. Removes the backup if the rollback fails. Raises Failure."""
+    """Take the requested backup and roll back a sandbox. Removes the backup if the rollback fails. Raises Failure."""
     request = action.request
-    path, target = f"/sandboxes/{quote_segment(request['sandbox'])}", request["snapshot"]
-    with explaining_removal("snapshot", request["ref"], target):
+    path, target_id = f"/sandboxes/{quote_segment(request['sandbox'])}", request["snapshot"]
+    with explaining_removal("snapshot", request["ref"], target_id):
         if "backup" in request:
-            client.get(f"/snapshots/{quote_segment(target)}")
+            client.get(f"/snapshots/{quote_segment(target_id)}")
             backup_id = client.post(f"{path}/snapshots", dict(request["backup"]))["snapshotID"]
         try:
-            client.post(f"{path}/rollback", {"snapshotID": target})
+            client.post(f"{path}/rollback", {"snapshotID": target_id})
         except Failure as failure:
             # Without a response, the rollback may still be running, and the backup may be the only remaining copy.
             if "backup" in request and failure.status is not None:

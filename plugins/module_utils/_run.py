@@ -67,22 +67,22 @@ class _Run:
         self.continue_on_error = bool(params.get("continue_on_error"))
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
-        self.completed: list[Action] = []
+        self.completed_actions: list[Action] = []
 
     def result(self) -> dict[str, Any]:
         have = self.resource_kind.observe(self.client, self.want)
         plan: Plan = self.resource_kind.plan(self.want, have)
-        self.failures = dict(plan.refused)
+        self.failures = dict(plan.failures)
         shapes = self.resource_kind.resources_by_name(self.want, have)
         if self.failures and not self.continue_on_error:
             return self._report(shapes)
         if plan.actions:
             self.client.require_version()
         if self.check:
-            self.completed = list(plan.actions)
-            return self._report(predict(shapes, self.completed))
+            self.completed_actions = list(plan.actions)
+            return self._report(predict(shapes, self.completed_actions))
         self._apply(plan)
-        if self.completed or self.failures:
+        if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
         return self._report(shapes)
 
@@ -96,48 +96,48 @@ class _Run:
             except Failure as failure:
                 failures = dict.fromkeys(names, failure)
             self.failures.update(failures)
-            succeeded = tuple(change for change in action.changes if change.name not in failures)
-            if succeeded:
-                self.completed.append(Action(action.verb, succeeded, action.request))
+            succeeded_changes = tuple(change for change in action.changes if change.name not in failures)
+            if succeeded_changes:
+                self.completed_actions.append(Action(action.verb, succeeded_changes, action.request))
             if failures and not self.continue_on_error:
                 return
 
-    def _observe_again(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _observe_again(self, shapes_before: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return self.resource_kind.resources_by_name(self.want, self.resource_kind.observe(self.client, self.want))
         except Failure as failure:
             # The changes have been made, but their result cannot be read: report this as a failure.
             self.failures.setdefault("", failure)
-            return before
+            return shapes_before
 
     def _report(self, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        lists = self.resource_kind.result_lists(self.want)
+        names_by_list = self.resource_kind.result_lists(self.want)
         result: dict[str, Any] = {
-            "changed": bool(self.completed),
-            "outcomes": self._outcomes([name for names in lists.values() for name in names]),
-            "diff": diff(self.completed),
+            "changed": bool(self.completed_actions),
+            "outcomes": self._list_outcomes([name for names in names_by_list.values() for name in names]),
+            "diff": diff(self.completed_actions),
         }
-        for key, names in lists.items():
+        for key, names in names_by_list.items():
             result[key] = [
                 _select_keys(shapes[name], self.resource_kind.RESULT_KEYS[key]) for name in names if name in shapes
             ]
         entries = result[self.resource_kind.PLURAL]
-        if len(lists[self.resource_kind.PLURAL]) == 1:
+        if len(names_by_list[self.resource_kind.PLURAL]) == 1:
             result[self.resource_kind.SINGULAR] = entries[0] if entries else None
         if self.failures:
             return failure_result(join_failures(self.failures, max(len(result["outcomes"]), 1)), **result)
         return result
 
-    def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
+    def _list_outcomes(self, names: list[str]) -> list[dict[str, Any]]:
         """Return one outcome for each name.
 
         The list is empty if there was nothing to do. This saves memory, because Ansible copies each result several
         times.
         """
-        if not self.completed and not self.failures:
+        if not self.completed_actions and not self.failures:
             return []
         verbs: dict[str, list[str]] = {name: [] for name in names}
-        for action in self.completed:
+        for action in self.completed_actions:
             for change in action.changes:
                 verbs.setdefault(change.name, []).append(action.verb)
         for name in self.failures:
@@ -160,7 +160,7 @@ def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, A
 
 
 def find_secrets(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the API key, and all environment values that are too long to match other text by chance."""
+    """Return the API key and all environment values, except short ones, which could match other text by chance."""
     values = [
         params.get("gateway_token"),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),

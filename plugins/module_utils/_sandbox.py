@@ -20,8 +20,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     Mount,
     check_running,
     check_volumes_exist,
+    find_missing_volumes,
     find_volumes,
-    missing_volumes,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -77,11 +77,11 @@ ARGUMENTS: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
-SIZES = ("cpus", "memory_mb", "disk_mb")
+SIZE_KEYS = ("cpus", "memory_mb", "disk_mb")
 LIFETIME_TOLERANCE_SECONDS = 10
 """Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
 UNLIMITED = -1
-_ID = re.compile(r"[0-9a-f]{12}")
+_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,10 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class CurrentState:
-    """The gateway's state: the requested sandboxes by name, the source, taken names, and volumes by name."""
+    """The state of the gateway that a plan needs.
+
+    ``resources`` maps the requested names to sandboxes. ``taken_names`` and ``volumes`` are keyed by name.
+    """
 
     resources: Mapping[str, Mapping[str, Any]]
     gateway_time: datetime
@@ -121,7 +124,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         source_kind=kind,
         source=params[kind] if kind else "",
         sizes={
-            option: require_minimum(params[option], 1, option) for option in SIZES if params.get(option) is not None
+            option: require_minimum(params[option], 1, option) for option in SIZE_KEYS if params.get(option) is not None
         },
         cold_start=bool(params.get("cold_start")),
         env=stringify_values(params.get("env"), "env"),
@@ -152,8 +155,8 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, client.now())
     source = find_source(client, want.source_kind, want.source) if want.source else None
-    missing = [name for name in want.names if name not in resources]
-    taken_names = find_taken_names(client, missing, except_kind="sandbox")
+    missing_names = [name for name in want.names if name not in resources]
+    taken_names = find_taken_names(client, missing_names, except_kind="sandbox")
     return CurrentState(resources, client.now(), source, taken_names, find_volumes(client, want.mounts, source))
 
 
@@ -166,13 +169,13 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
         # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
         for detail in client.list_all("/sandboxes", name=refs[0]):
             return {refs[0]: sandbox_shape(detail)}
-        detail = client.find(f"/sandboxes/{refs[0]}") if _ID.fullmatch(refs[0]) else None
+        detail = client.find(f"/sandboxes/{refs[0]}") if _ID_PATTERN.fullmatch(refs[0]) else None
         return {} if detail is None else {refs[0]: sandbox_shape(detail)}
     shapes: dict[str, dict[str, Any]] = {}
-    requested = set(refs)
+    requested_refs = set(refs)
     for detail in client.list_all("/sandboxes"):
         shape = sandbox_shape(detail)
-        for ref in requested.intersection((shape["name"], shape["id"])):
+        for ref in requested_refs.intersection((shape["name"], shape["id"])):
             # A name takes precedence over an id, as in the gateway.
             if ref not in shapes or shape["name"] == ref:
                 shapes[ref] = shape
@@ -187,19 +190,19 @@ def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a sandbox that a task can declare."""
-    result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata", "volumes")}
+    result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZE_KEYS, "metadata", "volumes")}
     network = shape["network"]
     result["network"] = {
         "allow_internet": network["allow_internet"],
         "allow_out": normalize_networks(network["allow_out"]),
         "deny_out": normalize_networks(network["deny_out"]),
     }
-    result["timeout"] = lifetime(shape)
+    result["timeout"] = lifetime_of(shape)
     return result
 
 
-def lifetime(shape: Mapping[str, Any]) -> int:
-    """Return the seconds from a sandbox's creation to its end, or -1 if it is unlimited."""
+def lifetime_of(shape: Mapping[str, Any]) -> int:
+    """Return the lifetime of a sandbox in seconds, starting at its creation, or -1 if it is unlimited."""
     created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
     return UNLIMITED if created_at is None or end is None else round((end - created_at).total_seconds())
 
@@ -207,14 +210,14 @@ def lifetime(shape: Mapping[str, Any]) -> int:
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_sandbox(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
     current = have.resources.get(name)
     if want.state == "absent":
-        return [] if current is None else [remove(name, current)]
+        return [] if current is None else [plan_removal(name, current)]
     if current is None:
         return [_plan_creation(want, have, name)]
     differences = _fixed_differences(want, have, current)
@@ -271,12 +274,12 @@ def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current
 
 
 def _new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the view of a new sandbox. It has no ``timeout`` if the gateway's configuration decides it."""
+    """Return the view of a new sandbox. Omits ``timeout`` if the gateway's configuration determines it."""
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
         "forked_from": source["id"],
-        **{key: want.sizes.get(key, source[key]) for key in SIZES},
+        **{key: want.sizes.get(key, source[key]) for key in SIZE_KEYS},
         "metadata": dict(want.metadata or {}),
         "network": {"allow_internet": True, "allow_out": [], "deny_out": [], **(want.network or {})},
         "volumes": mounts_of_fork(want.mounts, source),
@@ -308,7 +311,7 @@ def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start:
     """Raise Failure if a fork of ``source`` cannot have these sizes."""
     differences = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
-        raise _refusals.smaller_disk_error(sizes["disk_mb"], source["disk_mb"])
+        raise _refusals.disk_too_small_error(sizes["disk_mb"], source["disk_mb"])
     if differences and not cold_start and source.get("memory", "none") != "none":
         raise _refusals.sizes_differ_error(source["name"] or source["id"], differences)
 
@@ -321,15 +324,15 @@ def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) 
 def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
     """Raise Failure if a requested volume, or an inherited one if ``mounts`` is None, does not exist."""
     check_volumes_exist(mounts, volumes)
-    missing = missing_volumes(source, volumes) if mounts is None else []
-    if missing:
-        raise _refusals.volumes_lost_error(source["name"] or source["id"], missing)
+    missing_names = find_missing_volumes(source, volumes) if mounts is None else []
+    if missing_names:
+        raise _refusals.volumes_lost_error(source["name"] or source["id"], missing_names)
 
 
 def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes as the gateway's request fields."""
-    names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
-    return {names[key]: value for key, value in sizes.items()}
+    field_names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
+    return {field_names[key]: value for key, value in sizes.items()}
 
 
 def _network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +344,7 @@ def _network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
-    """Return the actions that change an existing sandbox. Resuming comes first, pausing last."""
+    """Return the actions that change an existing sandbox. Resuming comes first, and pausing comes last."""
     before = view(current)
     actions: list[Action] = []
 
@@ -374,10 +377,10 @@ def plan_remounts(
     name: str, current: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
     """Return the actions that replace the mounts in the view ``before`` with ``mounts``. Detaching comes first."""
-    requested = [] if mounts is None else [mount.view() for mount in mounts]
-    surplus = [] if mounts is None else [each for each in before["volumes"] if each not in requested]
-    missing = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
-    if missing:
+    requested_mounts = [] if mounts is None else [mount.view() for mount in mounts]
+    surplus_mounts = [] if mounts is None else [each for each in before["volumes"] if each not in requested_mounts]
+    missing_mounts = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
+    if missing_mounts:
         check_running(name, before, current["id"])
     actions = []
 
@@ -387,9 +390,9 @@ def plan_remounts(
         actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
         before = after
 
-    for each in surplus:
+    for each in surplus_mounts:
         add_step("detach", {"volume": each["name"]}, [other for other in before["volumes"] if other != each])
-    for mount in missing:
+    for mount in missing_mounts:
         add_step("attach", {"body": mount.request_fields()}, [*before["volumes"], mount.view()])
     return actions
 
@@ -400,7 +403,7 @@ def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str,
 
 
 def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
-    """Return whether the lifetime differs from the requested ``timeout``, which is None if the user set none."""
+    """Return whether ``lifetime`` differs from ``timeout``, which is None if the user did not request a lifetime."""
     if timeout is None:
         return False
     if UNLIMITED in (timeout, lifetime):
@@ -408,7 +411,7 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
 
 
-def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clock: datetime) -> datetime | None:
+def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], now: datetime) -> datetime | None:
     """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
     Raises Failure if that time has already passed.
@@ -417,7 +420,7 @@ def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clo
     if timeout in (None, UNLIMITED) or created_at is None:
         return None
     end = created_at + timedelta(seconds=timeout)
-    if end <= clock:
+    if end <= now:
         raise Failure(
             f"sandbox {name!r} was created at {current['created_at']} and is already older than the timeout of "
             f"{timeout} s: set a longer timeout, or remove the sandbox with state: absent",
@@ -427,7 +430,7 @@ def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clo
     return end
 
 
-def remove(name: str, current: Mapping[str, Any]) -> Action:
+def plan_removal(name: str, current: Mapping[str, Any]) -> Action:
     return Action("remove", (Change(name, view(current), None),), {"id": current["id"]})
 
 
@@ -436,9 +439,11 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     request = action.request
     if action.verb in ("create", "replace"):
         body = dict(request["body"])
-        old = [(request["id"], body["name"], request["temporary_name"])] if action.verb == "replace" else []
+        old_sandboxes: list[tuple[str, str, str]] = []
+        if action.verb == "replace":
+            old_sandboxes = [(request["id"], body["name"], request["temporary_name"])]
         with explaining_removal(*request["ref"], body["templateID"]):
-            replace(client, old, lambda: client.post("/sandboxes", body))
+            replace(client, old_sandboxes, lambda: client.post("/sandboxes", body))
     else:
         apply_to_sandbox(action, client)
     return {}
@@ -473,23 +478,23 @@ def _remaining_seconds(end: datetime | None, client: Client) -> int:
     return UNLIMITED if end is None else max(1, round((end - client.now()).total_seconds()))
 
 
-def replace(client: Client, old: list[tuple[str, str, str]], create: Any) -> Any:
-    """Rename the ``old`` sandboxes, create their replacements with ``create()``, then remove the old sandboxes.
+def replace(client: Client, old_sandboxes: list[tuple[str, str, str]], create: Any) -> Any:
+    """Rename ``old_sandboxes``, create their replacements with ``create()``, then remove the old sandboxes.
 
-    ``old`` lists (id, name, temporary name). On failure, the old sandboxes get their names back. Returns the result of
-    ``create``.
+    ``old_sandboxes`` lists (id, name, temporary name). On failure, the old sandboxes get their names back. Returns the
+    result of ``create``.
     """
-    renamed = []
+    renamed_sandboxes = []
     try:
-        for ident, name, temporary in old:
+        for ident, name, temporary in old_sandboxes:
             client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": temporary})
-            renamed.append((ident, name))
+            renamed_sandboxes.append((ident, name))
         result = create()
     except BaseException:
-        for ident, name in renamed:
+        for ident, name in renamed_sandboxes:
             client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": name})
         raise
-    for ident, _name in renamed:
+    for ident, _name in renamed_sandboxes:
         client.delete(f"/sandboxes/{quote_segment(ident)}")
     return result
 

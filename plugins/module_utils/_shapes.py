@@ -96,7 +96,7 @@ VOLUME_KEYS = (
 
 RESERVED_PREFIX = "__ansible_"
 """Prefix of the keys that Ansible reserves for itself in JSON."""
-KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
+KEYS_BY_KIND = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
 RECIPE_FIELDS = {
     "from": "from",
@@ -203,7 +203,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the shape of a volume. ``snapshots``: all of its snapshots, as the gateway lists them."""
+    """Return the shape of a volume. ``snapshots`` are all of its snapshots, as the gateway lists them."""
     all_snapshots = list(snapshots)
     attachments = [
         {
@@ -230,7 +230,7 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 
 def _prewarm_target(snapshot: dict[str, Any]) -> int:
-    """Return the number of forks to keep ready, which is 0 if the gateway's response does not contain it."""
+    """Return the number of forks to keep ready, or 0 if the gateway's response does not contain it."""
     target: int = (snapshot.get("prewarm") or {}).get("target", 0)
     return target
 
@@ -250,7 +250,10 @@ def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Parse an RFC 3339 time, without fractions of a second. Returns None if there is no time, or for 9999 (never)."""
+    """Parse an RFC 3339 time, ignoring fractions of a second.
+
+    Returns None if ``text`` is not a time, or if it is in the year 9999, which means never.
+    """
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if match is None or match.group(1) == "9999":
         return None

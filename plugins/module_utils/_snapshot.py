@@ -78,7 +78,11 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class CurrentState:
-    """The current state: the requested snapshots by name, sandboxes by ref, heads and users by snapshot id."""
+    """The state of the gateway that a plan needs.
+
+    ``resources`` maps the requested names to snapshots. ``sandboxes`` is keyed by ref, ``heads`` and ``users`` by
+    snapshot id.
+    """
 
     resources: Mapping[str, Mapping[str, Any]]
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -89,19 +93,19 @@ class CurrentState:
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "snapshot")
-    sandboxes = params.get("sandbox") or []
-    if params["state"] == "present" and len(sandboxes) not in (1, len(names)):
+    sandbox_refs = params.get("sandbox") or []
+    if params["state"] == "present" and len(sandbox_refs) not in (1, len(names)):
         raise Failure(
-            f"there are {len(names)} names, but {len(sandboxes)} sandboxes: list one sandbox, or one for each name"
+            f"there are {len(names)} names, but {len(sandbox_refs)} sandboxes: list one sandbox, or one for each name"
         )
-    if len(sandboxes) == 1:
-        sandboxes = sandboxes * len(names)
-    if params.get("when_changed") and len(set(sandboxes)) < len(sandboxes):
+    if len(sandbox_refs) == 1:
+        sandbox_refs = sandbox_refs * len(names)
+    if params.get("when_changed") and len(set(sandbox_refs)) < len(sandbox_refs):
         raise Failure("with when_changed, a sandbox can be captured under only one name: list each sandbox once")
     return DesiredState(
         names=names,
         state=params["state"],
-        sandboxes=dict(zip(names, sandboxes)),
+        sandboxes=dict(zip(names, sandbox_refs)),
         description=params.get("description"),
         memory=params.get("memory") or "auto",
         volumes=_requested_volumes(params.get("volumes")),
@@ -133,23 +137,23 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     resources = find_snapshots(client, want.names)
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
-    missing = [name for name in want.names if name not in resources]
+    missing_names = [name for name in want.names if name not in resources]
     refs = dict.fromkeys(want.sandboxes[name] for name in want.names)
-    sandboxes_to_capture = {want.sandboxes[name] for name in missing}
+    refs_to_capture = {want.sandboxes[name] for name in missing_names}
     sandboxes = {}
     for ref in refs:
         path = f"/sandboxes/{quote_segment(ref)}"
         # A snapshot can outlive its sandbox, so only sandboxes with missing snapshots have to exist.
-        detail = client.get(path) if ref in sandboxes_to_capture else client.find(path)
+        detail = client.get(path) if ref in refs_to_capture else client.find(path)
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
     heads = {}
     if want.when_changed:
-        for ref in sandboxes_to_capture:
+        for ref in refs_to_capture:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
-    return CurrentState(resources, sandboxes, heads, find_taken_names(client, missing, except_kind="snapshot"))
+    return CurrentState(resources, sandboxes, heads, find_taken_names(client, missing_names, except_kind="snapshot"))
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -164,10 +168,10 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 
 
 def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
-    """Return the resources that prevent the removal of ``snapshots`` or templates, by snapshot id and kind.
+    """Return the names of the resources that prevent the removal of ``snapshots``, by snapshot id and kind.
 
-    The gateway decides, because this depends on its host: users can also be cloned volumes, and sandboxes that were
-    rolled back to the snapshot.
+    ``snapshots`` can also be templates. The gateway determines the users, because they depend on its host: they can
+    also be cloned volumes, and sandboxes that were rolled back to the snapshot.
     """
     users_by_id = {}
     for shape in snapshots:
@@ -188,11 +192,11 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_snapshot(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
     current = have.resources.get(name)
     if want.state == "absent":
         return [] if current is None else [_plan_removal(want, have, name, current)]
@@ -231,7 +235,7 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> 
 def plan_prewarm(
     name: str, current: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
 ) -> list[Action]:
-    """Plan to keep ``count`` forks of an existing snapshot or template ready. ``before``: its view."""
+    """Plan to keep ``count`` forks of an existing snapshot or template ready. ``before`` is its current view."""
     if count is None or count == current["prewarm"]:
         return []
     if count and current["memory"] == "none":
@@ -266,7 +270,7 @@ def find_unchanged_snapshot(
 ) -> Mapping[str, Any] | None:
     """Return the sandbox's last snapshot if a new one would be the same, or None.
 
-    They are the same if the file system has not changed, and the last snapshot includes the requested volumes.
+    They are the same if the file system has not changed and the last snapshot includes the requested volumes.
     """
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
@@ -286,7 +290,7 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
         differences.append("includes memory")
     if want.volumes is not None and current["volumes"] != sorted(want.volumes):
         differences.append(
-            f"includes the volumes {', '.join(current['volumes'])}" if current["volumes"] else "includes no volume"
+            f"includes the volumes {', '.join(current['volumes'])}" if current["volumes"] else "includes no volumes"
         )
     if differences:
         raise Failure(

@@ -57,7 +57,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",))]}
 
-LOG_TAIL_LINES = 20
+LOG_TAIL_LINE_COUNT = 20
 """Number of log lines quoted in the message of a failed build."""
 POLL_SECONDS = (0.1, 2.0)
 """The first and the longest delay between two queries of a build's status."""
@@ -65,7 +65,7 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options. ``recipe`` has the names of module options, with defaults for options that are not set."""
+    """The user's options. ``recipe`` maps the names of module options to values, including defaults."""
 
     names: tuple[str, ...]
     state: str
@@ -107,24 +107,25 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
             resources[name] = template_shape(entry)
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
-    missing = [name for name in want.names if name not in resources]
-    return CurrentState(resources, find_taken_names(client, missing, except_kind="template"))
+    missing_names = [name for name in want.names if name not in resources]
+    return CurrentState(resources, find_taken_names(client, missing_names, except_kind="template"))
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    outdated = {"outdated": True} if shape["outdated"] else {}
-    prewarm = {"prewarm": shape["prewarm"]} if shape["prewarm"] else {}
-    return {"name": shape["name"], "status": shape["status"], **outdated, **prewarm, "recipe": dict(shape["recipe"])}
+    outdated_field = {"outdated": True} if shape["outdated"] else {}
+    prewarm_field = {"prewarm": shape["prewarm"]} if shape["prewarm"] else {}
+    fields = {"name": shape["name"], "status": shape["status"], **outdated_field, **prewarm_field}
+    return {**fields, "recipe": dict(shape["recipe"])}
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_template(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
     current = have.resources.get(name)
     if want.state == "absent":
         if current is not None and current["status"] == "building":
@@ -153,13 +154,15 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
 def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
     """Return whether the template was built from the recipe and is not outdated.
 
-    If the task does not wait, a template that is still being built counts too. If the gateway cannot determine whether
-    a template is outdated, it is treated as up to date.
+    If the task does not wait, a template that is still being built counts as up to date. A template counts as not
+    outdated if the gateway cannot determine whether it is.
     """
-    accepted_states = ("ready",) if want.wait_timeout else ("ready", "building")
+    accepted_statuses = ("ready",) if want.wait_timeout else ("ready", "building")
     has_same_recipe = all(current["recipe"].get(option) == value for option, value in want.recipe.items())
     return (
-        current["status"] in accepted_states and has_same_recipe and not (want.rebuild_outdated and current["outdated"])
+        current["status"] in accepted_statuses
+        and has_same_recipe
+        and not (want.rebuild_outdated and current["outdated"])
     )
 
 
@@ -170,7 +173,7 @@ def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Ma
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; for a failed build, its message quotes the end of the log."""
+    """Carry out one action. Raises Failure, whose message quotes the end of the log if a build failed."""
     request = action.request
     if action.verb == "build":
         template = client.post("/templates", dict(request["body"]))
@@ -195,19 +198,19 @@ def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seco
         build = client.get(path, logsOffset=offset)
         new_lines = build.get("logs") or []
         offset += len(new_lines)
-        lines = [*lines, *new_lines][-LOG_TAIL_LINES:]
+        lines = [*lines, *new_lines][-LOG_TAIL_LINE_COUNT:]
         if build["status"] == "ready":
             return
         if build["status"] == "error":
             reason = build.get("reason") or "the gateway reported no reason"
             raise Failure(_append_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
+        remaining_seconds = deadline - time.monotonic()
+        if remaining_seconds <= 0:
             message = (
                 f"template {name!r} is still being built after {seconds:g} s: run the task again to continue waiting"
             )
             raise Failure(_append_log(message, lines), "timeout", blockers=[template["buildID"]])
-        time.sleep(min(delay, remaining))
+        time.sleep(min(delay, remaining_seconds))
         delay = min(delay * 1.5, max_delay)
 
 

@@ -39,11 +39,11 @@ class ManagedKind(Protocol):
 
     @staticmethod
     def observe(client: Client, want: Any) -> Any:
-        """Query the current state that a plan needs. Raises Failure."""
+        """Return the current state that a plan needs. Raises Failure."""
 
     @staticmethod
     def plan(want: Any, have: Any) -> Plan:
-        """Return the actions that change ``have`` to ``want``. Sends no requests."""
+        """Return the plan that changes ``have`` into ``want``. Sends no requests."""
 
     @staticmethod
     def apply(action: Action, client: Client) -> dict[str, Failure]:

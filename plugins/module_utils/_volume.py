@@ -64,7 +64,10 @@ MIN_SIZE_MB = 64
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options; None means not set. ``attachments`` maps each sandbox to (path, read-only)."""
+    """The user's options. None means that an option is not set.
+
+    ``attachments`` maps each sandbox to (path, read-only).
+    """
 
     names: tuple[str, ...]
     state: str
@@ -79,14 +82,14 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class CurrentState:
-    """The current state: the requested volumes and sandboxes by name.
+    """The state of the gateway that a plan needs.
 
-    ``source`` is the snapshot to copy, or None if it does not exist. ``captures`` holds the names and ids of each
-    volume's snapshots, including those captured with sandboxes.
+    ``resources`` maps the requested names to volumes. ``source`` is the snapshot to copy, or None if it does not exist.
+    ``snapshot_refs`` holds the names and ids of each volume's snapshots, including those captured with sandboxes.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
-    captures: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    snapshot_refs: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
     taken_names: Mapping[str, str] = field(default_factory=dict)
@@ -143,28 +146,28 @@ def _parse_source(option: str | None) -> tuple[str, str] | None:
         return None
     volume, _separator, snapshot = option.partition("@")
     if not volume or not snapshot:
-        raise Failure(f"from_snapshot {option!r} is not a snapshot of a volume: use VOLUME@SNAPSHOT")
+        raise Failure(f"from_snapshot {option!r} does not name a snapshot of a volume: use the form VOLUME@SNAPSHOT")
     return volume, snapshot
 
 
 def observe(client: Client, want: DesiredState) -> CurrentState:
-    resources, captures = {}, {}
+    resources, snapshot_refs = {}, {}
     for name in want.names:
         entry = client.find(f"/volumes/{quote_segment(name)}")
         if entry is not None:
             snapshots = list(client.list_all(f"/volumes/{quote_segment(name)}/snapshots"))
             resources[name] = volume_shape(entry, snapshots)
-            captures[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
+            snapshot_refs[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
     if want.state == "absent":
-        return CurrentState(resources, captures)
+        return CurrentState(resources, snapshot_refs)
     sandboxes = {}
     for ref in want.attachments or ():
         detail = client.find(f"/sandboxes/{quote_segment(ref)}")
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
-    missing = [name for name in want.names if name not in resources]
-    taken_names = find_taken_names(client, missing, except_kind="volume")
-    return CurrentState(resources, captures, sandboxes, _find_source(client, want), taken_names)
+    missing_names = [name for name in want.names if name not in resources]
+    taken_names = find_taken_names(client, missing_names, except_kind="volume")
+    return CurrentState(resources, snapshot_refs, sandboxes, _find_source(client, want), taken_names)
 
 
 def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None:
@@ -186,17 +189,17 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.add(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_volume(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+def _plan_volume(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
     current = have.resources.get(name)
     if want.state == "absent":
         return [] if current is None else _plan_removal(want, name, current)
     volume_plan = _VolumePlan(want, have, name)
     if current is None:
-        volume_plan.plan_create()
+        volume_plan.plan_creation()
     else:
         volume_plan.before = view(current)
         _check_matches(want, have, name, current)
@@ -210,9 +213,9 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
 
 
 class _VolumePlan:
-    """Builds the plan of one volume.
+    """Builds the plan of one volume step by step.
 
-    Call the methods in this order: detach, take snapshots, roll back, grow, attach, remove surplus snapshots.
+    Call its methods in this order: create, detach, capture, roll back, grow, attach, remove surplus snapshots.
     """
 
     def __init__(self, want: DesiredState, have: CurrentState, name: str) -> None:
@@ -221,7 +224,7 @@ class _VolumePlan:
         self.name = name
         self.before: dict[str, Any] | None = None
         self.actions: list[Action] = []
-        self.owner = have.resources.get(name, {}).get("owner_sandbox_id", "")
+        self.owner_id = have.resources.get(name, {}).get("owner_sandbox_id", "")
 
     def _add_step(self, verb: str, request: Mapping[str, Any], **changes: Any) -> None:
         after = {**(self.before or {}), **changes}
@@ -234,7 +237,7 @@ class _VolumePlan:
             raise LookupError(f"volume {self.name} does not exist")
         return self.before
 
-    def plan_create(self) -> None:
+    def plan_creation(self) -> None:
         want, source = self.want, self.have.source
         if self.name in self.have.taken_names:
             raise _refusals.name_taken_error(self.name, self.have.taken_names[self.name])
@@ -243,16 +246,16 @@ class _VolumePlan:
                 f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
                 "not_found",
             )
-        minimum = source["sizeMB"] if source is not None else MIN_SIZE_MB
-        size = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
-        if size < minimum:
-            raise _refusals.smaller_volume_error(self.name, size, minimum)
-        body: dict[str, Any] = {"name": self.name, "sizeMB": size}
+        minimum_mb = source["sizeMB"] if source is not None else MIN_SIZE_MB
+        size_mb = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
+        if size_mb < minimum_mb:
+            raise _refusals.volume_too_small_error(self.name, size_mb, minimum_mb)
+        body: dict[str, Any] = {"name": self.name, "sizeMB": size_mb}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
         new_view = {
             "name": self.name,
-            "size_mb": size,
+            "size_mb": size_mb,
             "attachments": [],
             "snapshots": [],
             "from_snapshot": body.get("fromSnapshot", ""),
@@ -272,27 +275,29 @@ class _VolumePlan:
                 )
             entry = {"sandbox": sandbox["name"], "sandbox_id": sandbox["id"], "path": path, "read_only": read_only}
             attachments.append({**entry, "state": sandbox["state"]})
-        idents = [entry["sandbox_id"] for entry in attachments]
+        sandbox_ids = [entry["sandbox_id"] for entry in attachments]
         for entry in attachments:
-            if idents.count(entry["sandbox_id"]) > 1:
+            if sandbox_ids.count(entry["sandbox_id"]) > 1:
                 raise Failure(f"sandbox {entry['sandbox']!r} is listed twice, by its name and by its id: list it once")
         return attachments
 
     def plan_detach(self) -> None:
         if self.want.attachments is None:
             return
-        requested = [_fixed_properties(entry) for entry in self._requested_attachments()]
-        surplus = [each for each in self._current_view["attachments"] if _fixed_properties(each) not in requested]
-        if self.owner and surplus and len(surplus) == len(self._current_view["attachments"]):
+        requested_properties = [_fixed_properties(entry) for entry in self._requested_attachments()]
+        surplus_attachments = [
+            each for each in self._current_view["attachments"] if _fixed_properties(each) not in requested_properties
+        ]
+        if self.owner_id and surplus_attachments and len(surplus_attachments) == len(self._current_view["attachments"]):
             raise Failure(
-                f"volume {self.name!r} is a private clone for sandbox {self.owner} and is removed with its "
+                f"volume {self.name!r} is a private clone for sandbox {self.owner_id} and is removed with its "
                 "last attachment: keep this attachment, or remove the volume with state: absent and attachments: []",
                 "conflict",
-                blockers=[self.owner],
+                blockers=[self.owner_id],
             )
-        for entry in surplus:
-            remaining = [each for each in self._current_view["attachments"] if each != entry]
-            self._add_step("detach", {"sandbox": entry["sandbox_id"]}, attachments=remaining)
+        for entry in surplus_attachments:
+            remaining_attachments = [each for each in self._current_view["attachments"] if each != entry]
+            self._add_step("detach", {"sandbox": entry["sandbox_id"]}, attachments=remaining_attachments)
 
     def plan_capture(self) -> None:
         for snapshot in self.want.snapshots or ():
@@ -304,7 +309,7 @@ class _VolumePlan:
         target = self.want.rollback_to
         if not target:
             return
-        if target not in self._current_view["snapshots"] and target not in self.have.captures.get(self.name, ()):
+        if target not in self._current_view["snapshots"] and target not in self.have.snapshot_refs.get(self.name, ()):
             raise Failure(
                 f"snapshot {target!r} of volume {self.name!r} not found: use an existing snapshot", "not_found"
             )
@@ -314,19 +319,19 @@ class _VolumePlan:
         self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
     def plan_grow(self) -> None:
-        size = self.want.size_mb
-        if size is None or size == self._current_view["size_mb"]:
+        size_mb = self.want.size_mb
+        if size_mb is None or size_mb == self._current_view["size_mb"]:
             return
-        if size < self._current_view["size_mb"]:
-            raise _refusals.volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size)
-        self._add_step("grow", {"size": size}, size_mb=size)
+        if size_mb < self._current_view["size_mb"]:
+            raise _refusals.volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size_mb)
+        self._add_step("grow", {"size_mb": size_mb}, size_mb=size_mb)
 
     def plan_attach(self) -> None:
         if self.want.attachments is None:
             return
-        existing = [_fixed_properties(each) for each in self._current_view["attachments"]]
+        existing_properties = [_fixed_properties(each) for each in self._current_view["attachments"]]
         for entry in self._requested_attachments():
-            if _fixed_properties(entry) in existing:
+            if _fixed_properties(entry) in existing_properties:
                 continue
             sandbox = next(each for each in self.have.sandboxes.values() if each["id"] == entry["sandbox_id"])
             check_running(sandbox["name"], sandbox, sandbox["id"])
@@ -342,24 +347,24 @@ class _VolumePlan:
         if not self.want.purge or self.want.snapshots is None:
             return
         for snapshot in [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]:
-            remaining = [each for each in self._current_view["snapshots"] if each != snapshot]
-            self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining)
+            remaining_snapshots = [each for each in self._current_view["snapshots"] if each != snapshot]
+            self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining_snapshots)
 
 
 def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the properties of an attachment that can change only by detaching it."""
+    """Return the properties of an attachment that cannot change unless the volume is detached."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
 def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
-    """Raise Failure if the volume was not created from the requested snapshot, unless that no longer exists."""
+    """Raise Failure if the volume was created from another source, unless the requested snapshot no longer exists."""
     if (
         want.source is not None
         and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]
     ):
-        origin = f"from snapshot {current['from_snapshot']}" if current["from_snapshot"] else "empty"
+        origin_text = f"from snapshot {current['from_snapshot']}" if current["from_snapshot"] else "empty"
         raise Failure(
-            f"volume {name!r} was created {origin}, not from {'@'.join(want.source)}, which cannot change: choose "
+            f"volume {name!r} was created {origin_text}, not from {'@'.join(want.source)}, which cannot change: choose "
             "another name, or remove it first with state: absent, which loses its contents",
             "conflict",
         )
@@ -368,14 +373,14 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
 def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> list[Action]:
     """Return the actions that detach the volume, if requested, and remove it.
 
-    Raises Failure with all reasons that prevent the removal.
+    Raises Failure if something prevents the removal. Its message lists all reasons.
     """
     before = view(current)
     should_detach = want.attachments is not None
     reasons = []
     if current["attachments"] and not should_detach:
-        names = ", ".join(each["sandbox"] for each in current["attachments"])
-        reasons.append(f"is mounted in {names} (set attachments: [] to detach it)")
+        sandboxes_text = ", ".join(each["sandbox"] for each in current["attachments"])
+        reasons.append(f"is mounted in {sandboxes_text} (set attachments: [] to detach it)")
     if current["snapshots"] and not want.purge:
         reasons.append(f"has snapshots: {', '.join(current['snapshots'])} (set purge: true to remove them as well)")
     if current["captured_by"]:
@@ -419,7 +424,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     elif action.verb == "rollback":
         client.post(f"{path}/rollback", dict(request))
     elif action.verb == "grow":
-        client.patch(path, {"sizeMB": request["size"]})
+        client.patch(path, {"sizeMB": request["size_mb"]})
     elif action.verb == "remove_snapshot":
         client.delete(f"{path}/snapshots/{quote_segment(request['snapshot'])}")
     elif action.verb == "remove":

@@ -45,7 +45,7 @@ options:
   name_prefix:
     description:
       - The prefix of the siblings' names.
-      - With O(state=absent) and no O(count), all siblings with such names are removed.
+      - With O(state=absent) and without O(count), all siblings with such names are removed.
     type: str
   exact:
     description:

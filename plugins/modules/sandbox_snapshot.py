@@ -39,7 +39,7 @@ options:
     default: present
   description:
     description:
-      - A text to store with the snapshot.
+      - Text to store with the snapshot.
     type: str
   memory:
     description:
@@ -70,7 +70,7 @@ options:
     suboptions:
       keep_last:
         description:
-          - Number of newest snapshots to keep.
+          - How many of the newest snapshots to keep.
         type: int
       keep_daily:
         description:
@@ -84,7 +84,8 @@ options:
     description:
       - Number of forks to keep ready, so that new sandboxes start in milliseconds. Each uses memory of the host like a
         running sandbox. Forks with volumes, with other sizes or with a cold start do not use them.
-      - The number of an existing snapshot is changed. If not set, it is not changed; a new snapshot has none.
+      - If set, the number of an existing snapshot is changed. If not set, an existing snapshot keeps its number, and a
+        new snapshot has none.
       - Only hosts of virtual machines support numbers other than V(0), and only for snapshots with memory.
     type: int
   when_changed:

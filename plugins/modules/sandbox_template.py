@@ -107,7 +107,8 @@ options:
     description:
       - Number of forks to keep ready, so that new sandboxes start in milliseconds. Each uses memory of the host like a
         running sandbox. Forks with volumes, with other sizes or with a cold start do not use them.
-      - The number of an existing template is changed. If not set, it is not changed; a template that is built has none.
+      - If set, the number of an existing template is changed. If not set, an existing template keeps its number, and a
+        template that is built has none.
       - Only hosts of virtual machines support numbers other than V(0), and only for templates with memory.
     type: int
   rebuild_outdated:

@@ -89,9 +89,9 @@ options:
     default: false
   purge:
     description:
-      - Whether to remove surplus snapshots of the volume. With O(state=absent), these are all of its snapshots, which
-        otherwise prevent the removal. Otherwise these are the snapshots that O(snapshots) does not list, if it is set.
-      - Captures in snapshots of sandboxes are only removed with those snapshots.
+      - Whether to remove surplus snapshots of the volume, which are those that O(snapshots), if set, does not list.
+      - With O(state=absent), all of its snapshots are removed, which otherwise prevent the removal of the volume.
+      - Captures in snapshots of sandboxes are removed only with those snapshots.
     type: bool
     default: false
   continue_on_error:

@@ -26,16 +26,16 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import Ope
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
-SANDBOX_CONNECTION = "grove.sandbox.sandbox"
-"""The connection plugin for sandboxes."""
+CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
+"""The name of the connection plugin for sandboxes."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
 
 
 class GatewayAction(ActionBase):
-    """Does the work of ``resource_kind`` in this process, or runs the module of the same name on the managed host.
+    """An action that works in this process if possible, or else runs the module of the same name on the managed host.
 
-    Work in this process is much faster, but requires access to the module's gateway; see ``_can_run_in_process``.
+    Working in this process is much faster, but requires access to the module's gateway; see ``_can_run_in_process``.
     """
 
     resource_kind: ResourceKind
@@ -54,7 +54,7 @@ class GatewayAction(ActionBase):
         if self._can_run_in_process(args):
             result.update(self._run_in_process(args))
         else:
-            if self._connection.transport == SANDBOX_CONNECTION and not self._task.args.get("gateway_token"):
+            if self._connection.transport == CONNECTION_PLUGIN_NAME and not self._task.args.get("gateway_token"):
                 # Root in the sandbox can read a module's arguments, so do not pass this process's key there.
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
@@ -65,7 +65,7 @@ class GatewayAction(ActionBase):
     def _arguments(self) -> dict[str, Any]:
         """Return the task's options, with the URL and the key from this process's environment as defaults.
 
-        Variables in the task's ``environment`` take precedence: the module reads them itself.
+        Variables in the task's ``environment`` take precedence, because the module reads them itself.
         """
         args = dict(self._task.args)
         environment = self._environment()
@@ -98,7 +98,9 @@ class GatewayAction(ActionBase):
                 continue
             task = task or OperatorTask(self._task, task_vars["hostvars"])
             is_from_operator = (
-                task.has_environment(URL_VARIABLE, value) if is_from_environment else task.has_option(option, value)
+                task.has_environment_variable(URL_VARIABLE, value)
+                if is_from_environment
+                else task.has_option(option, value)
             )
             if not is_from_operator:
                 shown_value = repr(str(value)[:200])
@@ -107,11 +109,11 @@ class GatewayAction(ActionBase):
                     f"the key in the environment variable {TOKEN_VARIABLE} is not sent there. Pass "
                     "gateway_token in the task, "
                     f"together with gateway_url; or set the environment variable {URL_VARIABLE} to the "
-                    f"gateway; or set {option} only with variables of the inventory, of the play or of -e"
+                    f"gateway; or set {option} using only inventory variables, play variables or -e"
                 )
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
-        """Return whether this process reaches the same gateway as the module would on the managed host."""
+        """Return whether this process reaches the same gateway that the module would reach on the managed host."""
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":
@@ -141,7 +143,7 @@ class GatewayAction(ActionBase):
         return result
 
     def _validation_message(self, error: Exception) -> str:
-        """Return the message with which the module would report the error."""
+        """Return the message that the module would report for the error."""
         prefix = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
         )

@@ -38,8 +38,8 @@ class Gateway:
         self.validate_certs = validate_certs
         self.name = name
 
-    def key(self) -> str:
-        """Return the API key. Raises Failure if the file cannot be read."""
+    def read_key(self) -> str:
+        """Return the API key. Raises Failure if the key file cannot be read."""
         if self.token or not self.token_file:
             return self.token
         try:
@@ -60,6 +60,6 @@ def store_gateway(sandbox_id: str, gateway: Gateway) -> None:
 def find_gateway(sandbox_id: str, url: str) -> Gateway | None:
     """Return the gateway at ``url`` if an inventory of this run listed the sandbox there, or None.
 
-    The id alone is not sufficient, because a gateway can list any id, including ids of another gateway.
+    The id alone is not sufficient, because a gateway can list any id, including the ids of another gateway's sandboxes.
     """
     return _gateways.get((str(sandbox_id), str(url)))

@@ -19,7 +19,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gat
 GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs", "timeout")
 FILTER_KEYS = ("name", "state", "template", "metadata")
 GROUPINGS = ("template", "head", "state", "metadata", "gateway")
-INTERPRETERS = {"kvm_xfs": "/usr/bin/python3"}
+INTERPRETER_PATHS = {"kvm_xfs": "/usr/bin/python3"}
 """The path of Python in templates, by kind of host. For other kinds, Ansible discovers the path."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED_NAMES = frozenset({"all", "ungrouped", "localhost"})
@@ -28,26 +28,26 @@ _RESERVED_NAMES = frozenset({"all", "ungrouped", "localhost"})
 
 def observe(client: Client) -> list[dict[str, Any]]:
     """Return the shapes of all sandboxes of a gateway, plus the names of their templates and heads."""
-    names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.list_all("/templates")}
-    names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
+    names_by_id = {each["templateID"]: (each.get("names") or [""])[0] for each in client.list_all("/templates")}
+    names_by_id.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
     sandboxes = []
     for detail in client.list_all("/sandboxes"):
         shape = sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
-        shape["template"] = detail.get("alias") or names.get(shape["template_id"]) or shape["template_id"]
-        shape["head"] = names.get(shape["snapshot_id"]) or shape["snapshot_id"]
+        shape["template"] = detail.get("alias") or names_by_id.get(shape["template_id"]) or shape["template_id"]
+        shape["head"] = names_by_id.get(shape["snapshot_id"]) or shape["snapshot_id"]
         sandboxes.append(shape)
     return sandboxes
 
 
 def check_keys(mapping: Any, known_keys: tuple[str, ...], label: str) -> None:
-    """Raise Failure if ``mapping`` is not a mapping or has an unknown key. ``label``: its name in the message."""
+    """Raise Failure if ``mapping`` is not a mapping or has an unknown key. ``label`` names it in the message."""
     if not isinstance(mapping, Mapping):
         raise Failure(f"{label} must be a mapping with the keys {', '.join(known_keys)}, not {mapping!r}")
-    unknown = [str(key) for key in mapping if key not in known_keys]
-    if unknown:
-        raise Failure(f"{label} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known_keys)}")
+    unknown_keys = [str(key) for key in mapping if key not in known_keys]
+    if unknown_keys:
+        raise Failure(f"{label} contains unknown keys ({', '.join(unknown_keys)}): use only {', '.join(known_keys)}")
 
 
 def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> b
 def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, group_names: Container[str] = ()) -> str:
     """Return the name of the sandbox's host.
 
-    Returns the id if the name has another meaning in Ansible, or is one of ``group_names``.
+    Returns the sandbox's id if the name has another meaning in Ansible or is one of ``group_names``.
     """
     name = sandbox["name"]
     if hostname == "id" or not _NAME.fullmatch(name) or re.fullmatch(r"[\d.]+", name) or name in _RESERVED_NAMES:
@@ -103,7 +103,7 @@ def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str)
         variables["ansible_sandbox_validate_certs"] = False
     if gateway.token_file:
         variables["ansible_sandbox_gateway_token_file"] = gateway.token_file
-    interpreter = interpreter or INTERPRETERS.get(sandbox["backend"] or "", "")
+    interpreter = interpreter or INTERPRETER_PATHS.get(sandbox["backend"] or "", "")
     if interpreter:
         variables["ansible_python_interpreter"] = interpreter
     return variables

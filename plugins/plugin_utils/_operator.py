@@ -31,7 +31,7 @@ _TASK_RESULT_STORES = {"_fact_cache": _EmptyFactCache, "_nonpersistent_fact_cach
 """Ansible's stores of task results: facts; set_fact and registered variables; include_vars."""
 
 
-def host_of_task() -> str:
+def task_host_name() -> str:
     """Return the name of the running task's host. Raises Failure if this release of Ansible does not provide it.
 
     ``inventory_hostname`` is not reliable, because a fact with that name overrides it.
@@ -50,28 +50,28 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
     """The variables of the host ``name``, with unevaluated templates.
 
     ``hostvars`` is Ansible's variable of that name. If ``task`` (as loaded from the playbook) is set, the variables
-    include its own vars and those of its play, role and blocks. The constructor raises Failure if this release of
+    include those of the task, its play, its role and its blocks. The constructor raises Failure if this release of
     Ansible stores variables differently.
     """
 
     def __init__(self, hostvars: Any, name: str, task: Any = None) -> None:
         variable_manager = hostvars._variable_manager
-        missing = [store for store in _TASK_RESULT_STORES if store not in vars(variable_manager)]
-        if missing:
+        missing_stores = [store for store in _TASK_RESULT_STORES if store not in vars(variable_manager)]
+        if missing_stores:
             raise Failure(
-                f"this release of ansible-core does not provide {', '.join(missing)}, so inventory "
+                f"this release of ansible-core does not provide {', '.join(missing_stores)}, so inventory "
                 "variables and facts cannot be distinguished: use ansible-core 2.16 to 2.19, or a newer "
                 "release of grove.sandbox"
             )
-        manager = object.__new__(type(variable_manager))
-        vars(manager).update(
+        manager_copy = object.__new__(type(variable_manager))
+        vars(manager_copy).update(
             vars(variable_manager), **{store: create_store() for store, create_store in _TASK_RESULT_STORES.items()}
         )
         inventory, self._loader = hostvars._inventory, hostvars._loader
         # Templates that refer to other hosts must not see their facts either.
-        type(hostvars)(inventory, manager, self._loader)
+        type(hostvars)(inventory, manager_copy, self._loader)
         play = task._parent._play if task is not None else None
-        self._values = manager.get_vars(play=play, host=inventory.get_host(name) or Host(name), task=task)
+        self._values = manager_copy.get_vars(play=play, host=inventory.get_host(name) or Host(name), task=task)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -88,7 +88,7 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
             return self.template(self._values[name])
         except AnsibleError as error:
             raise Failure(
-                f"{name} cannot be evaluated with only the variables of the inventory, of add_host and of "
+                f"{name} cannot be evaluated using only variables from the inventory, add_host and "
                 f"the command line ({error}): remove facts and task results from it, because they must not "
                 "decide where the gateway's key is sent"
             ) from None
@@ -128,13 +128,13 @@ class OperatorTask:
         args = self._task.args
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
             return True
-        # A template can stand for all options.
+        # One template can provide all options.
         option_templates = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
         return any(
             self._evaluates_to(template, value, name) for template in (*option_templates, *self._applicable_defaults())
         )
 
-    def has_environment(self, name: str, value: Any) -> bool:
+    def has_environment_variable(self, name: str, value: Any) -> bool:
         """Return whether the operator set the variable in the task's ``environment`` to ``value``. Raises Failure."""
         return any(self._evaluates_to(template, value, name) for template in self._task.environment or ())
 
@@ -163,9 +163,9 @@ class OperatorTask:
 
     def _operator_variables(self) -> OperatorVariables:
         if self._variables is None:
-            variables = OperatorVariables(self._hostvars, host_of_task(), self._task)
+            variables = OperatorVariables(self._hostvars, task_host_name(), self._task)
             includes = [each for each in _ancestors(self._task) if _loop_of(each) is not None]
-            variables.remove({name for each in includes for name in _loop_names(each)})
+            variables.remove({name for each in includes for name in _loop_variable_names(each)})
             # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
             for each in reversed(includes):
                 for extra in self._loop_variables(each, variables):
@@ -188,7 +188,7 @@ class OperatorTask:
             return []
         if task.loop_with == "items":
             items = [each for item in items for each in (item if isinstance(item, list) else [item])]
-        name, index = _loop_names(task)
+        name, index = _loop_variable_names(task)
         return [{name: item, **({index: number} if index else {})} for number, item in enumerate(items)]
 
 
@@ -196,7 +196,7 @@ def _loop_of(task: Any) -> Any:
     return getattr(task, "loop", None)
 
 
-def _loop_names(task: Any) -> tuple[str, str]:
+def _loop_variable_names(task: Any) -> tuple[str, str]:
     """Return the names of the loop variable and the index variable. The second is empty if there is no index."""
     loop_control = task.loop_control
     return (loop_control.loop_var or "item", loop_control.index_var or "") if loop_control is not None else ("item", "")

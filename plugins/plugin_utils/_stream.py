@@ -24,7 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 AGENT_PORT = 49983
-INSIDE = "inside"
+INSIDE_KIND = "inside"
 """The ``kind`` of a Failure that the agent reports: the sandbox is reachable, but refuses the request."""
 MAX_IDLE_SECONDS = 30
 """Seconds after which an idle connection is no longer reused, because the gateway may be closing it."""
@@ -40,24 +40,24 @@ _MAX_FRAME_BYTES = 4 << 20
 _MAX_RESPONSE_BYTES = 1 << 20
 """Maximum size in bytes of all other responses of the agent, which are short."""
 _MAX_DIGITS = 20
-"""Maximum number of digits in a number of a frame."""
+"""Maximum number of digits of a number in a frame."""
 
 
 class Channel(Client):
-    """Sends requests to the agent of ``sandbox`` (an id or a name) as ``user``. Reuses connections.
+    """A client of the agent of ``sandbox`` (an id or a name), which acts as ``user`` and reuses connections.
 
-    ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with
-    the kind INSIDE if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
+    ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with the kind
+    INSIDE_KIND if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
     """
 
     def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
         super().__init__(timeout=timeout, **gateway)
         self.sandbox = sandbox
-        login = base64.b64encode(f"{user}:".encode()).decode()
+        credentials = base64.b64encode(f"{user}:".encode()).decode()
         self._headers = {
             "E2b-Sandbox-Id": sandbox,
             "E2b-Sandbox-Port": str(AGENT_PORT),
-            "Authorization": f"Basic {login}",
+            "Authorization": f"Basic {credentials}",
         }
         if self._token:
             self._headers["X-API-Key"] = self._token
@@ -71,8 +71,8 @@ class Channel(Client):
     def start(self, argv: list[str], *, stdin: bool = False, input_data: bytes = b"") -> Process:
         """Start a process. Without ``stdin``, its standard input is /dev/null.
 
-        ``input_data`` is the complete input, to be sent with the request. If the process has not accepted it, call
-        ``feed``.
+        ``input_data`` is the complete input, which is sent with the request. If the process then has
+        ``input_accepted`` set to False, call ``feed``.
         """
         request: dict[str, Any] = {"process": {"cmd": argv[0], "args": argv[1:]}, "stdin": stdin}
         if input_data and len(input_data) <= _MAX_INLINE_INPUT_BYTES:
@@ -94,21 +94,21 @@ class Channel(Client):
                 connection.putheader(name, value)
             connection.putheader("Content-Length", str(size))
             connection.endheaders()
-            send_error = None
+            upload_error = None
             try:
                 if size and connection.sock.sendfile(file, count=size) != size:
                     raise Failure(
                         f"the file shrank below {size} bytes while it was being sent: do not change it during "
                         "the transfer",
-                        INSIDE,
+                        INSIDE_KIND,
                     )
             except OSError as error:
                 # A server that refuses the body may stop reading it, but it has sent a response.
-                send_error = error
+                upload_error = error
             try:
                 response = connection.getresponse()
             except (http.client.HTTPException, OSError) as error:
-                raise self.connection_lost_error("POST /files", send_error or error) from None
+                raise self.connection_lost_error("POST /files", upload_error or error) from None
         except Failure:
             connection.close()
             raise
@@ -139,7 +139,7 @@ class Channel(Client):
         self.release(connection, response)
 
     def call_unary(self, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
-        """Call ``method`` of the agent's process service. ``extra_timeout`` is added to the timeout, in seconds."""
+        """Call ``method`` of the agent's process service. ``extra_timeout`` seconds are added to the timeout."""
         path = f"/process.Process/{method}"
         body = json.dumps(message).encode()
         connection, response = self.send_request(
@@ -163,22 +163,22 @@ class Channel(Client):
         return connection, self._check_status(request, connection, response)
 
     def acquire_connection(self) -> http.client.HTTPConnection:
-        """Return an idle connection or a new one. The caller owns it until it calls ``release``."""
+        """Return an idle connection or a new one. It belongs to the caller until ``release`` is called."""
         while self._idle:
-            since, connection = self._idle.pop()
+            idle_since, connection = self._idle.pop()
             # No request is pending, so a readable connection was closed by the other side.
-            if time.monotonic() - since < MAX_IDLE_SECONDS and not _is_readable(connection.sock):
+            if time.monotonic() - idle_since < MAX_IDLE_SECONDS and not _is_readable(connection.sock):
                 connection.sock.settimeout(self.timeout)
                 return connection
             connection.close()
-        self._connected_once = False
+        self._has_connected = False
         connection = self._new_connection()
         try:
             connection.connect()
         except OSError as error:
             connection.close()
             raise self._unreachable_error("a connection", error) from None
-        self._connected_once = True
+        self._has_connected = True
         connection.sock.settimeout(self.timeout)
         if not self.address.socket:
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -218,7 +218,7 @@ class Channel(Client):
             connection.close()
         # Only errors of the gateway have a kind; the agent's do not.
         if isinstance(data, dict) and "message" in data and "kind" not in data:
-            raise Failure(str(data["message"]), INSIDE, status=response.status)
+            raise Failure(str(data["message"]), INSIDE_KIND, status=response.status)
         raise self._response_failure(request, response.status, data)
 
     def _read_to_end(
@@ -263,7 +263,7 @@ class Process:
         self._connection = connection
         self._response = response
         self._feeder: threading.Thread | None = None
-        self._feed_failure: Failure | None = None
+        self._feeder_failure: Failure | None = None
 
     def output(self) -> Iterator[tuple[str, bytes]]:
         """Yield ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
@@ -271,15 +271,15 @@ class Process:
         The first item is a heartbeat, which means that the process has started.
         """
         try:
-            for flags, message in self._frames():
+            for flags, message in self._read_frames():
                 if flags & _LAST_FRAME_FLAG:
                     self._finish(message)
                     return
                 event = _get_field(message, "event", dict)
                 if "start" in event:
-                    start = _get_field(event, "start", dict)
-                    self.pid = _get_field(start, "pid", int)
-                    self.input_accepted = bool(start.get("input"))
+                    start_event = _get_field(event, "start", dict)
+                    self.pid = _get_field(start_event, "pid", int)
+                    self.input_accepted = bool(start_event.get("input"))
                 if "end" in event:
                     self.exit_code = _exit_code(_get_field(event, "end", dict))
                     continue
@@ -298,7 +298,7 @@ class Process:
             if self._connection.sock is not None and not self._response.isclosed():
                 self._connection.close()
 
-    def _frames(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _read_frames(self) -> Iterator[tuple[int, dict[str, Any]]]:
         while True:
             flags, size = _FRAME_HEADER.unpack(self._read_exactly(_FRAME_HEADER.size))
             if size > _MAX_FRAME_BYTES:
@@ -319,20 +319,20 @@ class Process:
         self._channel.release(self._connection, self._response)
         error = _get_field(end_message, "error", dict)
         if error:
-            raise Failure(_get_field(error, "message", str) or "the agent reported no reason", INSIDE)
+            raise Failure(_get_field(error, "message", str) or "the agent reported no reason", INSIDE_KIND)
         if self.exit_code is None:
             raise Failure(
                 f"the agent of sandbox {self._channel.sandbox} did not report the exit code of the command: "
                 "run the task again",
-                INSIDE,
+                INSIDE_KIND,
             )
-        if self._feed_failure is not None:
-            raise self._feed_failure
+        if self._feeder_failure is not None:
+            raise self._feeder_failure
 
     def write(self, data: bytes) -> None:
         """Write to the standard input of the process."""
-        encoded = base64.b64encode(data).decode()
-        message = {"process": {"pid": self.pid}, "input": {"stdin": encoded}}
+        encoded_data = base64.b64encode(data).decode()
+        message = {"process": {"pid": self.pid}, "input": {"stdin": encoded_data}}
         self._channel.call_unary("SendInput", message, INPUT_TIMEOUT_SECONDS)
 
     def close_stdin(self) -> None:
@@ -355,10 +355,10 @@ class Process:
             self.close_stdin()
         except Failure as failure:
             # The process has exited or closed its input. Its exit code shows whether this is an error.
-            if failure.kind == INSIDE and failure.status != _GATEWAY_TIMEOUT_STATUS:
+            if failure.kind == INSIDE_KIND and failure.status != _GATEWAY_TIMEOUT_STATUS:
                 return
             # The process would wait forever for the rest of its input.
-            self._feed_failure = failure
+            self._feeder_failure = failure
             self.kill()
 
     def _join_feeder(self) -> None:
@@ -404,7 +404,7 @@ def _get_field(message: dict[str, Any], name: str, kind: type) -> Any:
         return kind()
     # In Python, a bool is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise _InvalidResponse(f"its field {name} is not a {kind.__name__}")
+        raise _InvalidResponse(f"its field {name} is not of type {kind.__name__}")
     return value
 
 
@@ -416,7 +416,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _exit_code(end: dict[str, Any]) -> int:
-    """Return the exit code as a shell would: 128 + n if signal n killed the process."""
+    """Return the exit code as a shell reports it, which is 128 + n if signal n killed the process."""
     if end.get("exited", True):
         return _get_field(end, "exitCode", int)  # type: ignore[no-any-return]
     name = _get_field(end, "status", str).partition(": ")[2]

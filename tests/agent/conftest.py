@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "gateway/src"
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src"
 
 
 class Events:
-    """A stream of process events. Iterating yields each ``event``. ``error``: the error in the last frame."""
+    """A stream of process events. Iterating yields each ``event``. ``error`` is the error in the last frame."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -44,13 +44,13 @@ class Events:
 
     def read_to_end(self) -> tuple[bytes, bytes, dict[str, Any]]:
         """Read until the end. Returns stdout (or the output of the terminal), stderr and the end event."""
-        out, err, end = bytearray(), bytearray(), {}
+        out, err, end_event = bytearray(), bytearray(), {}
         for event in self:
             data = event.get("data", {})
             out += base64.b64decode(data.get("stdout") or data.get("pty") or "")
             err += base64.b64decode(data.get("stderr", ""))
-            end = event.get("end", end)
-        return bytes(out), bytes(err), end
+            end_event = event.get("end", end_event)
+        return bytes(out), bytes(err), end_event
 
     def _read_exactly(self, size: int) -> bytes:
         data = self._response.read(size)
@@ -61,7 +61,7 @@ class Events:
 class Agent:
     """A running agent.
 
-    Each call opens a new connection and sends ``headers``. ``code_port``: the port of the code interpreter.
+    Each call opens a new connection and sends ``headers``. ``code_port`` is the port of the code interpreter.
     """
 
     def __init__(self, process: subprocess.Popen[str], port: int, code_port: int) -> None:
@@ -86,7 +86,7 @@ class Agent:
 
     def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
         """POST a JSON object. Returns the status and the JSON object of the response."""
-        headers = {"Content-Type": "application/json", **_login(user)}
+        headers = {"Content-Type": "application/json", **_login_headers(user)}
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
 
@@ -109,7 +109,7 @@ class Agent:
             "POST",
             f"{service}/{method}",
             body,
-            {**self.headers, "Content-Type": "application/connect+json", **_login(user), **headers},
+            {**self.headers, "Content-Type": "application/connect+json", **_login_headers(user), **headers},
         )
         response = connection.getresponse()
         assert response.status == 200, response.read()
@@ -117,19 +117,19 @@ class Agent:
         return Events(response)
 
     def start(self, *argv: str, stdin: bool = False, user: str = "", **fields: Any) -> Events:
-        """Start a process. ``fields``: fields of its config, or ``pty``, ``tag`` and ``input``."""
+        """Start a process. ``fields`` are fields of its config, or ``pty``, ``tag`` and ``input``."""
         message_fields = {key: fields.pop(key) for key in ("pty", "tag", "input") if key in fields}
         headers = {key.replace("_", "-"): fields.pop(key) for key in list(fields) if key.startswith("Connect_")}
         config = {"cmd": argv[0], "args": list(argv[1:]), **fields}
         return self.stream("Start", {"process": config, "stdin": stdin, **message_fields}, user=user, **headers)
 
 
-def _login(user: str) -> dict[str, str]:
+def _login_headers(user: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode()} if user else {}
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait until ``condition`` holds."""
+    """Wait until ``condition`` holds, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
@@ -138,24 +138,24 @@ def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 @contextmanager
 def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
-    """Run an agent inside the context. ``argv``: its command, which must use a free port."""
+    """Run an agent inside the context. ``argv`` is its command, which must choose a free port."""
     process = subprocess.Popen(
-        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
+        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY), **(env or {})}
     )
     try:
         assert process.stderr
         lines = []
         for line in process.stderr:
             lines.append(line)
-            match = re.search(r"listening on \S+:(\d+)", line)
-            if match:
+            port_match = re.search(r"listening on \S+:(\d+)", line)
+            if port_match:
                 break
         else:
             raise AssertionError(f"the agent did not start: {lines}")
-        code_match = None
+        code_port_match = None
         if not any("without the code interpreter" in line for line in lines):
-            code_match = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
-        yield Agent(process, int(match[1]), int(code_match[1]) if code_match else 0)
+            code_port_match = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
+        yield Agent(process, int(port_match[1]), int(code_port_match[1]) if code_port_match else 0)
     finally:
         process.kill()
         process.wait()
@@ -173,14 +173,14 @@ def _running() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def unmanaged_command() -> list[str]:
-    """The command of an agent that does not change this machine. AGENT_PYTHON selects another Python for it."""
+    """The command of an agent that does not change this machine. Set AGENT_PYTHON to use another Python."""
     python = os.environ.get("AGENT_PYTHON", sys.executable)
     return [python, "-m", "sandbox_agent", "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
 
 
 @pytest.fixture(scope="module")
 def agent(unmanaged_command: list[str]) -> Iterator[Agent]:
-    """An agent for all tests of a module that do not set its identity."""
+    """An agent that the tests of a module share. Tests that set the identity use ``fresh_agent`` instead."""
     with running(unmanaged_command) as running_agent:
         yield running_agent
 

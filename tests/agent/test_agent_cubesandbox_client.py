@@ -88,22 +88,22 @@ def test_a_watch_yields_events(sandbox, tmp_path):
 
 
 def test_a_terminal_can_be_reconnected_and_killed(sandbox):
-    size = cubesandbox.PtySize(rows=30, cols=100)
-    handle = sandbox.pty.create(size, cwd="/", envs={"MARK": "m1"}, timeout=30)
-    handle.resize(cubesandbox.PtySize(rows=20, cols=90))
-    handle.send_stdin("stty size; echo $MARK-$(pwd)-$((40+2))\n")
+    terminal_size = cubesandbox.PtySize(rows=30, cols=100)
+    terminal = sandbox.pty.create(terminal_size, cwd="/", envs={"MARK": "m1"}, timeout=30)
+    terminal.resize(cubesandbox.PtySize(rows=20, cols=90))
+    terminal.send_stdin("stty size; echo $MARK-$(pwd)-$((40+2))\n")
     output = b""
-    for data in handle:
+    for data in terminal:
         output += data
         if b"m1-/-42" in output:
             break
     assert b"20 90" in output
-    handle.disconnect()
-    reconnected = sandbox.pty.connect(handle.pid, timeout=30)
-    reconnected.send_stdin("exit\n")
-    assert reconnected.wait(lambda data: None) == 0
-    other = sandbox.pty.create(size, timeout=30)
-    assert other.kill()
+    terminal.disconnect()
+    reconnected_terminal = sandbox.pty.connect(terminal.pid, timeout=30)
+    reconnected_terminal.send_stdin("exit\n")
+    assert reconnected_terminal.wait(lambda data: None) == 0
+    other_terminal = sandbox.pty.create(terminal_size, timeout=30)
+    assert other_terminal.kill()
     with pytest.raises(cubesandbox.CubeSandboxError, match="killed"):
-        other.wait()
-    assert not sandbox.pty.kill(other.pid)
+        other_terminal.wait()
+    assert not sandbox.pty.kill(other_terminal.pid)

@@ -20,11 +20,11 @@ ENVD_VERSION = "0.6.4"
 """The version of envd whose features the agent has, such as metadata of files and watches on network mounts."""
 
 
-def connect(kind, agent, token=None):
+def connect(client_class, agent, token=None):
     from e2b.connection_config import ConnectionConfig
     from packaging.version import Version
 
-    return kind(
+    return client_class(
         sandbox_id="0123456789ab",
         sandbox_domain=None,
         envd_version=Version(ENVD_VERSION),
@@ -96,10 +96,10 @@ def test_files_are_written_and_read(sandbox, tmp_path):
     files, path = sandbox.files, f"{tmp_path}/a b/ü.txt"
     assert files.write(path, "héllo").path == path
     assert files.read(path) == "héllo"
-    names = [f"{tmp_path}/one", f'{tmp_path}/t"w\\o']
-    uploaded = files.write_files([{"path": name, "data": name} for name in names])
-    assert [item.path for item in uploaded] == names
-    assert [files.read(name) for name in names] == names
+    paths = [f"{tmp_path}/one", f'{tmp_path}/t"w\\o']
+    uploaded_files = files.write_files([{"path": each, "data": each} for each in paths])
+    assert [item.path for item in uploaded_files] == paths
+    assert [files.read(each) for each in paths] == paths
     files.write(f"{tmp_path}/big", io.BytesIO(b"z" * 3_000_000))
     assert sum(map(len, files.read(f"{tmp_path}/big", format="stream"))) == 3_000_000
     files.write(f"{tmp_path}/packed", "g" * 100_000, gzip=True)
@@ -109,7 +109,7 @@ def test_files_are_written_and_read(sandbox, tmp_path):
 
 
 def test_file_urls_work(sandbox, tmp_path):
-    """Without a token, the URLs have no signature."""
+    """The URLs have no signature, because the sandbox has no token."""
     import httpx
 
     url = sandbox.upload_url(f"{tmp_path}/up", user="root")
@@ -161,10 +161,10 @@ def test_a_command_outlives_its_stream(sandbox):
     handle = sandbox.commands.run("echo one; read x; echo two; exit 4", background=True, stdin=True, timeout=0)
     assert next(iter(handle))[0] == "one\n"
     handle.disconnect()
-    reconnected = sandbox.commands.connect(handle.pid)
-    reconnected.send_stdin("go\n")
+    reconnected_handle = sandbox.commands.connect(handle.pid)
+    reconnected_handle.send_stdin("go\n")
     with pytest.raises(e2b.CommandExitException) as error:
-        reconnected.wait()
+        reconnected_handle.wait()
     assert (error.value.stdout, error.value.exit_code) == ("one\ntwo\n", 4)
     # The result remains available later.
     with pytest.raises(e2b.CommandExitException) as error:
@@ -172,10 +172,10 @@ def test_a_command_outlives_its_stream(sandbox):
     assert error.value.exit_code == 4
     with pytest.raises(e2b.NotFoundException):
         sandbox.commands.send_stdin(handle.pid, "more")
-    cat = sandbox.commands.run("cat", background=True, stdin=True)
-    cat.send_stdin(b"bytes")
-    cat.close_stdin()
-    assert cat.wait().stdout == "bytes"
+    cat_handle = sandbox.commands.run("cat", background=True, stdin=True)
+    cat_handle.send_stdin(b"bytes")
+    cat_handle.close_stdin()
+    assert cat_handle.wait().stdout == "bytes"
 
 
 def test_a_terminal_can_be_reconnected_and_killed(sandbox):
@@ -184,14 +184,14 @@ def test_a_terminal_can_be_reconnected_and_killed(sandbox):
     handle = sandbox.pty.create(PtySize(rows=30, cols=100), envs={"MARK": "m1"}, cwd="/", timeout=0)
     handle.disconnect()
     sandbox.pty.stream_input(handle.pid, ["echo $MARK-$TERM-", "$(pwd)-$((40+2))\n"])
-    reconnected, output = sandbox.pty.connect(handle.pid), b""
-    for _, _, data in reconnected:
+    reconnected_handle, output = sandbox.pty.connect(handle.pid), b""
+    for _, _, data in reconnected_handle:
         output += data or b""
         if b"m1-xterm-256color-/-42" in output:
             break
     assert sandbox.pty.kill(handle.pid)
     with pytest.raises(e2b.CommandExitException):
-        reconnected.wait()
+        reconnected_handle.wait()
     assert not sandbox.pty.kill(handle.pid)
 
 
@@ -294,8 +294,8 @@ def test_metadata_is_stored_and_replaced(sandbox, tmp_path):
     assert files.write(path, "1", metadata={"Author": "me", "n": "1"}).metadata == {"author": "me", "n": "1"}
     assert files.get_info(path).metadata == {"author": "me", "n": "1"}
     # Replacing a file also replaces its metadata.
-    uploaded = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
-    assert [item.metadata for item in uploaded] == [{"n": "2"}]
+    uploaded_files = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
+    assert [item.metadata for item in uploaded_files] == [{"n": "2"}]
     os.setxattr(path, "user.other", b"")
     os.setxattr(path, "user.e2b.raw", b"\xff")
     assert files.list(str(tmp_path))[0].metadata == {"n": "2", "raw": "�"}
@@ -307,7 +307,7 @@ def test_metadata_is_stored_and_replaced(sandbox, tmp_path):
     assert not files.exists(path)
 
 
-def peak_memory(pid: int) -> int:
+def read_peak_memory_kib(pid: int) -> int:
     """Return the peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -319,7 +319,7 @@ def test_large_files_are_not_held_in_memory(running, unmanaged_command, tmp_path
     with running(unmanaged_command) as agent:
         files, path = connect(e2b.Sandbox, agent).files, f"{tmp_path}/large"
         files.write(path, "x")
-        before = peak_memory(agent.process.pid)
+        memory_kib_before = read_peak_memory_kib(agent.process.pid)
         files.write(path, (piece for _ in range(size // len(piece))))
         (tmp_path / "source").write_bytes(piece * (size // len(piece)))
         with (tmp_path / "source").open("rb") as source:
@@ -327,7 +327,7 @@ def test_large_files_are_not_held_in_memory(running, unmanaged_command, tmp_path
         assert (tmp_path / "large2").stat().st_size == size
         with files.read(path, format="stream") as stream:
             assert sum(map(len, stream)) == size
-        assert peak_memory(agent.process.pid) - before < 10_000
+        assert read_peak_memory_kib(agent.process.pid) - memory_kib_before < 10_000
 
 
 def test_a_watch_returns_new_events(sandbox, tmp_path):
@@ -351,31 +351,31 @@ def test_git_methods_work(sandbox, tmp_path):
     if not shutil.which("git"):
         pytest.skip("needs git")
     git, work, remote = sandbox.git, f"{tmp_path}/work", f"{tmp_path}/remote.git"
-    home = {"HOME": str(tmp_path)}
-    git.init(remote, bare=True, envs=home)
-    git.init(work, initial_branch="main", envs=home)
-    git.configure_user("A", "a@example.org", scope="local", path=work, envs=home)
-    git.set_config("grove.test", "yes", scope="local", path=work, envs=home)
-    assert git.get_config("grove.test", scope="local", path=work, envs=home) == "yes"
+    env = {"HOME": str(tmp_path)}
+    git.init(remote, bare=True, envs=env)
+    git.init(work, initial_branch="main", envs=env)
+    git.configure_user("A", "a@example.org", scope="local", path=work, envs=env)
+    git.set_config("grove.test", "yes", scope="local", path=work, envs=env)
+    assert git.get_config("grove.test", scope="local", path=work, envs=env) == "yes"
     sandbox.files.write(f"{work}/f", "1")
-    assert git.status(work, envs=home).file_status[0].name == "f"
-    git.add(work, envs=home)
-    git.commit(work, "first", envs=home)
-    git.remote_add(work, "origin", remote, envs=home)
-    assert git.remote_get(work, "origin", envs=home) == remote
-    git.push(work, remote="origin", branch="main", set_upstream=True, envs=home)
-    git.create_branch(work, "side", envs=home)
-    git.checkout_branch(work, "main", envs=home)
-    assert sorted(git.branches(work, envs=home).branches) == ["main", "side"]
-    git.delete_branch(work, "side", envs=home)
+    assert git.status(work, envs=env).file_status[0].name == "f"
+    git.add(work, envs=env)
+    git.commit(work, "first", envs=env)
+    git.remote_add(work, "origin", remote, envs=env)
+    assert git.remote_get(work, "origin", envs=env) == remote
+    git.push(work, remote="origin", branch="main", set_upstream=True, envs=env)
+    git.create_branch(work, "side", envs=env)
+    git.checkout_branch(work, "main", envs=env)
+    assert sorted(git.branches(work, envs=env).branches) == ["main", "side"]
+    git.delete_branch(work, "side", envs=env)
     sandbox.files.write(f"{work}/f", "2")
-    git.restore(work, paths=["f"], envs=home)
+    git.restore(work, paths=["f"], envs=env)
     assert sandbox.files.read(f"{work}/f") == "1"
-    git.reset(work, mode="hard", target="HEAD", envs=home)
-    git.pull(work, remote="origin", branch="main", envs=home)
-    git.clone(remote, f"{tmp_path}/clone", branch="main", envs=home)
+    git.reset(work, mode="hard", target="HEAD", envs=env)
+    git.pull(work, remote="origin", branch="main", envs=env)
+    git.clone(remote, f"{tmp_path}/clone", branch="main", envs=env)
     assert sandbox.files.read(f"{tmp_path}/clone/f") == "1"
-    git.dangerously_authenticate("u", "p", envs=home)
+    git.dangerously_authenticate("u", "p", envs=env)
     assert sandbox.files.exists(f"{tmp_path}/.git-credentials")
 
 
@@ -385,28 +385,28 @@ async def test_the_async_client_works(agent, tmp_path):
     sandbox = connect(e2b.AsyncSandbox, agent)
     files, commands = sandbox.files, sandbox.commands
     assert await sandbox.is_running()
-    events, ended = asyncio.Queue(), asyncio.Queue()
+    events, exit_errors = asyncio.Queue(), asyncio.Queue()
     watch = await files.watch_dir(
-        str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
+        str(tmp_path), events.put_nowait, exit_errors.put_nowait, recursive=True, include_entry=True, timeout=0
     )
     await files.make_dir(f"{tmp_path}/d")
     assert (await asyncio.wait_for(events.get(), 20)).name == "d"
 
-    async def pieces():
+    async def generate_pieces():
         for _ in range(30):
             yield b"y" * 100_000
 
-    await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
+    await files.write(f"{tmp_path}/d/f", generate_pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
     event = await asyncio.wait_for(events.get(), 20)
     assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
     async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
         assert sum([len(piece) async for piece in stream]) == 3_000_000
     await watch.stop()
-    assert await asyncio.wait_for(ended.get(), 20) is None
-    second_watch = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
+    assert await asyncio.wait_for(exit_errors.get(), 20) is None
+    second_watch = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, exit_errors.put_nowait)
     await files.remove(f"{tmp_path}/d")
     # The watch ends without an error when its directory is removed.
-    assert await asyncio.wait_for(ended.get(), 20) is None
+    assert await asyncio.wait_for(exit_errors.get(), 20) is None
     await second_watch.stop()
     await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
     assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
@@ -417,9 +417,9 @@ async def test_the_async_client_works(agent, tmp_path):
     assert handle.pid in [item.pid for item in await commands.list()]
     await commands.send_stdin(handle.pid, "one ")
     await handle.disconnect()
-    reconnected = await commands.connect(handle.pid)
+    reconnected_handle = await commands.connect(handle.pid)
     await commands.close_stdin(handle.pid)
-    assert (await reconnected.wait()).stdout == "one end\n"
+    assert (await reconnected_handle.wait()).stdout == "one end\n"
     with pytest.raises(e2b.TimeoutException):
         await commands.run("sleep 30.8", timeout=0.5)
     handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
@@ -437,16 +437,16 @@ async def test_the_async_client_works(agent, tmp_path):
     async with sandbox.pty.stream_input(terminal.pid) as keys:
         await keys.send(b"stty size\n")
     await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
-    with pytest.raises(e2b.CommandExitException) as exited:
+    with pytest.raises(e2b.CommandExitException) as error:
         await terminal.wait()
-    assert exited.value.exit_code == 3 and b"20 90" in output
+    assert error.value.exit_code == 3 and b"20 90" in output
     assert not await sandbox.pty.kill(terminal.pid)
     if shutil.which("git"):
         await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
         assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
 
 
-BASHLESS = """
+HIDE_BASH_SCRIPT = """
 set -e
 mount --bind /dev/null "$(readlink -f /bin/bash)"
 exec "$@"
@@ -457,7 +457,7 @@ def test_without_bash_another_shell_is_used(requires_root, running, unmanaged_co
     """The client always requests /bin/bash. If it is missing, the agent uses another bash or /bin/sh."""
     (tmp_path / "bin").mkdir()
     shutil.copy("/bin/bash", tmp_path / "bin/bash")
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BASHLESS, "sh", *unmanaged_command]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", HIDE_BASH_SCRIPT, "sh", *unmanaged_command]
     if "bash" in Path("/bin/sh").resolve().name:
         pytest.skip("needs another sh")
     with running(command) as agent:
@@ -473,5 +473,5 @@ def test_without_bash_another_shell_is_used(requires_root, running, unmanaged_co
         sandbox.pty.send_stdin(terminal.pid, b"echo $((40+2)); exit\n")
         terminal.wait(on_pty=output.extend)
         assert b"42" in output
-        path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
-        assert sandbox.commands.run("echo ${BASH_VERSION:+bash}", envs=path).stdout == "bash\n"
+        env_with_bash = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        assert sandbox.commands.run("echo ${BASH_VERSION:+bash}", envs=env_with_bash).stdout == "bash\n"

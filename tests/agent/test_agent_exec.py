@@ -15,13 +15,13 @@ def run(agent, *args: str, **fields):
     return response, base64.b64decode(response["stdout"]), base64.b64decode(response["stderr"])
 
 
-def test_output_and_exit_code(agent):
+def test_output_and_exit_code_are_returned(agent):
     response, out, err = run(agent, "sh", "-c", "echo out; echo err >&2; exit 7")
     assert (response["exitCode"], out, err) == (7, b"out\n", b"err\n")
     assert (response["timedOut"], response["truncated"]) == (False, False)
 
 
-def test_arguments_pass_unchanged(agent):
+def test_arguments_are_passed_unchanged(agent):
     arguments = ["", "a b", "$HOME", "'\"", "\n", "ü", "*"]
     _, out, _ = run(agent, "printf", "%s|", *arguments)
     assert out.decode() == "".join(f"{item}|" for item in arguments)
@@ -52,13 +52,13 @@ def test_commands_do_not_inherit_the_agents_environment(agent):
     assert b"PYTHONPATH" not in run(agent, "env")[1]
 
 
-def test_a_relative_directory_starts_at_home(agent):
+def test_a_relative_directory_is_resolved_from_home(agent):
     status, response = agent.post("/exec", {"args": ["pwd"], "cwd": "no/such/directory"})
     assert status == 400
     assert str(Path.home() / "no/such/directory") in response["message"]
 
 
-def test_timeout_kills_the_whole_group(agent, eventually):
+def test_a_timeout_kills_the_whole_process_group(agent, eventually):
     start_time = time.monotonic()
     response, out, _ = run(agent, "sh", "-c", "sleep 31.7 & echo $!; wait", timeout=2)
     assert time.monotonic() - start_time < 10
@@ -127,7 +127,7 @@ def test_commands_run_as_the_requested_user(agent):
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs. A zombie does not run."""
+    """Return whether the process is alive. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -15,7 +15,7 @@ def call(agent, method, user="", **message):
     )
 
 
-def list_names(agent, path, **message):
+def list_paths(agent, path, **message):
     status, response = call(agent, "ListDir", path=path, **message)
     assert status == 200, response
     return [os.path.relpath(item["path"], path) for item in response["entries"]]
@@ -53,10 +53,10 @@ def test_listing_is_limited_by_depth(agent, tmp_path):
     (tmp_path / "b/c/d").mkdir(parents=True)
     (tmp_path / "a").write_text("")
     (tmp_path / "loop").symlink_to(".")
-    assert list_names(agent, tmp_path) == ["a", "b", "loop"]
-    assert list_names(agent, tmp_path, depth=0) == ["a", "b", "loop"]
-    assert list_names(agent, tmp_path, depth=2) == ["a", "b", "b/c", "loop"]
-    assert list_names(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
+    assert list_paths(agent, tmp_path) == ["a", "b", "loop"]
+    assert list_paths(agent, tmp_path, depth=0) == ["a", "b", "loop"]
+    assert list_paths(agent, tmp_path, depth=2) == ["a", "b", "b/c", "loop"]
+    assert list_paths(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
 
 
 def test_make_dir_creates_parents_and_refuses_existing_paths(agent, tmp_path):
@@ -83,18 +83,18 @@ def test_move_replaces_files_and_creates_parents(agent, tmp_path):
     assert not (tmp_path / "else").exists()
 
 
-def test_move_to_another_file_system(agent, tmp_path):
+def test_a_directory_is_moved_to_another_file_system(agent, tmp_path):
     if not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("needs a second file system")
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir/f").write_text("x")
-    other = Path(f"/dev/shm/agent-test-{os.getpid()}")
+    other_directory = Path(f"/dev/shm/agent-test-{os.getpid()}")
     try:
-        assert call(agent, "Move", source=tmp_path / "dir", destination=other)[0] == 200
-        assert [path.name for path in other.iterdir()] == ["f"] and not (tmp_path / "dir").exists()
+        assert call(agent, "Move", source=tmp_path / "dir", destination=other_directory)[0] == 200
+        assert [path.name for path in other_directory.iterdir()] == ["f"] and not (tmp_path / "dir").exists()
     finally:
-        assert call(agent, "Remove", path=other)[0] == 200
-    assert not other.exists()
+        assert call(agent, "Remove", path=other_directory)[0] == 200
+    assert not other_directory.exists()
 
 
 def test_remove_accepts_missing_paths(agent, tmp_path):
@@ -117,13 +117,13 @@ def test_errors_have_a_status_and_a_code(agent, tmp_path):
         ("Stat", tmp_path / "file/below", 400, "invalid_argument"),
         ("Stat", "a\0b", 400, "invalid_argument"),
     ):
-        found_status, response = call(agent, method, path=path)
-        assert (found_status, response["code"]) == (status, code), (method, path)
+        actual_status, response = call(agent, method, path=path)
+        assert (actual_status, response["code"]) == (status, code), (method, path)
     assert call(agent, "ListDir", path=tmp_path, depth=-1)[0] == 400
     assert call(agent, "Stat", path=tmp_path, user="no-such-user")[0] == 401
 
 
-def test_relative_paths_start_at_the_home_directory(agent):
+def test_relative_paths_are_resolved_from_the_home_directory(agent):
     assert call(agent, "Stat", path="")[1]["entry"]["path"] == str(Path.home())
     assert call(agent, "Stat", path="~")[1]["entry"]["path"] == str(Path.home())
     assert call(agent, "Stat", path="/tmp/../etc//passwd")[1]["entry"]["path"] == "/etc/passwd"
@@ -168,22 +168,24 @@ def test_directories_beyond_the_path_limit_can_be_removed(agent, tmp_path):
         os.close(parent_fd)
         parent_fd = child_fd
     os.close(parent_fd)
-    names = list_names(agent, tmp_path, depth=10**6)
-    assert 150 < len(names) < 200 and names[9] == "/".join([name] * 10)
+    paths = list_paths(agent, tmp_path, depth=10**6)
+    assert 150 < len(paths) < 200 and paths[9] == "/".join([name] * 10)
     assert call(agent, "Remove", path=tmp_path / name) == (200, {})
     assert not (tmp_path / name).exists()
 
 
 def test_listing_too_many_entries_is_refused(running, unmanaged_command, tmp_path):
-    code = (
+    setup_code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.files import filesystem; "
         "filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
     )
-    with running([unmanaged_command[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged_command[2:]]) as agent:
+    with running(
+        [unmanaged_command[0], "-c", f"{setup_code}; sys.exit(agent.main())", *unmanaged_command[2:]]
+    ) as agent:
         for number in range(3):
             (tmp_path / f"d{number}").mkdir()
         (tmp_path / "d1/below").write_text("")
-        assert len(list_names(agent, tmp_path, depth=2)) == 4
+        assert len(list_paths(agent, tmp_path, depth=2)) == 4
         for number in range(2):
             (tmp_path / f"d2/{number}").write_text("")
         status, response = call(agent, "ListDir", path=tmp_path, depth=2)

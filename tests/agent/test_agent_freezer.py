@@ -1,4 +1,4 @@
-"""The freezer makes the right system calls, and thaws automatically."""
+"""The freezer makes the right system calls, and thaws the file system automatically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from sandbox_agent.machine.freezer import Freezer
 from sandbox_agent.machine.system import FIFREEZE, FITHAW
 
-SOURCE = Path(__file__).parents[2] / "gateway/src"
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src"
 
 
 class FakeKernel:
-    """Replaces the kernel, because the test must not freeze file systems of this machine."""
+    """A replacement for the kernel, because the tests must not freeze file systems of this machine."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
@@ -74,7 +74,7 @@ def test_a_failed_freeze_leaves_no_timer(kernel, tmp_path):
     assert kernel.requests == [FIFREEZE]
 
 
-SCRIPT = """
+FREEZE_SCRIPT = """
 set -e
 truncate -s 16M "$1/image"
 mkfs.ext4 -q "$1/image"
@@ -103,8 +103,19 @@ assert measure_write() < 5
 def test_a_real_file_system_freezes_and_thaws(requires_root, tmp_path):
     """The file system is in a new mount namespace. Both disappear when the process exits."""
     result = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh", str(tmp_path), sys.executable],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            FREEZE_SCRIPT,
+            "sh",
+            str(tmp_path),
+            sys.executable,
+        ],
+        env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,7 +1,7 @@
 """/identity sets the identity of a fork, for callers with the right to do so.
 
-A managing agent runs in new namespaces (mounts, hostname, network), with a copy of /etc and without the right to set
-the clock, which has no namespace.
+An agent that manages its machine runs in new namespaces (mounts, hostname, network), with a copy of /etc. It has no
+right to set the clock, which has no namespace.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def test_an_unmanaged_agent_reports_skipped_steps(fresh_agent):
     response = fresh_agent.post_ok(
         "/identity", {**FULL_IDENTITY, "accessToken": "", "time": time.time() + 999, "growDisk": True}
     )
-    skipped = {reason.partition(":")[0] for reason in response["skipped"]}
-    assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
+    skipped_steps = {reason.partition(":")[0] for reason in response["skipped"]}
+    assert skipped_steps == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
     assert response["hostname"] == socket.gethostname() and response["bootID"]
     assert hostnames == (
         socket.gethostname(),
@@ -141,7 +141,7 @@ def test_an_unmanaged_agent_only_syncs_on_freeze(agent):
 
 
 # A separate network whose default gateway is this machine itself, so that a test can send requests from there.
-NAMESPACE = """
+NAMESPACE_SCRIPT = """
 set -e
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /sys/firmware
@@ -157,7 +157,7 @@ shift
 exec setpriv --bounding-set=-sys_time --inh-caps=-sys_time -- "$@"
 """
 
-CLIENT = """
+CLIENT_SCRIPT = """
 import http.client, sys
 connection = http.client.HTTPConnection("192.0.2.2", int(sys.argv[1]), timeout=30, source_address=(sys.argv[2], 0))
 connection.request("POST", sys.argv[3], sys.stdin.buffer.read(), {"X-Access-Token": sys.argv[4]})
@@ -168,35 +168,48 @@ print(response.read().decode())
 
 
 @pytest.fixture
-def line():
+def serial_line():
     """The serial port to the host, as (descriptor of the host's end, path of the machine's end)."""
-    host, port = os.openpty()
-    tty.setraw(port)
-    yield host, os.ttyname(port)
-    os.close(port)
+    host_fd, port_fd = os.openpty()
+    tty.setraw(port_fd)
+    yield host_fd, os.ttyname(port_fd)
+    os.close(port_fd)
     with contextlib.suppress(OSError):
-        os.close(host)
+        os.close(host_fd)
 
 
 @pytest.fixture
-def machine(requires_root, tmp_path, running, line):
-    """A managing agent in new namespaces, as (agent, its /etc)."""
-    etc = tmp_path / "etc"
-    shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
+def machine(requires_root, tmp_path, running, serial_line):
+    """A machine in new namespaces, as (the agent that manages it, path of its /etc)."""
+    etc_directory = tmp_path / "etc"
+    shutil.copytree("/etc", etc_directory, symlinks=True, ignore_dangling_symlinks=True)
     for name in ("hostname", "machine-id", "resolv.conf"):
-        (etc / name).unlink(missing_ok=True)
-        (etc / name).write_text(f"old {name}\n")
-    argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE, "sh", str(etc)]
-    argv += [sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0", "--line", line[1]]
-    before = socket.gethostname()
+        (etc_directory / name).unlink(missing_ok=True)
+        (etc_directory / name).write_text(f"old {name}\n")
+    argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE_SCRIPT, "sh"]
+    argv += [
+        str(etc_directory),
+        sys.executable,
+        "-m",
+        "sandbox_agent",
+        "--bind",
+        "0.0.0.0",
+        "--port",
+        "0",
+        "--line",
+        serial_line[1],
+    ]
+    hostname_before = socket.gethostname()
     with running(argv) as agent:
         for kind in ("uts", "mnt"):
             assert not Path(f"/proc/{agent.process.pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}")
-        status = Path(f"/proc/{agent.process.pid}/status").read_text()
-        effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
-        assert not int(effective, 16) >> CAP_SYS_TIME & 1, "the agent could set this machine's clock"
-        yield agent, etc
-    assert socket.gethostname() == before
+        process_status = Path(f"/proc/{agent.process.pid}/status").read_text()
+        effective_capabilities = next(
+            line.split()[1] for line in process_status.splitlines() if line.startswith("CapEff")
+        )
+        assert not int(effective_capabilities, 16) >> CAP_SYS_TIME & 1, "the agent could set this machine's clock"
+        yield agent, etc_directory
+    assert socket.gethostname() == hostname_before
 
 
 def _namespace_command(agent) -> list[str]:
@@ -206,7 +219,7 @@ def _namespace_command(agent) -> list[str]:
 def post_from(agent, path, body, *, source="192.0.2.1", token=""):
     """Send a POST request from the address ``source`` in the agent's network."""
     result = subprocess.run(
-        [*_namespace_command(agent), sys.executable, "-c", CLIENT, str(agent.port), source, path, token],
+        [*_namespace_command(agent), sys.executable, "-c", CLIENT_SCRIPT, str(agent.port), source, path, token],
         input=json.dumps(body).encode(),
         capture_output=True,
         check=True,
@@ -223,7 +236,7 @@ def run(agent, script, token="s3cret"):
 
 
 def test_a_managed_machine_applies_its_identity(machine):
-    agent, etc = machine
+    agent, etc_directory = machine
     assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
         "old hostname\nold machine-id\nold resolv.conf\n"
     )
@@ -236,13 +249,13 @@ def test_a_managed_machine_applies_its_identity(machine):
     )
     # None of it is written to disk.
     for name in ("hostname", "machine-id", "resolv.conf"):
-        assert (etc / name).read_text() == f"old {name}\n"
+        assert (etc_directory / name).read_text() == f"old {name}\n"
     # Shorter contents replace longer contents completely.
     post_from(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
     assert run(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
 
 
-def test_the_gateway_needs_no_token_for_the_identity(machine):
+def test_the_gateway_can_set_the_identity_without_a_token(machine):
     agent, _ = machine
     assert post_from(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
     assert post_from(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
@@ -251,11 +264,11 @@ def test_the_gateway_needs_no_token_for_the_identity(machine):
     assert post_from(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
 
 
-def receive(host, size, seconds=10.0):
+def receive(host_fd, size, seconds=10.0):
     """Return up to ``size`` bytes that the agent sends over the line."""
     data, deadline = b"", time.monotonic() + seconds
-    while len(data) < size and select.select([host], [], [], max(0, deadline - time.monotonic()))[0]:
-        data += os.read(host, size - len(data))
+    while len(data) < size and select.select([host_fd], [], [], max(0, deadline - time.monotonic()))[0]:
+        data += os.read(host_fd, size - len(data))
     return data
 
 
@@ -263,75 +276,75 @@ def make_probe(text):
     return b"?" + text.encode().ljust(16, b".")
 
 
-def send_identity(host, body):
+def send_identity(host_fd, body):
     """Send a probe over the line, then the identity."""
     probe = make_probe(os.urandom(8).hex())
-    os.write(host, probe)
-    assert receive(host, len(probe)) == probe
-    os.write(host, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
+    os.write(host_fd, probe)
+    assert receive(host_fd, len(probe)) == probe
+    os.write(host_fd, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
 
 
-def test_requests_wait_until_the_identity_is_applied(machine, line):
-    (agent, _), (host, _) = machine, line
+def test_requests_wait_until_the_identity_is_applied(machine, serial_line):
+    (agent, _), (host_fd, _) = machine, serial_line
     for round in range(20):
         send_identity(
-            host, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"}
+            host_fd, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"}
         )
         assert run(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
 
 
-def test_requests_wait_between_the_probe_and_the_identity(machine, line):
-    (agent, _), (host, _) = machine, line
-    os.write(host, make_probe("who"))
-    assert receive(host, 17) == make_probe("who")
+def test_requests_wait_between_the_probe_and_the_identity(machine, serial_line):
+    (agent, _), (host_fd, _) = machine, serial_line
+    os.write(host_fd, make_probe("who"))
+    assert receive(host_fd, 17) == make_probe("who")
     outputs: list[str] = []
     thread = threading.Thread(target=lambda: outputs.append(run(agent, "echo $N", "")))
     thread.start()
     thread.join(0.7)
     assert thread.is_alive() and not outputs
     # A fork of a machine in exactly this state receives another probe.
-    os.write(host, make_probe("again"))
-    assert receive(host, 17) == make_probe("again")
-    os.write(host, b'={"env": {"N": "1"}}')
+    os.write(host_fd, make_probe("again"))
+    assert receive(host_fd, 17) == make_probe("again")
+    os.write(host_fd, b'={"env": {"N": "1"}}')
     thread.join(30)
     assert outputs == ["1\n"]
 
 
-def test_an_identity_for_another_machine_is_ignored(machine, line):
-    (agent, _), (host, _) = machine, line
-    send_identity(host, {"env": {"N": "1"}})
+def test_an_identity_for_another_machine_is_ignored(machine, serial_line):
+    (agent, _), (host_fd, _) = machine, serial_line
+    send_identity(host_fd, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    os.write(host, b'={"env": {"N": "2"}}')
+    os.write(host_fd, b'={"env": {"N": "2"}}')
     time.sleep(0.2)
     assert run(agent, "echo $N", "") == "1\n"
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
-def test_invalid_messages_on_the_line_are_ignored(machine, line, body):
-    (agent, _), (host, _) = machine, line
-    send_identity(host, {"env": {"N": "1"}})
+def test_invalid_messages_on_the_line_are_ignored(machine, serial_line, body):
+    (agent, _), (host_fd, _) = machine, serial_line
+    send_identity(host_fd, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    send_identity(host, body)
+    send_identity(host_fd, body)
     assert run(agent, "echo $N", "") == "1\n"
-    send_identity(host, {"env": {"N": "3"}})
+    send_identity(host_fd, {"env": {"N": "3"}})
     assert run(agent, "echo $N", "") == "3\n"
 
 
-def test_the_agent_does_not_busy_loop_after_the_host_hangs_up(machine, line):
-    (agent, _), (host, _) = machine, line
-    send_identity(host, {"env": {"N": "1"}})
+def test_the_agent_does_not_busy_loop_after_the_host_hangs_up(machine, serial_line):
+    (agent, _), (host_fd, _) = machine, serial_line
+    send_identity(host_fd, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    os.write(host, make_probe("who"))
-    assert receive(host, 17)
-    os.close(host)
+    os.write(host_fd, make_probe("who"))
+    assert receive(host_fd, 17)
+    os.close(host_fd)
     assert run(agent, "echo $N", "") == "1\n"
 
-    def processor_time() -> int:
+    def read_cpu_ticks() -> int:
         return sum(map(int, Path(f"/proc/{agent.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
-    before = processor_time()
+    ticks_before = read_cpu_ticks()
     time.sleep(0.5)
-    assert processor_time() - before < 0.1 * os.sysconf("SC_CLK_TCK")
+    assert read_cpu_ticks() - ticks_before < 0.1 * os.sysconf("SC_CLK_TCK")
 
 
 def test_a_failure_to_set_the_clock_is_reported(machine):
@@ -346,28 +359,28 @@ def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
     agent, _ = machine
     post_from(agent, "/identity", FULL_IDENTITY)
     enter_command = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
-    second = subprocess.Popen(
+    second_agent = subprocess.Popen(
         [*enter_command, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "gateway/src")},
     )
     try:
-        assert second.stderr
-        line = second.stderr.readline()
+        assert second_agent.stderr
+        line = second_agent.stderr.readline()
         assert "listening" in line, line
-        client = CLIENT.replace("192.0.2.2", "127.0.0.1")
+        client_script = CLIENT_SCRIPT.replace("192.0.2.2", "127.0.0.1")
         port = line.strip().rpartition(":")[2]
         result = subprocess.run(
-            [*_namespace_command(agent), sys.executable, "-c", client, port, "127.0.0.1", "/exec", ""],
+            [*_namespace_command(agent), sys.executable, "-c", client_script, port, "127.0.0.1", "/exec", ""],
             input=b"{}",
             capture_output=True,
             check=True,
         )
         assert result.stdout.startswith(b"401")
     finally:
-        second.kill()
-        second.wait()
-    mounts = Path(f"/proc/{agent.process.pid}/mounts").read_text()
-    assert mounts.count(" /etc/hostname ") == 1
+        second_agent.kill()
+        second_agent.wait()
+    mount_table = Path(f"/proc/{agent.process.pid}/mounts").read_text()
+    assert mount_table.count(" /etc/hostname ") == 1
     assert run(agent, "stat -c %a /run/sandbox/agent.json") == "600\n"

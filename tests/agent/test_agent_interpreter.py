@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 
 class CodeClient:
-    """Runs code in an agent. ``execute`` reuses its connection; other calls open a new one."""
+    """A client that runs code in an agent. ``execute`` reuses its connection; other calls open a new one."""
 
     def __init__(self, agent):
         self.agent = agent
@@ -47,14 +47,17 @@ class CodeClient:
 
     def run(self, code, **fields):
         """Run the code and parse the result as both clients do."""
-        execution, other = Execution(), CubeExecution()
+        execution, cube_execution = Execution(), CubeExecution()
         for line in self.execute(textwrap.dedent(code), **fields):
             parse_output(execution, line)
-            _parse_line(other, line)
-        assert [result.text for result in other.results] == [result.text for result in execution.results]
-        assert (other.logs.stdout, other.logs.stderr) == (execution.logs.stdout, execution.logs.stderr)
-        assert (other.error is None) == (execution.error is None)
-        assert other.execution_count == execution.execution_count
+            _parse_line(cube_execution, line)
+        assert [result.text for result in cube_execution.results] == [result.text for result in execution.results]
+        assert (cube_execution.logs.stdout, cube_execution.logs.stderr) == (
+            execution.logs.stdout,
+            execution.logs.stderr,
+        )
+        assert (cube_execution.error is None) == (execution.error is None)
+        assert cube_execution.execution_count == execution.execution_count
         return execution
 
     def run_for_output(self, code, **fields):
@@ -62,7 +65,7 @@ class CodeClient:
         assert execution.error is None, execution.error
         return "".join(execution.logs.stdout)
 
-    def events(self, code, **fields):
+    def run_for_events(self, code, **fields):
         """Run the code. Returns its events, except for the execution count, as (type, text or name)."""
         events = [json.loads(line) for line in self.execute(textwrap.dedent(code), **fields)]
         return [(event["type"], event.get("text", event.get("name"))) for event in events[1:]]
@@ -76,7 +79,7 @@ class CodeClient:
     def list_contexts(self):
         return json.loads(self.request("GET", "/contexts").read())
 
-    def request_error(self, method, path, body=None):
+    def fetch_error(self, method, path, body=None):
         response = self.request(method, path, body)
         return response.status, json.loads(response.read())["message"]
 
@@ -89,7 +92,7 @@ def code_client(unmanaged_command, running):
         yield CodeClient(agent)
 
 
-def kernel_pids(code_client):
+def list_kernel_pids(code_client):
     """Return the ids of the agent's child processes."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -104,9 +107,9 @@ def kernel_pids(code_client):
 
 def test_cells_share_state_and_return_the_last_value(code_client):
     assert code_client.run("x = 1").text is None
-    first = code_client.run("x += 1\nx + 40")
-    assert (first.text, [result.is_main_result for result in first.results]) == ("42", [True])
-    assert code_client.run("x").execution_count == first.execution_count + 1
+    first_execution = code_client.run("x += 1\nx + 40")
+    assert (first_execution.text, [result.is_main_result for result in first_execution.results]) == ("42", [True])
+    assert code_client.run("x").execution_count == first_execution.execution_count + 1
     assert code_client.run("'a' 'b'").text == "'ab'"
     for source in ("x;", "None", "", "if x: x"):
         assert code_client.run(source).results == []
@@ -114,7 +117,7 @@ def test_cells_share_state_and_return_the_last_value(code_client):
 
 
 def test_prints_and_results_stay_in_order(code_client):
-    assert code_client.events("""
+    assert code_client.run_for_events("""
         import os, sys
         print("a")
         display(1)
@@ -203,16 +206,16 @@ def test_a_failing_rich_representation_falls_back_to_text(code_client):
 
 
 def test_figures_are_shown_at_the_end_of_the_cell(code_client, tmp_path):
-    package = tmp_path / "matplotlib"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "figure.py").write_text(
+    package_directory = tmp_path / "matplotlib"
+    package_directory.mkdir()
+    (package_directory / "__init__.py").touch()
+    (package_directory / "figure.py").write_text(
         "class Figure:\n"
         "    def __init__(self, n): self.n = n\n"
         "    def __repr__(self): return f'<Figure {self.n}>'\n"
         "    def savefig(self, file, format, bbox_inches): file.write(b'%s %d' % (format.encode(), self.n))\n"
     )
-    (package / "pyplot.py").write_text(
+    (package_directory / "pyplot.py").write_text(
         "import os\nfrom matplotlib.figure import Figure\nassert os.environ['MPLBACKEND']\nopened = {}\n"
         "def figure(n): return opened.setdefault(n, Figure(n))\n"
         "def get_fignums(): return list(opened)\n"
@@ -221,7 +224,7 @@ def test_figures_are_shown_at_the_end_of_the_cell(code_client, tmp_path):
         "    import warnings\n"
         "    warnings.warn('FigureCanvasAgg is non-interactive, and thus cannot be shown')\n"
     )
-    context = code_client.create_context()["id"]
+    context_id = code_client.create_context()["id"]
     execution = code_client.run(
         f"""
         import sys
@@ -232,17 +235,17 @@ def test_figures_are_shown_at_the_end_of_the_cell(code_client, tmp_path):
         plt.show()
         print("end")
         """,
-        context_id=context,
+        context_id=context_id,
     )
     assert execution.error is None and execution.logs.stderr == []
     assert [(result.text, base64.b64decode(result.png)) for result in execution.results] == [
         ("<Figure 1>", b"png 1"), ("<Figure 2>", b"png 2")
     ]  # fmt: skip
-    later = code_client.run("plt.figure(3)", context_id=context)
-    assert [(result.text, result.is_main_result) for result in later.results] == [("<Figure 3>", True)]
-    assert code_client.run("plt.get_fignums()", context_id=context).text == "[]"
-    failed = code_client.run("plt.figure(4)\n1/0", context_id=context)
-    assert failed.error.name == "ZeroDivisionError" and len(failed.results) == 1
+    later_execution = code_client.run("plt.figure(3)", context_id=context_id)
+    assert [(result.text, result.is_main_result) for result in later_execution.results] == [("<Figure 3>", True)]
+    assert code_client.run("plt.get_fignums()", context_id=context_id).text == "[]"
+    failed_execution = code_client.run("plt.figure(4)\n1/0", context_id=context_id)
+    assert failed_execution.error.name == "ZeroDivisionError" and len(failed_execution.results) == 1
 
 
 def test_await_works_at_the_top_level(code_client):
@@ -262,11 +265,11 @@ def test_await_works_at_the_top_level(code_client):
 
 
 def test_future_imports_apply_to_user_code_only(code_client):
-    context = code_client.create_context()["id"]
+    context_id = code_client.create_context()["id"]
     source = "def f(x: undefined): ..."
-    assert code_client.run(source, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
-    code_client.run("from __future__ import annotations", context_id=context)
-    assert code_client.run(source + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
+    assert code_client.run(source, context_id=context_id).error.name == "NameError" or sys.version_info >= (3, 14)
+    code_client.run("from __future__ import annotations", context_id=context_id)
+    assert code_client.run(source + "\nf.__annotations__", context_id=context_id).text == "{'x': 'undefined'}"
 
 
 @settings(max_examples=25, deadline=None)
@@ -334,8 +337,8 @@ def test_a_dead_kernel_is_reported_and_replaced(code_client, ending, description
     execution = code_client.run(f"import os, time\nprint('last words')\n{ending}")
     assert execution.logs.stdout == ["last words\n"]
     assert execution.error.name == "KernelDied" and description in execution.error.value
-    fresh = code_client.run("'gone' in globals()")
-    assert (fresh.text, fresh.execution_count) == ("False", 1)
+    fresh_execution = code_client.run("'gone' in globals()")
+    assert (fresh_execution.text, fresh_execution.execution_count) == ("False", 1)
 
 
 def test_a_kernel_that_died_between_cells_is_reported(code_client, eventually):
@@ -349,63 +352,63 @@ def test_a_deleted_working_directory_is_reported(code_client, tmp_path):
     (tmp_path / "d").mkdir()
     context = code_client.create_context(cwd=str(tmp_path / "d"))
     (tmp_path / "d").rmdir()
-    status, message = code_client.request_error("POST", "/execute", {"code": "1", "context_id": context["id"]})
+    status, message = code_client.fetch_error("POST", "/execute", {"code": "1", "context_id": context["id"]})
     assert status == 400 and str(tmp_path / "d") in message
 
 
 # -- options of a request --------------------------------------------------------------------------------------------
 
 
-def test_variables_for_a_single_execution(code_client):
+def test_variables_apply_to_a_single_execution(code_client):
     source = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
     home = code_client.run("import os; os.environ['HOME']").text
     assert code_client.run(source, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
     assert code_client.run(source).text == f"([None, {home}], '\\n')"
     assert code_client.run("1/0", env_vars={"ONE": "1"}).error
     assert code_client.run(source).text == f"([None, {home}], '\\n')"
-    assert code_client.request_error("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
+    assert code_client.fetch_error("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
 
 
 def test_sandbox_variables_are_read_at_each_execution(code_client):
     set_env = lambda env: code_client.agent.post_ok("/identity", {"env": env})  # noqa: E731
     source = "import os; [os.environ.get(n) for n in 'AB']"
-    context = code_client.create_context(language="bash")["id"]
+    context_id = code_client.create_context(language="bash")["id"]
     try:
         set_env({"A": "1", "B": "2"})
         assert code_client.run(source).text == "['1', '2']"
-        assert code_client.run_for_output("echo $A$B", context_id=context) == "12\n"
+        assert code_client.run_for_output("echo $A$B", context_id=context_id) == "12\n"
         set_env({"A": "it's"})
         assert code_client.run(source).text == '["it\'s", None]'
-        assert code_client.run_for_output("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
+        assert code_client.run_for_output("echo $A$B; sh -c 'echo $A'", context_id=context_id) == "it's\nit's\n"
     finally:
         set_env({})
     assert code_client.run(source).text == "[None, None]"
 
 
 def test_contexts_are_created_restarted_and_removed(code_client, tmp_path):
-    created = code_client.create_context(cwd=str(tmp_path))
-    assert created == {"id": created["id"], "language": "python", "cwd": str(tmp_path)}
-    assert code_client.run("import os; os.getcwd()", context_id=created["id"]).text == repr(str(tmp_path))
-    assert code_client.run("os.chdir('/'); its_own = 1", context_id=created["id"]).error is None
+    context = code_client.create_context(cwd=str(tmp_path))
+    assert context == {"id": context["id"], "language": "python", "cwd": str(tmp_path)}
+    assert code_client.run("import os; os.getcwd()", context_id=context["id"]).text == repr(str(tmp_path))
+    assert code_client.run("os.chdir('/'); its_own = 1", context_id=context["id"]).error is None
     assert code_client.run("'its_own' in globals()").text == "False"
-    assert created in code_client.list_contexts()
-    assert code_client.request("POST", f"/contexts/{created['id']}/restart").status == 200
-    later = code_client.run("import os; os.getcwd(), 'its_own' in globals()", context_id=created["id"])
-    assert later.text == f"({str(tmp_path)!r}, False)"
-    initial_pids = set(kernel_pids(code_client))
-    assert code_client.request("DELETE", f"/contexts/{created['id']}").status == 204
-    assert created not in code_client.list_contexts() and len(initial_pids - set(kernel_pids(code_client))) == 1
+    assert context in code_client.list_contexts()
+    assert code_client.request("POST", f"/contexts/{context['id']}/restart").status == 200
+    restarted_execution = code_client.run("import os; os.getcwd(), 'its_own' in globals()", context_id=context["id"])
+    assert restarted_execution.text == f"({str(tmp_path)!r}, False)"
+    initial_pids = set(list_kernel_pids(code_client))
+    assert code_client.request("DELETE", f"/contexts/{context['id']}").status == 204
+    assert context not in code_client.list_contexts() and len(initial_pids - set(list_kernel_pids(code_client))) == 1
     for method, path in (("DELETE", ""), ("POST", "/restart"), ("POST", "/start")):
-        status, message = code_client.request_error(method, f"/contexts/{created['id']}{path}")
-        assert status == 404 and f"context {created['id']} not found" in message
-    assert code_client.request_error("POST", "/execute", {"code": "1", "context_id": created["id"]})[0] == 404
+        status, message = code_client.fetch_error(method, f"/contexts/{context['id']}{path}")
+        assert status == 404 and f"context {context['id']} not found" in message
+    assert code_client.fetch_error("POST", "/execute", {"code": "1", "context_id": context["id"]})[0] == 404
 
 
 def test_the_default_context_is_created_on_demand(code_client):
     code_client.run("1")
-    default = next(context for context in code_client.list_contexts() if context["id"] == "default")
+    default_context = next(context for context in code_client.list_contexts() if context["id"] == "default")
     home = "/home/user" if Path("/home/user").is_dir() else str(Path.home())
-    assert default == {"id": "default", "language": "python", "cwd": home}
+    assert default_context == {"id": "default", "language": "python", "cwd": home}
     assert code_client.run("1", context_id="default", language="Python").text == "1"
     assert code_client.request("DELETE", "/contexts/default").status == 204
     assert code_client.run("1").execution_count == 1
@@ -420,22 +423,22 @@ def test_invalid_requests_are_refused(code_client):
         ({"code": "1", "timeout": -1}, "'timeout' must be a number"),
         ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a valid shell variable name"),
     ):
-        status, message = code_client.request_error("POST", "/execute", body)
+        status, message = code_client.fetch_error("POST", "/execute", body)
         assert status == 400 and sentence in message
-    assert code_client.request_error("POST", "/contexts", {"cwd": "/no/such"}) == (
+    assert code_client.fetch_error("POST", "/contexts", {"cwd": "/no/such"}) == (
         400, "the working directory /no/such does not exist: create it first"
     )  # fmt: skip
-    assert code_client.request_error("POST", "/contexts", {"language": "r"})[0] == 400
-    assert code_client.request_error("GET", "/execute")[0] == 405
+    assert code_client.fetch_error("POST", "/contexts", {"language": "r"})[0] == 400
+    assert code_client.fetch_error("GET", "/execute")[0] == 405
     for path in ("/contexts/", "/contexts/a/b/c"):
-        assert code_client.request_error("POST", path)[0] == 404
+        assert code_client.fetch_error("POST", path)[0] == 404
 
 
 def test_the_number_of_contexts_is_limited(fresh_agent):
     code_client = CodeClient(fresh_agent)
     for _ in range(64):
         code_client.create_context()
-    status, message = code_client.request_error("POST", "/contexts", {})
+    status, message = code_client.fetch_error("POST", "/contexts", {})
     assert status == 429 and "remove one first" in message
 
 
@@ -461,8 +464,8 @@ def test_eval_returns_the_value_or_the_error(code_client):
     assert evaluate("y = 7; print(y)") == {"result": "None", "error": "", "exit_code": 0}
     assert code_client.run("y").text == "7"
     assert evaluate("1/0") == {"result": "", "error": "ZeroDivisionError: division by zero", "exit_code": 1}
-    timed_out = evaluate("import time; time.sleep(30)", timeout=0.1)
-    assert timed_out == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
+    timeout_result = evaluate("import time; time.sleep(30)", timeout=0.1)
+    assert timeout_result == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
     assert code_client.agent.post("/eval", {})[0] == 400
 
 
@@ -470,12 +473,12 @@ def test_eval_returns_the_value_or_the_error(code_client):
 
 
 def test_contexts_run_in_parallel_and_their_cells_in_order(code_client, tmp_path):
-    other = code_client.create_context()["id"]
+    other_context_id = code_client.create_context()["id"]
     code_client.run("import os, time")
-    first = code_client.request("POST", "/execute", {
+    first_response = code_client.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nn = 1"
     })  # fmt: skip
-    while b"on" not in first.readline():
+    while b"on" not in first_response.readline():
         pass
     answers = {}
 
@@ -488,21 +491,21 @@ def test_contexts_run_in_parallel_and_their_cells_in_order(code_client, tmp_path
         threads.append(threading.Thread(target=run_cell, args=(number,)))
         threads[-1].start()
         time.sleep(0.1)
-    assert code_client.run("'other'", context_id=other).text == "'other'"
+    assert code_client.run("'other'", context_id=other_context_id).text == "'other'"
     assert answers == {}
     (tmp_path / "go").touch()
     for thread in threads:
         thread.join()
-    first.read()
+    first_response.read()
     assert answers == {2: "12", 3: "123", 4: "1234"}
 
 
 def test_a_queued_execution_is_dropped_when_its_client_hangs_up(code_client, tmp_path):
     code_client.run("import os, time; ran = []")
-    first = code_client.request("POST", "/execute", {
+    first_response = code_client.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     })  # fmt: skip
-    while b"on" not in first.readline():
+    while b"on" not in first_response.readline():
         pass
     body = json.dumps({"code": "ran.append(1)"}).encode()
     with socket.create_connection(("127.0.0.1", code_client.agent.code_port)) as sock:
@@ -510,7 +513,7 @@ def test_a_queued_execution_is_dropped_when_its_client_hangs_up(code_client, tmp
         time.sleep(0.1)
     time.sleep(0.1)
     (tmp_path / "go").touch()
-    first.read()
+    first_response.read()
     assert code_client.run("ran").text == "[]"
 
 
@@ -545,8 +548,8 @@ def test_a_time_limit_interrupts_the_code(code_client):
 )
 def test_a_disconnect_interrupts_the_code(code_client, statement):
     code_client.run("import time; ended = ''")
-    text = f"try:\n    print('on')\n    {statement}\nexcept BaseException as error:\n    ended = type(error).__name__"
-    response = code_client.request("POST", "/execute", {"code": text})
+    source = f"try:\n    print('on')\n    {statement}\nexcept BaseException as error:\n    ended = type(error).__name__"
+    response = code_client.request("POST", "/execute", {"code": source})
     while b"on" not in response.readline():
         pass
     response.close()
@@ -565,28 +568,28 @@ def test_an_interrupt_affects_only_user_code(code_client):
 # -- large output, and output between cells --------------------------------------------------------------------------
 
 
-def memory_mb(code_client):
-    status = Path(f"/proc/{code_client.agent.process.pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
+def read_memory_mb(code_client):
+    process_status = Path(f"/proc/{code_client.agent.process.pid}/status").read_text()
+    return int(next(line for line in process_status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
 def test_a_slow_client_blocks_the_code(code_client):
-    initial_memory = memory_mb(code_client)
+    initial_memory_mb = read_memory_mb(code_client)
     response = code_client.request("POST", "/execute", {
         "code": "import os\nfor n in range(100): os.write(1, b'x' * 100_000)\n1"
     })  # fmt: skip
-    first = json.loads(response.readline())
+    first_event = json.loads(response.readline())
     time.sleep(0.5)
-    assert memory_mb(code_client) < initial_memory + 5
+    assert read_memory_mb(code_client) < initial_memory_mb + 5
     events = [json.loads(line) for line in response.read().splitlines()]
-    assert first["type"] == "number_of_executions" and events[-1]["type"] == "result"
+    assert first_event["type"] == "number_of_executions" and events[-1]["type"] == "result"
     assert sum(len(event["text"]) for event in events[:-1]) == 10_000_000
 
 
 def test_the_size_of_a_result_is_limited(code_client):
     assert len(code_client.run("'x' * (2 << 20)").text) == (2 << 20) + 2
-    oversized = code_client.run("'x' * (33 << 20)")
-    assert oversized.error is None and "was omitted: the limit is 33554432" in oversized.text
+    execution = code_client.run("'x' * (33 << 20)")
+    assert execution.error is None and "was omitted: the limit is 33554432" in execution.text
     assert len(code_client.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
 
 
@@ -603,10 +606,9 @@ def test_output_between_cells_is_discarded(code_client):
         process = subprocess.Popen("sleep 0.2; head -c 400000 /dev/zero; head -c 400000 /dev/zero >&2", shell=True)
     """)
     time.sleep(0.8)
-    after = code_client.events("1")
-    assert after == [("result", "1")]
+    assert code_client.run_for_events("1") == [("result", "1")]
     assert code_client.run("done.is_set(), process.poll()").text == "(True, 0)"
-    assert code_client.events("print('mine')") == [("stdout", "mine\n")]
+    assert code_client.run_for_events("print('mine')") == [("stdout", "mine\n")]
 
 
 def test_a_late_display_from_a_thread_is_ignored(code_client):
@@ -618,16 +620,18 @@ def test_a_late_display_from_a_thread_is_ignored(code_client):
 
 
 def test_children_of_the_kernel_cannot_write_to_its_channel(code_client):
-    assert code_client.events("""
+    assert code_client.run_for_events("""
         import os, sys
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             display("child")
             os.write(1, b"")
         else:
-            os.wait()
+            os.waitpid(pid, 0)
         1
     """) == [("stdout", "'child'\n"), ("result", "1")]
-    assert code_client.run("if os.fork() == 0: raise OSError('in the child')\nos.wait()[1] >> 8").text == "1"
+    code = "pid = os.fork()\nif pid == 0: raise OSError('in the child')\nos.waitpid(pid, 0)[1] >> 8"
+    assert code_client.run(code).text == "1"
     assert code_client.run("""
         import multiprocessing
         def f(x): return x * x
@@ -646,38 +650,40 @@ def test_modules_are_loaded_on_demand(unmanaged_command, running):
         threads = Path(f"/proc/{agent.process.pid}/task").iterdir()
         assert len(list(threads)) <= 3  # the two listeners and the thread of the request
         code_client = CodeClient(agent)
-        assert kernel_pids(code_client) == [] and code_client.list_contexts() == []
+        assert list_kernel_pids(code_client) == [] and code_client.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"
-        assert len(kernel_pids(code_client)) == 1
+        assert len(list_kernel_pids(code_client)) == 1
         assert code_client.run("1").execution_count == 1
 
 
 def test_files_in_the_working_directory_do_not_shadow_installed_modules(code_client, tmp_path):
     (tmp_path / "random.py").write_text("planted = True")
     (tmp_path / "own.py").write_text("value = 7")
-    context = code_client.create_context(cwd=str(tmp_path))["id"]
-    assert code_client.run("import random; hasattr(random, 'planted')", context_id=context).text == "False"
-    assert code_client.run("import own; own.value", context_id=context).text == "7"
+    context_id = code_client.create_context(cwd=str(tmp_path))["id"]
+    assert code_client.run("import random; hasattr(random, 'planted')", context_id=context_id).text == "False"
+    assert code_client.run("import own; own.value", context_id=context_id).text == "7"
 
 
 def test_the_kernel_imports_few_modules(code_client, unmanaged_command):
-    context = code_client.create_context()["id"]
-    names = code_client.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
-    assert names == "[]"
-    execution = code_client.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
-    first, last, *rest = ast.literal_eval(execution.text)
-    assert first and not last and rest == [[""], "__main__"]
+    context_id = code_client.create_context()["id"]
+    names_text = code_client.run(
+        "sorted(name for name in globals() if not name.startswith('__'))", context_id=context_id
+    ).text
+    assert names_text == "[]"
+    execution = code_client.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context_id)
+    first_path, last_path, *other_values = ast.literal_eval(execution.text)
+    assert first_path and not last_path and other_values == [[""], "__main__"]
     # Python's own site packages may import any module.
-    plain = subprocess.check_output(
+    expected_text = subprocess.check_output(
         [unmanaged_command[0], "-c", "import sys; print('random' in sys.modules)"], text=True
     ).strip()
-    code_client.run("await __import__('asyncio').sleep(0)", context_id=context)
-    assert code_client.run("'random' in sys.modules", context_id=context).text == plain
+    code_client.run("await __import__('asyncio').sleep(0)", context_id=context_id)
+    assert code_client.run("'random' in sys.modules", context_id=context_id).text == expected_text
 
 
 def test_user_files_do_not_break_the_kernel(code_client, tmp_path):
     for name in ("json", "ast", "traceback", "sandbox_agent"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('mine')")
     (tmp_path / "helper.py").write_text("x = 'imported'")
-    context = code_client.create_context(cwd=str(tmp_path))["id"]
-    assert code_client.run("import helper\nhelper.x", context_id=context).text == "'imported'"
+    context_id = code_client.create_context(cwd=str(tmp_path))["id"]
+    assert code_client.run("import helper\nhelper.x", context_id=context_id).text == "'imported'"

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_agent.interpreter.answers import _parse_event
-from sandbox_agent.interpreter.kernel_protocol import HEAD
+from sandbox_agent.interpreter.kernel_protocol import KERNEL_FRAME_HEAD
 from sandbox_agent.interpreter.languages import Cell, Python, Shell
 
-CHANNEL = """
+CHANNEL_CODE = """
 import os, struct, time
 def channel():
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -90,13 +90,13 @@ def test_a_nonzero_exit_status_is_an_error(shell_client):
     assert shell_client.run_shell("echo 1; false") == ("1\n", "exit code 1")
     assert shell_client.run_shell("(exit 77)") == ("", "exit code 77")
     assert shell_client.run_shell("echo $?")[1] is None
-    broken = shell_client.run("echo 'open", "bash")
-    assert broken.error.value == "exit code 2" and broken.logs.stderr
+    failed_execution = shell_client.run("echo 'open", "bash")
+    assert failed_execution.error.value == "exit code 2" and failed_execution.logs.stderr
     assert shell_client.run_shell("no-such-command-at-all")[1] == "exit code 127"
     assert shell_client.run_shell("echo fine") == ("fine\n", None)
 
 
-def test_shell_variables_for_a_single_execution(shell_client):
+def test_shell_variables_apply_to_a_single_execution(shell_client):
     assert shell_client.run_shell("B=kept; unset A") == ("", None)
     assert shell_client.run_shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
         "it's\né\n",
@@ -143,14 +143,14 @@ def test_background_jobs_keep_running(shell_client):
 @pytest.mark.parametrize("language", ["python", "bash"])
 def test_an_early_interrupt_is_not_lost(code_client, language):
     """The kernel has not read the code yet, for example because the sandbox is busy."""
-    python = language == "python"
-    execution = code_client.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
+    is_python = language == "python"
+    execution = code_client.run("import os; kept = 1; print(os.getpid())" if is_python else "kept=1; echo $$", language)
     pid = int(execution.logs.stdout[0])
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, [pid, signal.SIGCONT]).start()
-    error = code_client.run("while True: pass" if python else "while :; do :; done", language, timeout=0.2).error
+    error = code_client.run("while True: pass" if is_python else "while :; do :; done", language, timeout=0.2).error
     assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
-    assert code_client.run("print(kept)" if python else "echo $kept", language).logs.stdout == ["1\n"]
+    assert code_client.run("print(kept)" if is_python else "echo $kept", language).logs.stdout == ["1\n"]
 
 
 def test_an_interrupt_between_cells_is_ignored(code_client):
@@ -180,7 +180,7 @@ def test_the_published_client_works(code_client, tmp_path):
     assert execution.text == "2" and [message.line for message in messages] == ["1\n"]
     context = sandbox.create_code_context(cwd=str(tmp_path), language="python")
     assert sandbox.run_code("import os; os.getcwd()", context=context).text == repr(str(tmp_path))
-    assert context.id in [listed.id for listed in sandbox.list_code_contexts()]
+    assert context.id in [each.id for each in sandbox.list_code_contexts()]
     sandbox.restart_code_context(context)
     assert sandbox.run_code("os", context=context).error.name == "NameError"
     sandbox.remove_code_context(context.id)
@@ -211,17 +211,18 @@ def test_the_published_client_works(code_client, tmp_path):
     ],
 )
 def test_a_kernel_is_killed_if_its_code_writes_to_the_channel(code_client, attack):
-    error = code_client.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
-    assert error.name == "KernelDied" and "wrote to its channel" in error.value
+    error = code_client.run(f"{CHANNEL_CODE}\n{attack}\ntime.sleep(0.3)", timeout=20).error
+    assert error.name == "KernelDied" and "wrote to the kernel's channel" in error.value
     assert code_client.run("1").execution_count == 1
     assert code_client.agent.process.poll() is None
 
 
 def test_a_forged_end_frame_affects_only_its_own_kernel(code_client):
     code_client.agent.post("/contexts/default/start")
-    count = code_client.run("1").execution_count
-    forged = code_client.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
-    assert forged.results == []
+    execution_count = code_client.run("1").execution_count
+    code = f"{CHANNEL_CODE}\nsay(b'D', b'%d' % {execution_count + 1})\ntime.sleep(0.3)\n'late'"
+    attack_execution = code_client.run(code)
+    assert attack_execution.results == []
     assert [result.text for result in code_client.run("2").results] == ["'late'", "2"]
     assert code_client.run("3").text == "3"
     assert code_client.agent.post("/contexts/default/start")[0] == 200
@@ -247,38 +248,38 @@ def test_a_python_that_does_not_start_is_reported(unmanaged_command, running, tm
 
 
 def test_the_agent_starts_if_the_code_port_is_in_use(unmanaged_command, running, agent):
-    with running([*unmanaged_command, "--code-port", str(agent.code_port)]) as other:
-        assert other.code_port == 0
-        assert other.request("GET", "/health")[0] == 204
+    with running([*unmanaged_command, "--code-port", str(agent.code_port)]) as other_agent:
+        assert other_agent.code_port == 0
+        assert other_agent.request("GET", "/health")[0] == 204
 
 
 @given(frames=st.lists(st.tuples(st.sampled_from("ES"), st.binary(max_size=20))), cuts=st.lists(st.integers(0, 200)))
 def test_split_frames_are_joined(frames, cuts):
-    data = b"".join(HEAD.pack(kind.encode(), len(content)) + content for kind, content in frames)
-    data += HEAD.pack(b"D", 1) + b"6" + HEAD.pack(b"D", 1) + b"7"
-    python, parsed, start = Python(), [], 0
+    data = b"".join(KERNEL_FRAME_HEAD.pack(letter.encode(), len(content)) + content for letter, content in frames)
+    data += KERNEL_FRAME_HEAD.pack(b"D", 1) + b"6" + KERNEL_FRAME_HEAD.pack(b"D", 1) + b"7"
+    python, parsed_frames, start = Python(), [], 0
     python.encode_cell(Cell("", {}), 7)
     for end in [*sorted(cuts), len(data)]:
-        parsed += python.parse(data[start:end])
+        parsed_frames += python.parse(data[start:end])
         start = max(start, end)
-    kinds = {"E": "event", "S": "sync"}
-    assert parsed == [*[(kinds[kind], content) for kind, content in frames], ("done", b"0")]
+    kinds_by_letter = {"E": "event", "S": "sync"}
+    assert parsed_frames == [*[(kinds_by_letter[letter], content) for letter, content in frames], ("done", b"0")]
 
 
-@given(data=st.lists(st.binary(max_size=30)))
-def test_arbitrary_bytes_do_not_break_the_channel(data):
+@given(pieces=st.lists(st.binary(max_size=30)))
+def test_arbitrary_bytes_do_not_break_the_channel(pieces):
     for language in (Python(), Shell()):
         language.encode_cell(Cell("", {}), 1)
-        for piece in data:
+        for piece in pieces:
             for kind, content in language.parse(piece):
                 assert kind in ("event", "sync", "done", "begun", "broken")
                 if kind == "done":
                     assert 0 <= int(content) <= 999
 
 
-VALUES = st.none() | st.booleans() | st.text(max_size=5) | st.just({}) | st.sampled_from(["result", "error"])
+EVENT_VALUES = st.none() | st.booleans() | st.text(max_size=5) | st.just({}) | st.sampled_from(["result", "error"])
 EVENTS = st.fixed_dictionaries({"type": st.sampled_from(["result", "error", "stdout"])} , optional=dict.fromkeys(
-    ["text", "json", "extra", "is_main_result", "name", "value", "traceback", "self"], VALUES
+    ["text", "json", "extra", "is_main_result", "name", "value", "traceback", "self"], EVENT_VALUES
 ))  # fmt: skip
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from sandbox_agent.machine import mounts
 
-SOURCE = Path(__file__).parents[2] / "gateway/src"
-GATEWAY, OTHER = "192.0.2.1", "192.0.2.2"
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src"
+GATEWAY_ADDRESS, OTHER_ADDRESS = "192.0.2.1", "192.0.2.2"
 
 # A separate network whose default gateway is this machine itself, so that a test can send requests from there.
-NAMESPACE = """
+NAMESPACE_SCRIPT = """
 set -e
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /mnt
@@ -34,7 +34,7 @@ ip addr add 192.0.2.1/32 dev lo
 exec "$@"
 """
 
-CLIENT = """
+CLIENT_SCRIPT = """
 import http.client, sys
 connection = http.client.HTTPConnection("192.0.2.2", int(sys.argv[1]), timeout=30, source_address=(sys.argv[2], 0))
 connection.request("POST", sys.argv[3], sys.stdin.buffer.read(), {"X-Access-Token": sys.argv[4]})
@@ -45,37 +45,37 @@ print(response.read().decode())
 
 
 class Machine:
-    """A machine with a managing agent, which runs in new namespaces."""
+    """A machine in new namespaces, with an agent that manages it."""
 
     def __init__(self, agent: Any) -> None:
         self.pid = agent.process.pid
         self._port = agent.port
 
-    def namespace_command(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
-        enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--uts", "--"]
-        return subprocess.Popen([*enter, *argv], **options)
+    def start_process(self, *argv: str, **options: Any) -> subprocess.Popen[bytes]:
+        enter_command = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--uts", "--"]
+        return subprocess.Popen([*enter_command, *argv], **options)
 
     def run(self, script: str) -> None:
-        assert self.namespace_command("sh", "-ec", script).wait(20) == 0
+        assert self.start_process("sh", "-ec", script).wait(20) == 0
 
     def post(
-        self, path: str, body: Any, *, source: str = GATEWAY, token: str = "", port: int = 0
+        self, path: str, body: Any, *, source: str = GATEWAY_ADDRESS, token: str = "", port: int = 0
     ) -> tuple[int, dict[str, Any]]:
-        argv = (sys.executable, "-c", CLIENT, str(port or self._port), source, path, token)
-        process = self.namespace_command(*argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        argv = (sys.executable, "-c", CLIENT_SCRIPT, str(port or self._port), source, path, token)
+        process = self.start_process(*argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         out, _ = process.communicate(json.dumps(body).encode(), 60)
         status, _, response = out.decode().partition("\n")
         return int(status), json.loads(response)
 
-    def request_mounts(self, *desired: dict[str, Any]) -> tuple[list[str], list[str]]:
-        status, response = self.post("/mounts", {"mounts": list(desired)})
+    def request_mounts(self, *desired_mounts: dict[str, Any]) -> tuple[list[str], list[str]]:
+        status, response = self.post("/mounts", {"mounts": list(desired_mounts)})
         assert status == 200, response
         return response["mounted"], response["unmounted"]
 
     def list_mounts(self) -> dict[str, str]:
-        """Return the options of each mount with a source vol-*, by path."""
-        lines = (line.split() for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines())
-        return {fields[1]: fields[3] for fields in lines if fields[0].startswith("vol-")}
+        """Return the options of each mount whose source is vol-*, by path."""
+        rows = (line.split() for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines())
+        return {fields[1]: fields[3] for fields in rows if fields[0].startswith("vol-")}
 
 
 def make_mount(name: str, path: str = "", **changes: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def make_mount(name: str, path: str = "", **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def machine(requires_root: None, running: Any) -> Iterator[Machine]:
-    argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE, "sh"]
+    argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE_SCRIPT, "sh"]
     with running([*argv, sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"]) as agent:
         assert not Path(f"/proc/{agent.process.pid}/ns/mnt").samefile("/proc/self/ns/mnt")
         yield Machine(agent)
@@ -94,9 +94,9 @@ def machine(requires_root: None, running: Any) -> Iterator[Machine]:
 def test_missing_mounts_are_added_and_existing_ones_kept(machine):
     a, b = make_mount("a", "/mnt/deep/down/a"), make_mount("b", readOnly=True)
     assert machine.request_mounts(a, b) == ([a["path"], b["path"]], [])
-    options = machine.list_mounts()
-    assert {"rw", "nosuid", "nodev", "size=1024k"} <= set(options[a["path"]].split(","))
-    assert {"ro", "nosuid", "nodev"} <= set(options[b["path"]].split(","))
+    options_by_path = machine.list_mounts()
+    assert {"rw", "nosuid", "nodev", "size=1024k"} <= set(options_by_path[a["path"]].split(","))
+    assert {"ro", "nosuid", "nodev"} <= set(options_by_path[b["path"]].split(","))
     machine.run("echo kept > /mnt/deep/down/a/file")
     assert machine.request_mounts(b, a) == ([], [])
     machine.run("grep -q kept /mnt/deep/down/a/file")
@@ -117,17 +117,17 @@ def test_a_mount_with_other_options_is_replaced(machine, change):
 def test_a_volume_in_use_can_be_unmounted(machine):
     a, inner = make_mount("a"), make_mount("inner", "/mnt/a/inner")
     machine.request_mounts(a, inner)
-    reader = machine.namespace_command(
+    process = machine.start_process(
         "sh", "-c", "cd /mnt/a/inner && echo there && exec sleep 60", stdout=subprocess.PIPE
     )
     try:
-        assert reader.stdout
-        assert reader.stdout.readline() == b"there\n"
+        assert process.stdout
+        assert process.stdout.readline() == b"there\n"
         assert machine.request_mounts() == ([], ["/mnt/a/inner", "/mnt/a"])
         assert machine.list_mounts() == {}
     finally:
-        reader.kill()
-        reader.wait()
+        process.kill()
+        process.wait()
 
 
 def test_foreign_mounts_are_kept_unless_they_hide_a_removed_volume(machine):
@@ -146,8 +146,8 @@ def test_a_manually_unmounted_volume_is_mounted_again(machine):
 
 def test_mounting_new_volumes_is_all_or_nothing(machine):
     machine.request_mounts(make_mount("old"), make_mount("gone"))
-    desired = [make_mount("old"), make_mount("new"), make_mount("bad", type="nosuchfs")]
-    status, response = machine.post("/mounts", {"mounts": desired})
+    desired_mounts = [make_mount("old"), make_mount("new"), make_mount("bad", type="nosuchfs")]
+    status, response = machine.post("/mounts", {"mounts": desired_mounts})
     assert status == 400
     assert "cannot mount /mnt/bad, because this machine's kernel does not support nosuchfs" in response["message"]
     assert list(machine.list_mounts()) == ["/mnt/old"]
@@ -171,7 +171,7 @@ def test_an_unusable_mount_point_is_reported(machine):
 
 
 @pytest.mark.parametrize(
-    "desired",
+    "desired_mounts",
     [
         None,
         "/mnt/a",
@@ -188,21 +188,21 @@ def test_an_unusable_mount_point_is_reported(machine):
         [make_mount("a"), make_mount("b", "/mnt/a")],
     ],
 )
-def test_an_invalid_request_changes_nothing(desired):
+def test_an_invalid_request_changes_nothing(desired_mounts):
     with pytest.raises(mounts.Failure) as error:
-        mounts._parse_mounts({"mounts": desired})
+        mounts._parse_mounts({"mounts": desired_mounts})
     assert error.value.status == 400
 
 
 def test_mounting_requires_the_gateway_or_the_token(machine):
-    a = {"mounts": [make_mount("a")]}
-    assert machine.post("/mounts", a, source=OTHER)[0] == 403, "without a token, only the gateway may mount"
+    body = {"mounts": [make_mount("a")]}
+    assert machine.post("/mounts", body, source=OTHER_ADDRESS)[0] == 403, "without a token, only the gateway may mount"
     assert machine.list_mounts() == {}
     assert machine.post("/identity", {"accessToken": "s3cret"})[0] == 200
-    assert machine.post("/mounts", a, source=OTHER)[0] == 401
-    assert machine.post("/mounts", a, source=OTHER, token="wrong")[0] == 401
+    assert machine.post("/mounts", body, source=OTHER_ADDRESS)[0] == 401
+    assert machine.post("/mounts", body, source=OTHER_ADDRESS, token="wrong")[0] == 401
     assert machine.list_mounts() == {}
-    assert machine.post("/mounts", a, source=OTHER, token="s3cret")[0] == 200
+    assert machine.post("/mounts", body, source=OTHER_ADDRESS, token="s3cret")[0] == 200
     assert machine.post("/mounts", {"mounts": []})[0] == 200
     assert machine.list_mounts() == {}
 
@@ -210,19 +210,19 @@ def test_mounting_requires_the_gateway_or_the_token(machine):
 def test_a_restarted_agent_unmounts_only_its_own_mounts(machine):
     machine.run("mkdir /mnt/mine; mount -t tmpfs vol-mine /mnt/mine")
     machine.request_mounts(make_mount("a"))
-    second = machine.namespace_command(
+    second_agent = machine.start_process(
         *(sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"),
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY)},
     )
     try:
-        assert second.stderr
-        port = int(second.stderr.readline().decode().rpartition(":")[2])
+        assert second_agent.stderr
+        port = int(second_agent.stderr.readline().decode().rpartition(":")[2])
         assert machine.post("/mounts", {"mounts": []}, port=port)[1]["unmounted"] == ["/mnt/a"]
         assert list(machine.list_mounts()) == ["/mnt/mine"]
     finally:
-        second.kill()
-        second.wait()
+        second_agent.kill()
+        second_agent.wait()
 
 
 def test_an_unmanaged_agent_mounts_nothing(fresh_agent):
@@ -233,7 +233,7 @@ def test_an_unmanaged_agent_mounts_nothing(fresh_agent):
     assert not Path("/nonexistent").exists()
 
 
-def test_hanging_work_times_out():
+def test_a_hanging_call_times_out():
     start_time = time.monotonic()
     assert mounts._run_with_timeout(lambda: time.sleep(60) or 0, 0.2) == errno.ETIMEDOUT
     assert time.monotonic() - start_time < 5
@@ -251,7 +251,7 @@ def test_the_module_is_imported_on_demand():
     script = "import sys, sandbox_agent.agent; print('sandbox_agent.machine.mounts' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY)},
         capture_output=True,
         text=True,
         check=True,

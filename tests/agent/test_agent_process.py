@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 
-def b64(data: bytes) -> str:
+def encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 def test_a_command_streams_its_output_and_end(agent):
     events = list(agent.start("sh", "-c", "printf out; printf err >&2"))
     assert events[0]["start"]["pid"] > 0
-    data = {key: base64.b64decode(value) for event in events[1:-1] for key, value in event["data"].items()}
-    assert data == {"stdout": b"out", "stderr": b"err"}
+    output = {key: base64.b64decode(value) for event in events[1:-1] for key, value in event["data"].items()}
+    assert output == {"stdout": b"out", "stderr": b"err"}
     assert events[-1] == {"end": {"exitCode": 0, "exited": True, "status": "exit status 0"}}
 
 
@@ -41,7 +41,7 @@ def test_no_output_is_lost(agent):
     assert err == b"".join(b"%d\n" % n for n in range(1, 1001))
 
 
-def peak_memory(pid: int) -> int:
+def read_peak_memory_kib(pid: int) -> int:
     """Return the peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -49,17 +49,17 @@ def peak_memory(pid: int) -> int:
 
 def test_a_slow_client_blocks_the_process(agent):
     """The process writes 100 MB, and the client does not read at first. The agent buffers only a small part."""
-    initial_memory = peak_memory(agent.process.pid)
+    initial_memory_kib = read_peak_memory_kib(agent.process.pid)
     events = agent.start("sh", "-c", "head -c 100000000 /dev/zero; echo done >&2")
     time.sleep(0.5)
-    received, last = 0, b""
+    received_byte_count, tail = 0, b""
     while piece := events._response.read1(1 << 20):
-        received += len(piece)
-        last = (last + piece)[-1000:]
+        received_byte_count += len(piece)
+        tail = (tail + piece)[-1000:]
     # The output is in base64, with a frame around each piece.
-    assert 133_000_000 < received < 140_000_000
-    assert b'"stderr":"ZG9uZQo="' in last and b'"exitCode": 0' in last
-    assert peak_memory(agent.process.pid) - initial_memory < 20_000
+    assert 133_000_000 < received_byte_count < 140_000_000
+    assert b'"stderr":"ZG9uZQo="' in tail and b'"exitCode": 0' in tail
+    assert read_peak_memory_kib(agent.process.pid) - initial_memory_kib < 20_000
 
 
 def test_environment_directory_and_user_are_set(agent, tmp_path):
@@ -105,10 +105,10 @@ def test_the_codec_must_be_json(agent):
 def test_stdin_can_be_sent_and_streamed(agent):
     events = agent.start("cat", stdin=True)
     pid = events.next()["start"]["pid"]
-    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": encode_base64(b"one ")}})
     # The input stream consists of frames. Its response has one message.
     messages = [{"start": {"process": {"pid": pid}}}, {"keepalive": {}}]
-    messages += [{"data": {"input": {"stdin": b64(part)}}} for part in (b"two ", b"x" * 300_000)]
+    messages += [{"data": {"input": {"stdin": encode_base64(part)}}} for part in (b"two ", b"x" * 300_000)]
     response_stream = agent.stream("StreamInput", *messages)
     assert (list(response_stream), response_stream.error) == ([{}], None)
     agent.post_ok("/process.Process/CloseStdin", {"process": {"pid": pid}})
@@ -117,21 +117,24 @@ def test_stdin_can_be_sent_and_streamed(agent):
 
 def test_input_streams_may_pause(running, unmanaged_command):
     """The pause is longer than the idle timeout of other connections."""
-    code = (
+    setup_code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.http import server; "
-        "server.IDLE_SECONDS = 0.3; sys.argv = sys.argv[1:]"
+        "server.IDLE_TIMEOUT_SECONDS = 0.3; sys.argv = sys.argv[1:]"
     )
-    with running([unmanaged_command[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged_command[2:]]) as agent:
+    with running(
+        [unmanaged_command[0], "-c", f"{setup_code}; sys.exit(agent.main())", *unmanaged_command[2:]]
+    ) as agent:
         agent.start("cat", stdin=True, tag="cat").next()
 
-        def frames():
-            for message in ({"start": {"process": {"tag": "cat"}}}, {"data": {"input": {"stdin": b64(b"late")}}}):
+        def generate_frames():
+            input_message = {"data": {"input": {"stdin": encode_base64(b"late")}}}
+            for message in ({"start": {"process": {"tag": "cat"}}}, input_message):
                 data = json.dumps(message).encode()
                 yield struct.pack(">BI", 0, len(data)) + data
                 time.sleep(0.6)
 
         headers = {"Content-Type": "application/connect+json", "Transfer-Encoding": "chunked"}
-        status, response = agent.request("POST", "/process.Process/StreamInput", frames(), headers)
+        status, response = agent.request("POST", "/process.Process/StreamInput", generate_frames(), headers)
         assert status == 200 and b"error" not in response
         agent.post_ok("/process.Process/CloseStdin", {"process": {"tag": "cat"}})
         assert agent.stream("Connect", {"process": {"tag": "cat"}}).read_to_end()[0] == b"late"
@@ -139,26 +142,26 @@ def test_input_streams_may_pause(running, unmanaged_command):
 
 def test_the_start_request_can_contain_the_input(agent):
     data = b"x" * 3_000_000
-    events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=b64(data))
+    events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=encode_base64(data))
     assert events.next()["start"]["input"] is True
     assert events.read_to_end()[0] == data + b"end\n"
     assert agent.start("cat", input="").read_to_end()[0] == b""
 
 
 def test_unread_input_does_not_block_the_agent(agent):
-    out, _, end = agent.start("sh", "-c", "sleep 30.2 & echo done", input=b64(b"x" * 3_000_000)).read_to_end()
+    out, _, end = agent.start("sh", "-c", "sleep 30.2 & echo done", input=encode_base64(b"x" * 3_000_000)).read_to_end()
     assert (out, end["exitCode"]) == (b"done\n", 0)
-    closed = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=b64(b"x" * 3_000_000)).read_to_end()
-    assert closed[0] == b"closed\n"
-    rejected = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
-    assert (list(rejected), rejected.error["code"]) == ([], "invalid_argument")
+    events = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=encode_base64(b"x" * 3_000_000))
+    assert events.read_to_end()[0] == b"closed\n"
+    events = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
+    assert (list(events), events.error["code"]) == ([], "invalid_argument")
 
 
 def test_input_without_stdin_is_refused(agent):
     events = agent.start("sleep", "30.1")
     pid = events.next()["start"]["pid"]
     status, response = agent.post(
-        "/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"x")}}
+        "/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": encode_base64(b"x")}}
     )
     assert (status, response["code"]) == (400, "failed_precondition")
     agent.post_ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
@@ -166,7 +169,7 @@ def test_input_without_stdin_is_refused(agent):
     assert end == {"exitCode": -1, "exited": False, "status": "signal: killed", "error": "signal: killed"}
 
 
-def test_a_signal_reaches_the_group(agent):
+def test_a_signal_reaches_the_process_group(agent):
     events = agent.start(
         "sh",
         "-c",
@@ -180,7 +183,7 @@ def test_a_signal_reaches_the_group(agent):
     assert (sorted(out.split()), end["exitCode"]) == ([b"child", b"parent"], 5)
 
 
-def test_an_ended_process_is_not_found(agent):
+def test_an_unknown_process_is_not_found(agent):
     for method, extra in (
         ("SendSignal", {"signal": "SIGNAL_SIGKILL"}),
         ("SendInput", {"input": {"stdin": ""}}),
@@ -206,7 +209,8 @@ def test_a_disconnect_does_not_stop_the_process(agent, eventually):
     events = agent.stream("Connect", {"process": {"tag": "orphan"}})
     assert events.next()["start"]["pid"] == processes[0]["pid"]
     assert base64.b64decode(events.next()["data"]["stdout"]) == b"a\n"
-    agent.post_ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
+    message = {"process": {"tag": "orphan"}, "input": {"stdin": encode_base64(b"\n")}}
+    agent.post_ok("/process.Process/SendInput", message)
     assert events.read_to_end()[0] == b"b\n"
     # After the process has ended, it is no longer listed, but its result remains available.
     assert not [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
@@ -222,11 +226,11 @@ def test_only_the_last_output_is_kept(agent):
 
 
 def test_a_process_without_a_client_keeps_running(agent, tmp_path, eventually):
-    marker = tmp_path / "done"
-    events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {marker}")
+    marker_file = tmp_path / "done"
+    events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {marker_file}")
     events.next()
     events._response.close()
-    eventually(marker.exists)
+    eventually(marker_file.exists)
 
 
 def test_a_process_is_killed_at_its_deadline(agent, eventually):
@@ -242,21 +246,21 @@ def test_a_process_is_killed_at_its_deadline(agent, eventually):
 
 
 def test_the_deadline_of_a_stream_ends_only_the_stream(agent):
-    first = agent.start("sleep", "30.2", tag="sleeper")
-    pid = first.next()["start"]["pid"]
+    start_stream = agent.start("sleep", "30.2", tag="sleeper")
+    pid = start_stream.next()["start"]["pid"]
     events = agent.stream("Connect", {"process": {"pid": pid}}, **{"Connect-Timeout-Ms": "100"})
     assert [list(event) for event in events] == [["start"]]
     assert events.error and events.error["code"] == "deadline_exceeded"
     assert pid in [item["pid"] for item in agent.post_ok("/process.Process/List")["processes"]]
     os.kill(pid, signal.SIGKILL)
-    assert first.read_to_end()[2]["status"] == "signal: killed"
+    assert start_stream.read_to_end()[2]["status"] == "signal: killed"
 
 
 def test_silent_streams_send_keepalives(agent):
     events = agent.start("sleep", "1.3", Connect_Timeout_Ms="0")
     assert list(events.next()) == ["start"]
-    other = agent.stream("Connect", {"process": {"pid": 0, "tag": ""}})
-    assert list(other) == []
+    failed_stream = agent.stream("Connect", {"process": {"pid": 0, "tag": ""}})
+    assert list(failed_stream) == []
     slow_stream = agent.stream(
         "Start", {"process": {"cmd": "sleep", "args": ["1.2"]}, "stdin": False}, **{"Keepalive-Ping-Interval": "1"}
     )
@@ -274,7 +278,7 @@ def test_a_terminal_can_be_resized(agent):
         out += base64.b64decode(events.next()["data"]["pty"])
     assert out.startswith(b"/dev/")
     agent.post_ok("/process.Process/Update", {"process": {"pid": pid}, "pty": {"size": {"cols": 90, "rows": 20}}})
-    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"in\n")}})
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": encode_base64(b"in\n")}})
     out, _, end = events.read_to_end()
     assert b"20 90" in out and b"got in" in out and end["exitCode"] == 0
 
@@ -285,7 +289,7 @@ def test_a_terminal_controls_its_session(agent):
     pid = events.next()["start"]["pid"]
     status, response = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
     assert (status, response["code"]) == (400, "failed_precondition")
-    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"\x03")}})
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": encode_base64(b"\x03")}})
     assert events.read_to_end()[2]["status"] == "signal: interrupt"
 
 
@@ -300,17 +304,17 @@ def test_descriptors_and_threads_are_released(fresh_agent, eventually):
     def count_entries(directory: str) -> int:
         return len(list(Path(f"/proc/{fresh_agent.process.pid}/{directory}").iterdir()))
 
-    threads = count_entries("task")
+    thread_count = count_entries("task")
     fresh_agent.start("true").read_to_end()
-    eventually(lambda: count_entries("task") == threads)
-    open_files = count_entries("fd")
+    eventually(lambda: count_entries("task") == thread_count)
+    descriptor_count = count_entries("fd")
     for _ in range(5):
         fresh_agent.start("true", stdin=True).read_to_end()
         fresh_agent.start("true", pty={"size": {}}).read_to_end()
         fresh_agent.post_ok("/exec", {"args": ["true"]})
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
-    eventually(lambda: (count_entries("task"), count_entries("fd")) == (threads, open_files))
+    eventually(lambda: (count_entries("task"), count_entries("fd")) == (thread_count, descriptor_count))
     assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 
@@ -323,5 +327,5 @@ def test_arguments_that_are_not_utf_8_are_passed(agent):
     assert (processes[0]["config"]["args"][-1], processes[0]["config"]["envs"]) == ("a\ufffd", {"A": "\ufffd"})
     assert events.read_to_end()[0].split() == [b"61", b"ff"]
     for fields in ({"envs": {"A": "\ud800"}}, {"args": ["\ud800"]}, {"cwd": "/\ud800"}):
-        rejected = agent.stream("Start", {"process": {"cmd": "true", **fields}})
-        assert (list(rejected), rejected.error["code"]) == ([], "invalid_argument"), fields
+        rejected_events = agent.stream("Start", {"process": {"cmd": "true", **fields}})
+        assert (list(rejected_events), rejected_events.error["code"]) == ([], "invalid_argument"), fields

@@ -13,17 +13,17 @@ import threading
 import time
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 
 
 def send_bytes(agent, data: bytes) -> bytes:
     """Send the bytes unchanged. Returns all bytes that arrive until the agent closes the connection."""
     with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(data)
-        received = b""
+        received_data = b""
         while piece := sock.recv(65536):
-            received += piece
-    return received
+            received_data += piece
+    return received_data
 
 
 def test_health_responds_without_a_body(agent):
@@ -45,9 +45,9 @@ def test_a_connection_serves_many_requests(agent):
 
 
 def test_pipelined_requests_are_served(agent):
-    get = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-    response = send_bytes(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
-    assert response.count(b"HTTP/1.1 204") == 2
+    request_head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    responses = send_bytes(agent, request_head + b"\r\n" + request_head + b"Connection: close\r\n\r\n")
+    assert responses.count(b"HTTP/1.1 204") == 2
 
 
 def test_errors_are_json(agent):
@@ -133,23 +133,23 @@ def test_threads_end_with_their_connections(agent, eventually):
     def count_threads() -> int:
         return len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))
 
-    def wait_for_threads(seconds: float) -> int:
+    def count_threads_after(seconds: float) -> int:
         time.sleep(seconds)
         return count_threads()
 
-    before = count_threads()
-    while (now := wait_for_threads(0.5)) < before:  # connections of earlier tests are still ending
-        before = now
+    initial_count = count_threads()
+    while (count := count_threads_after(0.5)) < initial_count:  # connections of earlier tests are still ending
+        initial_count = count
     sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
-    eventually(lambda: count_threads() >= before + 10)
+    eventually(lambda: count_threads() >= initial_count + 10)
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_threads() <= before)
+    eventually(lambda: count_threads() <= initial_count)
 
 
 def test_the_agent_runs_from_a_folder_without_site_packages(tmp_path, running):
     folder = tmp_path / "opt/sandbox_agent"
-    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCE_DIRECTORY, folder, ignore=shutil.ignore_patterns("__pycache__"))
     argv = [sys.executable, "-I", "-S", "-B", str(folder), "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
     with running(argv, env={"PYTHONPATH": ""}) as agent:
         assert agent.post_ok("/exec", {"args": ["true"]})["exitCode"] == 0
@@ -158,6 +158,8 @@ def test_the_agent_runs_from_a_folder_without_site_packages(tmp_path, running):
 
 def test_a_port_in_use_is_reported(agent, unmanaged_command):
     argv = [*unmanaged_command[:-1], str(agent.port)]
-    result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True)
+    result = subprocess.run(
+        argv, env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY.parent)}, capture_output=True, text=True
+    )
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{agent.port}" in result.stderr

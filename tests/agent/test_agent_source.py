@@ -1,4 +1,4 @@
-"""Check that the agent's source runs on Python 3.9 without any packages."""
+"""Check that the agent's source runs on Python 3.9 without third-party packages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
-FILES = sorted(SOURCE.glob("**/*.py"))
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
+SOURCE_FILES = sorted(SOURCE_DIRECTORY.glob("**/*.py"))
 
 # The packages from which each package may import.
 ALLOWED_IMPORTS = {
@@ -28,7 +28,7 @@ ALLOWED_IMPORTS = {
 NEWER_NAMES = {"UTC", "StrEnum", "batched", "pairwise", "setns", "unshare", "anext", "aiter", "process_group"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", SOURCE_FILES, ids=lambda path: str(path.relative_to(SOURCE_DIRECTORY)))
 def test_the_source_is_valid_python_3_9(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 9))
     assert "from __future__ import annotations" in path.read_text() or path.name.startswith("__")
@@ -42,7 +42,7 @@ def test_the_source_is_valid_python_3_9(path):
             assert not keywords & {"strict", "slots", "kw_only", "process_group"}, f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", SOURCE_FILES, ids=lambda path: str(path.relative_to(SOURCE_DIRECTORY)))
 def test_only_the_standard_library_is_imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -52,13 +52,13 @@ def test_only_the_standard_library_is_imported(path):
             assert node.level == 0, "relative imports do not work where the agent runs as a folder"
             names = [node.module or ""]
         for name in names:
-            top = name.split(".")[0]
-            assert top == "sandbox_agent" or top in sys.stdlib_module_names, name
+            top_level_package = name.split(".")[0]
+            assert top_level_package == "sandbox_agent" or top_level_package in sys.stdlib_module_names, name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", SOURCE_FILES, ids=lambda path: str(path.relative_to(SOURCE_DIRECTORY)))
 def test_packages_import_in_one_direction(path):
-    importer = path.relative_to(SOURCE).with_suffix("").parts[0]
+    importing_package = path.relative_to(SOURCE_DIRECTORY).with_suffix("").parts[0]
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
         if isinstance(node, ast.Import):
@@ -66,6 +66,6 @@ def test_packages_import_in_one_direction(path):
         elif isinstance(node, ast.ImportFrom):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         for module in modules:
-            package, _, rest = module.partition(".")
+            package, _, submodule = module.partition(".")
             if package == "sandbox_agent":
-                assert rest.split(".")[0] in {importer} | ALLOWED_IMPORTS[importer], module
+                assert submodule.split(".")[0] in {importing_package} | ALLOWED_IMPORTS[importing_package], module

@@ -12,19 +12,19 @@ import pytest
 
 from sandbox_agent.machine import system
 
-SOURCE = Path(__file__).parents[2] / "gateway/src"
+SOURCE_DIRECTORY = Path(__file__).parents[2] / "gateway/src"
 
 
 @pytest.mark.parametrize(("offset", "is_set"), [(0.01, False), (-0.01, False), (5, True), (-5, True)])
 def test_the_clock_is_set_only_if_it_is_wrong(monkeypatch, offset, is_set):
-    set_calls = []
-    monkeypatch.setattr(time, "clock_settime", lambda clock, value: set_calls.append((clock, value)))
+    settime_calls = []
+    monkeypatch.setattr(time, "clock_settime", lambda clock, value: settime_calls.append((clock, value)))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
     system.set_clock(1_700_000_000.0 + offset)
-    assert set_calls == ([(time.CLOCK_REALTIME, 1_700_000_000.0 + offset)] if is_set else [])
+    assert settime_calls == ([(time.CLOCK_REALTIME, 1_700_000_000.0 + offset)] if is_set else [])
 
 
-SCRIPT = """
+GROW_SCRIPT = """
 set -e
 truncate -s 16M "$1/image"
 mkfs.ext4 -q "$1/image"
@@ -38,9 +38,9 @@ from sandbox_agent.machine import system
 def size_mb():
     status = os.statvfs(sys.argv[1])
     return status.f_blocks * status.f_frsize >> 20
-before = size_mb()
+size_before = size_mb()
 system.grow_file_system(sys.argv[1])
-assert before < 20 and size_mb() > 50, (before, size_mb())
+assert size_before < 20 and size_mb() > 50, (size_before, size_mb())
 system.grow_file_system(sys.argv[1])
 ' "$1/mount"
 """
@@ -56,12 +56,12 @@ def test_the_file_system_grows_with_its_device(requires_root, tmp_path):
             "private",
             "sh",
             "-c",
-            SCRIPT,
+            GROW_SCRIPT,
             "sh",
             str(tmp_path),
             sys.executable,
         ],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(SOURCE_DIRECTORY)},
         capture_output=True,
         text=True,
         timeout=120,

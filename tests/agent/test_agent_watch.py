@@ -18,7 +18,10 @@ import pytest
 
 SERVICE = "/filesystem.Filesystem"
 # Scans are more frequent here, to make the tests faster.
-SOURCES = {"inotify": "", "scan": "inotify.AVAILABLE = False; scan.SCAN_SECONDS = 0.1; scan._PAUSE_FACTOR = 1"}
+EVENT_SOURCES = {
+    "inotify": "",
+    "scan": "inotify.IS_AVAILABLE = False; scan.SCAN_INTERVAL_SECONDS = 0.1; scan._PAUSE_FACTOR = 1",
+}
 
 
 def command_with_constants(code: str) -> list[str]:
@@ -32,21 +35,21 @@ def command_with_constants(code: str) -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=SOURCES)
-def kind(request):
+@pytest.fixture(scope="module", params=EVENT_SOURCES)
+def event_source(request):
     if request.param == "inotify" and not sys.platform.startswith("linux"):
         pytest.skip("inotify is Linux's")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def agent(running, kind):
-    with running(command_with_constants(SOURCES[kind])) as running_agent:
+def agent(running, event_source):
+    with running(command_with_constants(EVENT_SOURCES[event_source])) as running_agent:
         yield running_agent
 
 
 class Watcher:
-    """A watcher of the agent. ``last``: the event for which ``wait_for`` waited."""
+    """A watcher of the agent. ``last_event`` is the event for which ``wait_for`` waited."""
 
     def __init__(self, agent, path, **options):
         self._agent = agent
@@ -64,7 +67,7 @@ class Watcher:
             for event in response["events"]:
                 seen_events.append(f"{event['type'].removeprefix('EVENT_TYPE_').lower()} {event['name']}")
                 if seen_events[-1] == f"{event_type} {name}":
-                    self.last = event
+                    self.last_event = event
                     return seen_events
             time.sleep(0.02)
         raise AssertionError(f"{event_type} {name} did not arrive: {seen_events}")
@@ -110,19 +113,19 @@ def test_changes_in_subdirectories_are_reported(agent, tmp_path):
     assert watcher.wait_for("remove", "m")[-3:] == ["remove m/e/w", "remove m/e", "remove m"]
 
 
-def test_directories_moved_out_of_the_tree_are_not_watched(agent, kind, tmp_path):
-    watched, outside = tmp_path / "in", tmp_path / "out"
-    (watched / "a/b").mkdir(parents=True)
-    outside.mkdir()
-    watcher = Watcher(agent, watched, recursive=True)
-    (watched / "a").rename(outside / "a")
+def test_directories_moved_out_of_the_tree_are_not_watched(agent, event_source, tmp_path):
+    watched_directory, outside_directory = tmp_path / "in", tmp_path / "out"
+    (watched_directory / "a/b").mkdir(parents=True)
+    outside_directory.mkdir()
+    watcher = Watcher(agent, watched_directory, recursive=True)
+    (watched_directory / "a").rename(outside_directory / "a")
     # A scan detects only that the directory is missing, not that it was moved.
-    changes = watcher.wait_for("rename" if kind == "inotify" else "remove", "a")
+    changes = watcher.wait_for("rename" if event_source == "inotify" else "remove", "a")
     assert set(changes) <= {"rename a", "remove a/b", "remove a"}
-    (outside / "a/b/unseen").write_text("")
-    (outside / "a").rename(watched / "c")
+    (outside_directory / "a/b/unseen").write_text("")
+    (outside_directory / "a").rename(watched_directory / "c")
     assert watcher.wait_for("create", "c/b/unseen") == ["create c", "create c/b", "create c/b/unseen"]
-    (watched / "c/b/seen").write_text("")
+    (watched_directory / "c/b/seen").write_text("")
     assert watcher.wait_for("create", "c/b/seen") == ["create c/b/seen"]
 
 
@@ -136,22 +139,22 @@ def test_changes_to_the_watched_directory_itself_are_reported(agent, tmp_path):
     path.rmdir()
     assert watcher.wait_for("remove", ".") == ["remove ."]
     assert watcher.take_events() == (200, {"events": []})
-    types = [event["filesystem"]["type"] for event in events]
-    assert (types[-1], events.error) == ("EVENT_TYPE_REMOVE", None)
+    event_types = [event["filesystem"]["type"] for event in events]
+    assert (event_types[-1], events.error) == ("EVENT_TYPE_REMOVE", None)
 
 
 def test_events_include_the_entry(agent, tmp_path):
     watcher = Watcher(agent, tmp_path, includeEntry=True, recursive=True)
     (tmp_path / "d").mkdir()
     watcher.wait_for("create", "d")
-    assert watcher.last["entry"]["type"] == "FILE_TYPE_DIRECTORY"
+    assert watcher.last_event["entry"]["type"] == "FILE_TYPE_DIRECTORY"
     (tmp_path / "d/file").write_text("123")
     watcher.wait_for("write", "d/file")
-    entry = watcher.last["entry"]
+    entry = watcher.last_event["entry"]
     assert (entry["path"], entry["name"], entry["size"]) == (f"{tmp_path}/d/file", "file", "3")
     (tmp_path / "d/file").unlink()
     watcher.wait_for("remove", "d/file")
-    assert "entry" not in watcher.last
+    assert "entry" not in watcher.last_event
     (tmp_path / os.fsdecode(b"not \xff utf-8")).write_text("")
     watcher.wait_for("create", "not � utf-8")
 
@@ -161,9 +164,9 @@ def test_events_are_streamed(agent, tmp_path):
     assert [events.next(), events.next()] == [{"start": {}}, {"keepalive": {}}]
     (tmp_path / "file").write_text("")
     assert events.next() == {"filesystem": {"name": "file", "type": "EVENT_TYPE_CREATE"}}
-    limited = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE, **{"Connect-Timeout-Ms": "200"})
-    assert list(limited) == [{"start": {}}]
-    assert limited.error["code"] == "deadline_exceeded"
+    limited_stream = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE, **{"Connect-Timeout-Ms": "200"})
+    assert list(limited_stream) == [{"start": {}}]
+    assert limited_stream.error["code"] == "deadline_exceeded"
 
 
 def test_invalid_paths_are_refused(agent, tmp_path):
@@ -171,8 +174,8 @@ def test_invalid_paths_are_refused(agent, tmp_path):
     for path, code, status in (("none", "not_found", 404), ("file", "invalid_argument", 400)):
         events = agent.stream("WatchDir", {"path": str(tmp_path / path)}, service=SERVICE)
         assert (list(events), events.error["code"]) == ([], code)
-        found_status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path / path)})
-        assert (found_status, response["code"]) == (status, code)
+        actual_status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path / path)})
+        assert (actual_status, response["code"]) == (status, code)
     assert agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)}, "no-such-user")[0] == 401
 
 
@@ -185,12 +188,12 @@ def test_removing_a_watcher_twice_fails(agent, tmp_path):
 
 
 def count_resources(agent) -> tuple[int, int]:
-    process = Path(f"/proc/{agent.process.pid}")
-    return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+    process_directory = Path(f"/proc/{agent.process.pid}")
+    return len(list((process_directory / "fd").iterdir())), len(list((process_directory / "task").iterdir()))
 
 
 def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
-    resources_before = count_resources(agent)
+    resource_counts_before = count_resources(agent)
     watcher = Watcher(agent, tmp_path, recursive=True)
     sockets = []
     for _ in range(3):
@@ -202,12 +205,12 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
         )
         assert b"start" in sock.recv(1000)
         sockets.append(sock)
-    assert count_resources(agent)[0] > resources_before[0] + 3
+    assert count_resources(agent)[0] > resource_counts_before[0] + 3
     agent.post_ok(f"{SERVICE}/RemoveWatcher", {"watcherId": watcher.id})
     start_time = time.monotonic()
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_resources(agent) <= resources_before)
+    eventually(lambda: count_resources(agent) <= resource_counts_before)
     # Resources are released immediately, not after the next keepalive.
     assert time.monotonic() - start_time < 5
 
@@ -215,12 +218,12 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
 def test_the_number_of_watches_is_limited(running, tmp_path, eventually):
     code = "watch.EXPIRY_SECONDS = 1.5; watch.MAX_WATCHES = 2; watch.WATCHERS = watch.Watchers()"
     with running(command_with_constants(code)) as agent:
-        resources_before = count_resources(agent)
+        resource_counts_before = count_resources(agent)
         watchers = [Watcher(agent, tmp_path) for _ in range(2)]
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "stop one" in response["message"]
         # Unused watchers are removed after a while.
-        eventually(lambda: count_resources(agent) <= resources_before)
+        eventually(lambda: count_resources(agent) <= resource_counts_before)
         assert watchers[0].take_events()[0] == 404
         Watcher(agent, tmp_path)
 
@@ -243,14 +246,14 @@ def test_too_many_pending_events_are_dropped(running, tmp_path):
 def test_dropped_events_are_reported(running, tmp_path):
     """The agent does not read, so the kernel drops events. Streams and watchers both report this."""
     queue_limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
-    hold, tmp_path = tmp_path / "hold", tmp_path / "watched"
+    hold_file, tmp_path = tmp_path / "hold", tmp_path / "watched"
     tmp_path.mkdir()
-    hold.touch()
+    hold_file.touch()
     code = f"""
 import os, time
 wait = watch.Watch.wait
 def slow_wait(*args):
-    while os.path.exists({str(hold)!r}):
+    while os.path.exists({str(hold_file)!r}):
         time.sleep(0.02)
     return wait(*args)
 watch.Watch.wait = slow_wait
@@ -262,7 +265,7 @@ watch.Watch.wait = slow_wait
         for number in range(queue_limit):
             (tmp_path / str(number % 2)).touch()
             (tmp_path / str(number % 2)).unlink()
-        hold.unlink()
+        hold_file.unlink()
         assert sum(1 for _ in events) <= queue_limit and events.error["code"] == "data_loss"
         deadline = time.monotonic() + 30
         status = 200
@@ -292,21 +295,21 @@ def test_watching_too_many_directories_is_refused(running, tmp_path):
 def test_scanning_too_many_entries_is_refused(running, tmp_path):
     for number in range(12):
         (tmp_path / str(number)).write_text("")
-    with running(command_with_constants(f"{SOURCES['scan']}; scan.MAX_ENTRIES = 10")) as agent:
+    with running(command_with_constants(f"{EVENT_SOURCES['scan']}; scan.MAX_ENTRIES = 10")) as agent:
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "only some of them" in response["message"]
 
 
 # Change the user after all imports: Python, or the tree, may be readable only by root.
-NOBODY = """
+DROP_PRIVILEGES_CODE = """
 import os
 build_servers = agent.build_servers
 agent.build_servers = lambda *args, **options: (build_servers(*args, **options), os.setgroups([]), os.setuid(65534))[0]
 """
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_unreadable_directories_are_skipped(requires_root, running, kind):
+@pytest.mark.parametrize("event_source", EVENT_SOURCES)
+def test_unreadable_directories_are_skipped(requires_root, running, event_source):
     """The agent runs as an unprivileged user, and watches the directories that it can read."""
     directory = Path(tempfile.mkdtemp(prefix="agent-test-"))
     try:
@@ -314,7 +317,7 @@ def test_unreadable_directories_are_skipped(requires_root, running, kind):
             (directory / name / "below").mkdir(parents=True)
         directory.chmod(0o755)
         (directory / "closed").chmod(0o700)
-        with running(command_with_constants(f"{SOURCES[kind]}\n{NOBODY}")) as agent:
+        with running(command_with_constants(f"{EVENT_SOURCES[event_source]}\n{DROP_PRIVILEGES_CODE}")) as agent:
             watcher = Watcher(agent, directory, recursive=True)
             for name in ("closed", "open"):
                 (directory / name / "below/new").write_text("")
@@ -334,7 +337,7 @@ def fail(*args):
     inotify.ctypes.set_errno(errno.ENOSYS)
     return -1
 inotify._libc.inotify_init1 = fail
-scan.SCAN_SECONDS = 0.1
+scan.SCAN_INTERVAL_SECONDS = 0.1
 """)
     ) as agent:
         watcher = Watcher(agent, tmp_path)
@@ -342,7 +345,7 @@ scan.SCAN_SECONDS = 0.1
         assert watcher.wait_for("create", "file") == ["create file"]
 
 
-def open_files(pid):
+def list_open_files(pid):
     """Return the open files of a process. Ignores files that are closed during the call."""
     paths = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
@@ -353,15 +356,16 @@ def open_files(pid):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems always scan")
 def test_network_file_systems_are_scanned(running, tmp_path):
-    """This file system looks like a network file system. It is watched only on explicit request, with scans."""
+    """The agent takes this file system for a network file system, and scans it only on explicit request."""
     code = (
-        "watch.NETWORK_FILE_SYSTEMS = type('All', (), {'__contains__': lambda *args: True})(); scan.SCAN_SECONDS = 0.1"
+        "watch.NETWORK_FILE_SYSTEM_MAGIC_NUMBERS = type('All', (), {'__contains__': lambda *args: True})(); "
+        "scan.SCAN_INTERVAL_SECONDS = 0.1"
     )
     with running(command_with_constants(code)) as agent:
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (400, "invalid_argument") and "allowNetworkMounts" in response["message"]
         watcher = Watcher(agent, tmp_path, allowNetworkMounts=True)
-        assert "anon_inode:inotify" not in open_files(agent.process.pid)
+        assert "anon_inode:inotify" not in list_open_files(agent.process.pid)
         (tmp_path / "file").write_text("")
         assert watcher.wait_for("create", "file") == ["create file"]
 

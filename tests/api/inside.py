@@ -16,22 +16,25 @@ from tests.support import waiting
 
 AGENT_PORT = 49983
 PORT = 3000
-_START_SECONDS = 30
+_START_TIMEOUT_SECONDS = 30
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+def port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **other_headers: str) -> dict[str, str]:
     """Return headers that name a port of a sandbox."""
-    return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **more}
+    return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **other_headers}
 
 
-def port_headers_with_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+def port_headers_with_host(
+    sandbox: dict[str, Any], port: int | str = AGENT_PORT, **other_headers: str
+) -> dict[str, str]:
     """Return headers whose Host names a port of a sandbox."""
-    return {"Host": host(sandbox, port), **more}
+    return {"Host": port_host(sandbox, port), **other_headers}
 
 
-def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
+def port_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
+    """Return the host name of a sandbox's port."""
     return f"{port}-{sandbox['sandboxID']}.sandbox.local"
 
 
@@ -72,14 +75,14 @@ class Service:
 
     def __enter__(self) -> Service:
         self._thread.start()
-        assert self._ready.wait(_START_SECONDS)
+        assert self._ready.wait(_START_TIMEOUT_SECONDS)
         if self._failure:
             raise self._failure
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(_START_TIMEOUT_SECONDS)
 
 
 async def _close(server: asyncio.Server) -> None:
@@ -93,23 +96,23 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class RawService:
-    """A service that sends raw bytes: each request gets the next of ``replies``, and the last reply repeats."""
+    """A service that sends raw bytes. It responds with each of ``replies`` in turn, and then repeats the last one."""
 
     def __init__(self, *replies: bytes, then: Handler | None = None) -> None:
         self.replies = replies or (make_reply(),)
         self.then = then
-        """Handles the connection after each reply."""
+        """The handler that takes over the connection after each reply."""
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
-        self.open = 0
-        self.accepted = 0
+        self.open_connection_count = 0
+        self.connection_count = 0
 
     async def listen(self, address: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(self._serve, address, port)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.open += 1
-        self.accepted += 1
+        self.open_connection_count += 1
+        self.connection_count += 1
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -125,7 +128,7 @@ class RawService:
         except (OSError, asyncio.IncompleteReadError, ValueError):
             pass  # The peer disconnected. A ValueError means that a chunk never arrived.
         finally:
-            self.open -= 1
+            self.open_connection_count -= 1
             writer.close()
 
     def request_headers(self, number: int = -1) -> dict[str, str]:
@@ -160,15 +163,15 @@ def machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> s
 
 @contextlib.contextmanager
 def raw_service(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *replies: bytes, port: int = PORT, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *replies: bytes, port: int = PORT, **options: Any
 ) -> Iterator[RawService]:
     """Run a ``RawService`` on a port of the sandbox's machine."""
     if port == AGENT_PORT:
-        agent = memory_gateway.machine(sandbox["sandboxID"])._server
-        assert agent is not None
+        agent_server = memory_gateway.machine(sandbox["sandboxID"])._server
+        assert agent_server is not None
         # A server reports that it has no sockets before it closes them.
-        asyncio.run_coroutine_threadsafe(_close(agent), memory_gateway.loop).result(_START_SECONDS)
-    service = RawService(*replies, **more)
+        asyncio.run_coroutine_threadsafe(_close(agent_server), memory_gateway.loop).result(_START_TIMEOUT_SECONDS)
+    service = RawService(*replies, **options)
     with Service(machine_address(memory_gateway, sandbox), port, service.listen):
         yield service
 
@@ -183,23 +186,23 @@ def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[so
 
 
 def request_head(request: str, *fields: str, **headers: str) -> bytes:
-    """Return the head of a request. ``request``: its first line without the version."""
+    """Return the head of a request. ``request`` is its first line without the version."""
     header_lines = [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([f"{request} HTTP/1.1", *fields, *header_lines, "", ""]).encode("latin-1")
 
 
-def read_status(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Return the status of the response, and its body if that is JSON."""
+def read_response(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Read a response, and return its status and its JSON object, or an empty dict for other content types."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)
         assert piece, f"the connection was closed after {data!r}"
         data += piece
-    head, _, rest = data.partition(b"\r\n\r\n")
+    head, _, body = data.partition(b"\r\n\r\n")
     status = int(head.split(b" ")[1])
     if b"application/json" not in head.lower():
         return status, {}
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-    while len(rest) < length:
-        rest += connection.recv(4096)
-    return status, json.loads(rest)
+    while len(body) < length:
+        body += connection.recv(4096)
+    return status, json.loads(body)

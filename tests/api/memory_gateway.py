@@ -18,7 +18,7 @@ from tests.api.memory_host import Machine, MemoryHost
 from tests.support import session
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
-_START_SECONDS = 20
+_START_TIMEOUT_SECONDS = 20
 
 
 class MemoryGateway:
@@ -27,16 +27,16 @@ class MemoryGateway:
     def __init__(self, root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> None:
         self.root = root
         # Socket paths must be short, but a test's own directory may be deeply nested.
-        self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
-        self.socket = Path(self.run.name) / "gateway.sock"
+        self.run_directory = tempfile.TemporaryDirectory(prefix="grove-api-")
+        self.socket = Path(self.run_directory.name) / "gateway.sock"
         self.port = session.free_port()
-        keys = root / "keys"
-        keys.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
-        keys.chmod(0o600)
-        server = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(keys)}
-        server |= sections.pop("server", {})
-        data = {"server": server, "host": {"state_root": str(root)}, **sections}
-        self.config = Config.model_validate(data)
+        key_file = root / "keys"
+        key_file.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
+        key_file.chmod(0o600)
+        server_section = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(key_file)}
+        server_section |= sections.pop("server", {})
+        config_data = {"server": server_section, "host": {"state_root": str(root)}, **sections}
+        self.config = Config.model_validate(config_data)
         self.host = host or MemoryHost()
         self.loop = asyncio.new_event_loop()
         self.stop = asyncio.Event()
@@ -60,7 +60,7 @@ class MemoryGateway:
         await serving.serve(self.config, self.engine, self.stop)
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
         while time.monotonic() < deadline and self.thread.is_alive():
             try:
                 with self.client() as client:
@@ -74,7 +74,7 @@ class MemoryGateway:
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.stop.set)
             self.thread.join(30)
-        self.run.cleanup()
+        self.run_directory.cleanup()
         if self.failure:
             raise self.failure
 
@@ -87,7 +87,7 @@ class MemoryGateway:
         return f"unix://{self.socket}"
 
     def client(self, key: str | None = None) -> httpx.Client:
-        """Return a client: over TCP with ``key``, or over the unix socket if it is None."""
+        """Return a client that connects over TCP with ``key``, or over the unix socket if ``key`` is None."""
         if key is None:
             transport = httpx.HTTPTransport(uds=str(self.socket))
             return httpx.Client(transport=transport, base_url="http://gateway", timeout=20)
@@ -105,18 +105,18 @@ class MemoryGateway:
             client.get(f"{route}/logs", params={"follow": True})
             status = client.get(f"{route}/status").json()
         assert status["status"] == "ready", status
-        template: str = build["templateID"]
-        return template
+        template_id: str = build["templateID"]
+        return template_id
 
     def clear(self) -> None:
         """Remove every sandbox, snapshot and volume, and every template except `base`."""
-        self.host.slow, self.host.failing, self.host.build_seconds = 0.0, set(), 0.0
+        self.host.fork_seconds, self.host.failing_names, self.host.build_seconds = 0.0, set(), 0.0
         with self.client() as client:
             for sandbox in client.get("/sandboxes?limit=1000").json():
                 client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
             for snapshot in client.get("/snapshots?limit=1000").json():
                 client.delete(f"/snapshots/{snapshot['snapshotID']}").raise_for_status()
-            # Newest first: a volume made from a snapshot must be removed before the volume of that snapshot.
+            # Newest first: a volume created from a snapshot must be removed before the volume of that snapshot.
             for volume in reversed(client.get("/volumes").json()):
                 client.delete(f"/volumes/{volume['name']}?withSnapshots=true").raise_for_status()
             for template in client.get("/templates?limit=1000").json():

@@ -2,7 +2,7 @@
 
 A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
-the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available when
+the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available once
 the agent has mounted it, and only while the host grants the machine access to it.
 """
 
@@ -28,12 +28,12 @@ _slots = itertools.count()
 
 def _next_address() -> str:
     """Return a loopback address that no other concurrent test run on this machine uses."""
-    slot, process = next(_slots), os.getpid()
-    return f"127.{64 + process % 150}.{(process // 150 + slot // 250) % 250}.{slot % 250 + 2}"
+    slot, pid = next(_slots), os.getpid()
+    return f"127.{64 + pid % 150}.{(pid // 150 + slot // 250) % 250}.{slot % 250 + 2}"
 
 
 class Machine:
-    """A running machine: its agent, and the values written to it."""
+    """A running machine, with its agent and the values written to it."""
 
     def __init__(self, state: dict[str, str], volumes: dict[str, dict[str, str]]) -> None:
         self.state = dict(state)
@@ -41,7 +41,7 @@ class Machine:
         self.names: dict[str, Any] = {}
         """The names in its interpreter."""
         self.allowed: dict[str, bool] = {}
-        """The volumes that the host grants access to, each with whether it is read-only."""
+        """Whether access is read-only, by volume to which the host grants access."""
         self.mounted: dict[str, str] = {}
         """The agent's mounts: path → volume."""
         self.address = ""
@@ -69,7 +69,7 @@ class Machine:
         self._server = None
 
     @property
-    def connections(self) -> int:
+    def connection_count(self) -> int:
         return len(self._connections)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,7 +123,7 @@ class Machine:
     ) -> None:
         if target.startswith("/echo"):
             echo = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
-            _send(writer, 201, json.dumps(echo).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
+            _send(writer, 201, json.dumps(echo).encode(), extra_fields="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
         elif target.startswith("/stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for number in itertools.count():
@@ -137,14 +137,14 @@ class Machine:
         for mount in mounts:
             if mount["source"] not in self.allowed:
                 return 500, {"message": f"{mount['source']} cannot be mounted on {mount['path']}: access denied"}
-        previous, self.mounted = self.mounted, {mount["path"]: mount["source"] for mount in mounts}
+        previous_mounts, self.mounted = self.mounted, {mount["path"]: mount["source"] for mount in mounts}
         return 200, {
-            "mounted": [path for path, source in self.mounted.items() if previous.get(path) != source],
-            "unmounted": [path for path, source in previous.items() if self.mounted.get(path) != source],
+            "mounted": [path for path, source in self.mounted.items() if previous_mounts.get(path) != source],
+            "unmounted": [path for path, source in previous_mounts.items() if self.mounted.get(path) != source],
         }
 
     def _resolve(self, key: str) -> tuple[dict[str, str], str, bool]:
-        """Return the mapping that contains ``key``, the key in that mapping, and whether it is writable."""
+        """Return the mapping that contains ``key``, the key in that mapping, and whether the mapping is writable."""
         for path, volume in self.mounted.items():
             if key.startswith(f"{path}/"):
                 if volume not in self.allowed:
@@ -195,10 +195,10 @@ class Machine:
         return {"result": repr(value), "error": "", "exit_code": 0}
 
     def _start_process(self, body: bytes) -> bytes:
-        """Return a Connect stream: the command prints its text, and exits with 1 if that is `fail`."""
+        """Return the Connect stream of a process that prints its command, and exits with 1 if that is `fail`."""
         command = json.loads(body[5:])["process"]["args"][1]
-        text = base64.b64encode(f"ran {command}\n".encode()).decode()
-        events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": text}}]
+        encoded_output = base64.b64encode(f"ran {command}\n".encode()).decode()
+        events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": encoded_output}}]
         events.append({"end": {"exitCode": 1 if command == "fail" else 0, "exited": True}})
         frames = [(0, {"event": event}) for event in events] + [(2, {})]
         return b"".join(_encode_frame(flag, message) for flag, message in frames)
@@ -221,17 +221,21 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> b
 
 
 def _send(
-    writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json", extra: str = ""
+    writer: asyncio.StreamWriter,
+    status: int,
+    body: bytes,
+    content_type: str = "application/json",
+    extra_fields: str = "",
 ) -> None:
-    head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n{extra_fields}\r\n"
     writer.write(head.encode() + body)
 
 
 class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
-    ``slow``: seconds that each fork takes; ``failing``: names of sandboxes whose fork fails; ``blocked``: paths that
-    cannot be used as mount points; ``dead_console``: the console of machines that end while they boot.
+    A fork takes ``fork_seconds``, and fails if the sandbox's name is in ``failing_names``. ``blocked_paths`` cannot be
+    used as mount points. If ``dead_console`` is set, machines end while they boot, with this console output.
     """
 
     kind = "memory"
@@ -251,18 +255,18 @@ class MemoryHost:
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.files: dict[str, dict[str, str]] = {}
         """The contents of volumes and of their snapshots."""
-        self.slow = 0.0
+        self.fork_seconds = 0.0
         self.build_seconds = 0.0
-        self.failing: set[str] = set()
-        self.blocked: set[str] = set()
+        self.failing_names: set[str] = set()
+        self.blocked_paths: set[str] = set()
         self.dead_console: str | None = None
-        self.available = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.available_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
         self.memory_problems: dict[str, str] = {}
         """Why the memory of a snapshot is unavailable, by id."""
-        self.stopped: set[str] = set()
+        self.stalled_instances: set[str] = set()
         """Instances whose machines are stalled."""
-        self.forked = 0
-        self.claimed = 0
+        self.fork_count = 0
+        self.claim_count = 0
         self._exit: Callable[[str], None] = lambda _: None
 
     async def open(self) -> None:
@@ -276,13 +280,13 @@ class MemoryHost:
         return Scan()
 
     async def room(self) -> Room:
-        return self.available
+        return self.available_room
 
-    async def stalled(self) -> set[str]:
-        return set(self.stopped)
+    async def find_stalled(self) -> set[str]:
+        return set(self.stalled_instances)
 
-    async def continue_stalled(self, sandbox: Sandbox) -> None:
-        self.stopped.discard(sandbox.instance)
+    async def resume_stalled(self, sandbox: Sandbox) -> None:
+        self.stalled_instances.discard(sandbox.instance)
 
     def guest_digest(self) -> str:
         return "guest"
@@ -294,9 +298,9 @@ class MemoryHost:
         return base
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        self.forked += 1
-        await asyncio.sleep(self.slow)
-        if sandbox.name in self.failing:
+        self.fork_count += 1
+        await asyncio.sleep(self.fork_seconds)
+        if sandbox.name in self.failing_names:
             raise BackendFailed(f"no machine for {sandbox.name}")
         self.disks[sandbox.instance] = self.disks[snapshot.id]
         await self.boot(sandbox)
@@ -304,12 +308,12 @@ class MemoryHost:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
-    async def settle(self, fork: Sandbox) -> None:
+    async def flush_fork(self, fork: Sandbox) -> None:
         assert fork.instance in self.machines
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        self.claimed += 1
-        if sandbox.name in self.failing:
+        self.claim_count += 1
+        if sandbox.name in self.failing_names:
             await self.discard(fork)
             raise BackendFailed(f"no machine for {sandbox.name}")
         sandbox.instance, sandbox.host = fork.instance, fork.host
@@ -392,7 +396,7 @@ class MemoryHost:
         self.files[volume.id] = dict(self.files[snapshot.id])
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
-        if mount.path in self.blocked:
+        if mount.path in self.blocked_paths:
             raise Invalid(f"{mount.path} is not a directory: choose another path")
         self.machines[sandbox.instance].allowed[mount.volume] = mount.read_only
 

@@ -1,4 +1,4 @@
-"""Access to the control plane by keys, their scopes, and the unix socket."""
+"""Access to the control plane with keys and their scopes, and over the unix socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_key_file_is_parsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected_text"),
     [
         ("ci exec", "2 words instead of 3"),
         (f"ci root {KEY}", "read, exec or admin"),
@@ -38,8 +38,8 @@ def test_a_key_file_is_parsed(tmp_path: Path) -> None:
         (f"ci exec {KEY}\nci read {KEY}y", "twice"),
     ],
 )
-def test_errors_in_key_files_name_the_line(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(Invalid, match=words) as error_info:
+def test_errors_in_key_files_name_the_line(tmp_path: Path, text: str, expected_text: str) -> None:
+    with pytest.raises(Invalid, match=expected_text) as error_info:
         Keys.load(write_key_file(tmp_path / "keys", text))
     assert "line" in error_info.value.message and KEY not in error_info.value.message
 
@@ -57,10 +57,10 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_key_file_of_another_owner_is_refused(tmp_path: Path) -> None:
-    file = write_key_file(tmp_path / "keys", f"ci exec {KEY}")
-    os.chown(file, 12345, 12345)
+    key_file = write_key_file(tmp_path / "keys", f"ci exec {KEY}")
+    os.chown(key_file, 12345, 12345)
     with pytest.raises(Invalid, match="chown root"):
-        Keys.load(file)
+        Keys.load(key_file)
 
 
 def test_each_route_requires_the_right_scope() -> None:
@@ -72,28 +72,28 @@ def test_each_route_requires_the_right_scope() -> None:
 
 
 def test_requests_without_a_valid_key_are_refused(memory_gateway: MemoryGateway) -> None:
-    with memory_gateway.client("") as keyless:
-        assert keyless.get("/health").status_code == 200
+    with memory_gateway.client("") as keyless_client:
+        assert keyless_client.get("/health").status_code == 200
         for route in ("/sandboxes", "/openapi.json", "/metrics", "/nowhere", "/events"):
-            response = keyless.get(route)
+            response = keyless_client.get(route)
             assert response.status_code == 401, route
             assert response.json()["kind"] == "unauthorized" and response.headers["www-authenticate"]
-        assert keyless.post("/sandboxes", content=b"{bad").status_code == 401
-        wrong_key_response = keyless.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
+        assert keyless_client.post("/sandboxes", content=b"{bad").status_code == 401
+        wrong_key_response = keyless_client.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
         assert wrong_key_response.status_code == 401 and "is unknown" in wrong_key_response.json()["message"]
-        assert keyless.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
-        assert keyless.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
+        assert keyless_client.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
+        assert keyless_client.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 
 
 def test_health_describes_the_host_only_to_callers_with_a_key(memory_gateway: MemoryGateway) -> None:
-    with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
+    with memory_gateway.client("") as keyless_client, memory_gateway.client(READ_KEY) as reader:
         public_fields = {"status", "sandboxes", "version", "backend"}
-        assert keyless.get("/health").json().keys() == public_fields
-        wrong_key = {"X-API-Key": "wrong-key-0123456789"}
-        assert keyless.get("/health", headers=wrong_key).json().keys() == public_fields
+        assert keyless_client.get("/health").json().keys() == public_fields
+        wrong_key_header = {"X-API-Key": "wrong-key-0123456789"}
+        assert keyless_client.get("/health", headers=wrong_key_header).json().keys() == public_fields
         detailed_health = reader.get("/health").json()
         assert detailed_health.keys() == public_fields | {"room"}
-        assert detailed_health["room"]["diskTotalBytes"] == memory_gateway.host.available.disk_total
+        assert detailed_health["room"]["diskTotalBytes"] == memory_gateway.host.available_room.disk_total
 
 
 def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
@@ -104,11 +104,11 @@ def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> No
         "Host": "gateway",
         "X-Local": "1",
     }
-    with memory_gateway.client("") as keyless:
-        assert keyless.get("/sandboxes", headers=spoofed_headers).status_code == 401
+    with memory_gateway.client("") as keyless_client:
+        assert keyless_client.get("/sandboxes", headers=spoofed_headers).status_code == 401
 
 
-def test_requests_need_a_key_of_sufficient_scope(memory_gateway: MemoryGateway) -> None:
+def test_requests_need_a_key_with_sufficient_scope(memory_gateway: MemoryGateway) -> None:
     with (
         memory_gateway.client(ADMIN_KEY) as admin,
         memory_gateway.client(EXEC_KEY) as runner,
@@ -126,5 +126,5 @@ def test_requests_need_a_key_of_sufficient_scope(memory_gateway: MemoryGateway) 
             assert caller.post("/sandboxes", json={"templateID": "base"}).status_code == 403
 
 
-def test_only_the_group_may_use_the_socket(memory_gateway: MemoryGateway) -> None:
+def test_only_the_owner_may_use_the_socket(memory_gateway: MemoryGateway) -> None:
     assert memory_gateway.socket.stat().st_mode & 0o777 == 0o600

@@ -10,20 +10,20 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
-SHAPE = {"code", "message", "error", "kind", "blockers"}
+ERROR_FIELDS = {"code", "message", "error", "kind", "blockers"}
 
 
 def check_refused(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status, response.text
     body = response.json()
-    assert set(body) - {"details"} == SHAPE and body["code"] == status and body["kind"] == kind
+    assert set(body) - {"details"} == ERROR_FIELDS and body["code"] == status and body["kind"] == kind
     assert body["message"] == body["error"]
     message: str = body["message"]
     return message
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "expected_text"),
     [
         (b"{bad", "not valid JSON"),
         (b"[]", "must be a JSON object"),
@@ -41,10 +41,10 @@ def check_refused(response: httpx.Response, status: int, kind: str) -> str:
         (b'{"templateID": "\\ud800"}', "templateID"),
     ],
 )
-def test_invalid_bodies_are_refused(api: httpx.Client, content: bytes, words: str) -> None:
+def test_invalid_bodies_are_refused(api: httpx.Client, content: bytes, expected_text: str) -> None:
     response = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
     message = check_refused(response, 400, "invalid")
-    assert words in message and len(message) < 400
+    assert expected_text in message and len(message) < 400
 
 
 def test_a_form_is_refused(api: httpx.Client) -> None:
@@ -154,4 +154,4 @@ def test_not_found_details_name_the_parent(api: httpx.Client) -> None:
 
 
 def test_an_error_without_details_omits_the_field(api: httpx.Client) -> None:
-    assert set(api.post("/templates", json={}).json()) == SHAPE
+    assert set(api.post("/templates", json={}).json()) == ERROR_FIELDS

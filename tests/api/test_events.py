@@ -14,8 +14,8 @@ from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 
-def collect(
-    memory_gateway: MemoryGateway, operation: str, until: str, ready: threading.Event
+def collect_events(
+    memory_gateway: MemoryGateway, operation: str, last_kind: str, ready: threading.Event
 ) -> list[tuple[str, dict[str, Any]]]:
     events: list[tuple[str, dict[str, Any]]] = []
     kind = ""
@@ -31,18 +31,18 @@ def collect(
                 kind = line.removeprefix("event: ")
             elif line.startswith("data: "):
                 events.append((kind, json.loads(line.removeprefix("data: "))))
-                if kind == until and events[-1][1].get("done") == events[-1][1].get("total"):
+                if kind == last_kind and events[-1][1].get("done") == events[-1][1].get("total"):
                     return events
     return events
 
 
-def listen(
-    memory_gateway: MemoryGateway, operation: str, until: str
+def start_listener(
+    memory_gateway: MemoryGateway, operation: str, last_kind: str
 ) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
     ready = threading.Event()
     thread = threading.Thread(
-        target=lambda: events.extend(collect(memory_gateway, operation, until, ready)), daemon=True
+        target=lambda: events.extend(collect_events(memory_gateway, operation, last_kind, ready)), daemon=True
     )
     thread.start()
     assert ready.wait(30)
@@ -51,7 +51,7 @@ def listen(
 
 def test_an_operation_reports_only_its_own_progress(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     create_sandbox(api, name="one")
-    thread, events = listen(memory_gateway, "abc123", "fork.progress")
+    thread, events = start_listener(memory_gateway, "abc123", "fork.progress")
     create_sandbox(api, name="other")
     response = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
     assert response.status_code == 201
@@ -63,7 +63,7 @@ def test_an_operation_reports_only_its_own_progress(memory_gateway: MemoryGatewa
 
 
 def test_every_change_is_reported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    thread, events = listen(memory_gateway, "", "sandbox.killed")
+    thread, events = start_listener(memory_gateway, "", "sandbox.killed")
     sandbox = create_sandbox(api, name="one")
     api.delete("/sandboxes/one")
     thread.join(30)
@@ -74,17 +74,17 @@ def test_every_change_is_reported(memory_gateway: MemoryGateway, api: httpx.Clie
 
 
 def test_listeners_are_removed_when_they_disconnect(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    queue_count = len(memory_gateway.engine.events._queues)
+    queue_count_before = len(memory_gateway.engine.events._queues)
     for _ in range(3):
-        thread, _ = listen(memory_gateway, "", "sandbox.killed")
+        thread, _ = start_listener(memory_gateway, "", "sandbox.killed")
         create_sandbox(api, name="one")
         api.delete("/sandboxes/one")
         thread.join(30)
     deadline = time.monotonic() + 30
-    while len(memory_gateway.engine.events._queues) > queue_count and time.monotonic() < deadline:
+    while len(memory_gateway.engine.events._queues) > queue_count_before and time.monotonic() < deadline:
         time.sleep(0.05)
     # A queue of an earlier test may also have been removed.
-    assert len(memory_gateway.engine.events._queues) <= queue_count
+    assert len(memory_gateway.engine.events._queues) <= queue_count_before
 
 
 @pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])
@@ -93,25 +93,25 @@ def test_a_disconnect_leaves_no_incomplete_sandbox(
 ) -> None:
     create_sandbox(api, name="one")
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    fork_count = memory_gateway.host.forked
-    memory_gateway.host.slow = 1.0
+    fork_count_before = memory_gateway.host.fork_count
+    memory_gateway.host.fork_seconds = 1.0
     with memory_gateway.client() as impatient_client, pytest.raises(httpx.ReadTimeout):
         impatient_client.post(route, json={"templateID": "base", "count": 2}, timeout=0.3)
     deadline = time.monotonic() + 30
-    while memory_gateway.host.forked == fork_count and time.monotonic() < deadline:
+    while memory_gateway.host.fork_count == fork_count_before and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(1.2)
-    assert memory_gateway.host.forked > fork_count, "the fork has started"
+    assert memory_gateway.host.fork_count > fork_count_before, "the fork has started"
     assert [item["name"] for item in api.get("/sandboxes").json()] == ["one"]
     assert len(memory_gateway.host.machines) == 1
 
 
-def test_a_command_whose_client_disconnected_delays_no_request(
+def test_a_command_of_a_disconnected_client_does_not_delay_requests(
     memory_gateway: MemoryGateway, api: httpx.Client
 ) -> None:
     create_sandbox(api, name="one")
     with memory_gateway.client() as impatient_client, pytest.raises(httpx.ReadTimeout):
         impatient_client.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
-    started_at = time.monotonic()
+    start_time = time.monotonic()
     assert api.delete("/sandboxes/one").status_code == 204
-    assert time.monotonic() - started_at < 5
+    assert time.monotonic() - start_time < 5

@@ -1,4 +1,4 @@
-"""The command `forkd` and its port, with a served gateway and, where possible, the published client."""
+"""The command `forkd` and its port, with a real gateway and, where possible, the published client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.support import forkd_command, session
 from tests.support.waiting import eventually
 
-Start = Callable[..., subprocess.Popen[str]]
+StartCommand = Callable[..., subprocess.Popen[str]]
 _TIMEOUT_SECONDS = 20
 
 
 @pytest.fixture
 def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address that the command will listen on. The command is on PATH and configured for the gateway."""
+    """The address on which the command will listen. The command is on PATH and configured for the gateway."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -41,29 +41,29 @@ def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def start(target: str, tmp_path: Path) -> Iterator[Start]:
-    """Start the command with ``settings`` assigned in its modules, and wait until it listens."""
-    running: list[subprocess.Popen[str]] = []
+def start_command(target: str, tmp_path: Path) -> Iterator[StartCommand]:
+    """A function that applies the assignments in ``settings``, starts the command, and waits until it listens."""
+    processes: list[subprocess.Popen[str]] = []
 
     def start_with(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         command = forkd_command.install(tmp_path, *settings)
         process = subprocess.Popen(
             [str(command), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-        running.append(process)
+        processes.append(process)
         forkd_command.wait_until_listening(target)
         return process
 
     yield start_with
-    for process in running:
+    for process in processes:
         process.kill()
         process.communicate(timeout=_TIMEOUT_SECONDS)
 
 
 @pytest.fixture
 def read_error(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command in this process, which is faster than starting it, and return its error message."""
-    monkeypatch.syspath_prepend(str(forkd_command.PACKAGE / "src"))
+    """A function that runs the command in this process, which is faster than a new process, and returns its error."""
+    monkeypatch.syspath_prepend(str(forkd_command.PACKAGE_DIRECTORY / "src"))
     from sandbox_gateway_forkd.command import main  # type: ignore[import-not-found]
 
     def run_and_read_error(*args: str) -> str:
@@ -78,7 +78,7 @@ def list_sandboxes(api: httpx.Client) -> list[str]:
 
 
 def exchange(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
-    """Send ``request``, and return the responses until the peer closes."""
+    """Send ``request``, and return the responses until the peer closes the connection."""
     host, _, port = target.rpartition(":")
     received_bytes = b""
     with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
@@ -114,15 +114,15 @@ def other_server() -> Iterator[str]:
             thread.join()
 
 
-def test_the_published_client_spawns_and_kills(api: httpx.Client, target: str) -> None:
+def test_the_published_client_spawns_and_kills_a_sandbox(api: httpx.Client, target: str) -> None:
     with forkd.Sandbox(tag="base", target=target) as sandbox:
         (sandbox_id,) = list_sandboxes(api)
         assert sandbox.commands.run(["write", "k", "v"]).exit_code == 0
         assert sandbox.commands.run(["read", "k"]) == forkd.CommandResult(stdout="v", stderr="", exit_code=0)
-        missing_program = sandbox.commands.run("nonsense")
-        assert missing_program.exit_code == 127 and "not found" in missing_program.stderr
-        timed_out = sandbox.commands.run(["sleep", "9"], timeout=1)
-        assert timed_out.exit_code == 137 and "did not end within 1 s" in timed_out.stderr
+        missing_program_result = sandbox.commands.run("nonsense")
+        assert missing_program_result.exit_code == 127 and "not found" in missing_program_result.stderr
+        timeout_result = sandbox.commands.run(["sleep", "9"], timeout=1)
+        assert timeout_result.exit_code == 137 and "did not end within 1 s" in timeout_result.stderr
         assert sandbox.commands.run([]).stderr.startswith("args: ")
         assert sandbox.eval("1 + 1") == "2" and sandbox.eval("x = 5") == "None" and sandbox.eval("x") == "5"
         with pytest.raises(RuntimeError, match="forkd eval: NameError"):
@@ -139,11 +139,15 @@ def test_a_failure_of_the_command_reaches_the_client(api: httpx.Client, target: 
 
 
 def test_the_command_creates_several_sandboxes_over_the_unix_socket(
-    memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    start_command: StartCommand,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FORKD_URL", memory_gateway.unix_url)
     monkeypatch.delenv("FORKD_TOKEN")
-    process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
+    process = start_command("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
     assert process.stdout is not None
     sandbox_ids = [process.stdout.readline().strip() for _ in range(3)]
     assert sorted(sandbox_ids) == sorted(list_sandboxes(api))
@@ -165,17 +169,17 @@ def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None
 
 
 def test_the_sandbox_of_a_killed_command_expires(
-    memory_gateway: MemoryGateway, api: httpx.Client, start: Start
+    memory_gateway: MemoryGateway, api: httpx.Client, start_command: StartCommand
 ) -> None:
-    process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
+    process = start_command("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
     time.sleep(2.2)
     assert len(list_sandboxes(api)) == 2, "the leases are renewed"
     process.kill()
     eventually(lambda: list_sandboxes(api) == [], _TIMEOUT_SECONDS)
 
 
-def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> None:
-    process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
+def test_the_command_ends_with_its_sandbox(api: httpx.Client, start_command: StartCommand) -> None:
+    process = start_command("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
     assert process.stdout is not None
     first_id = process.stdout.readline().strip()
     api.delete(f"/v1/sandboxes/{first_id}").raise_for_status()
@@ -184,10 +188,10 @@ def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> N
 
 
 def test_attach_serves_an_existing_sandbox(
-    memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str
+    memory_gateway: MemoryGateway, api: httpx.Client, start_command: StartCommand, target: str
 ) -> None:
     sandbox_id = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
-    process = start("attach", sandbox_id)
+    process = start_command("attach", sandbox_id)
     sandbox = forkd.Sandbox(target=target, spawn=False)
     assert sandbox.eval("6 * 7") == "42"
     process.terminate()
@@ -225,8 +229,8 @@ def test_startup_errors_are_reported(
     assert list_sandboxes(api) == []
 
 
-def test_the_option_remote_allows_all_addresses(api: httpx.Client, start: Start, target: str) -> None:
-    start("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
+def test_the_option_remote_allows_all_addresses(api: httpx.Client, start_command: StartCommand, target: str) -> None:
+    start_command("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
 
 
@@ -243,10 +247,10 @@ def test_the_help_contains_a_warning(target: str, read_error: object, capsys: py
         assert error_info.value.code == 2
 
 
-def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start: Start, target: str) -> None:
-    """The clients connect one after the other, and none of them affects the next."""
-    start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
-    for line, words in (
+def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_command: StartCommand, target: str) -> None:
+    """The clients connect one after the other, and none of them affects the next one."""
+    start_command("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
+    for line, expected_text in (
         (b"{\xff\xfe\n", "JSON"),
         (b'POST / HTTP/1.1\r\n\r\n{"action": "exec", "args": ["touch", "/tmp/x"]}\n', "JSON object"),
         (b'{"action": "ping"\n', "JSON"),
@@ -261,7 +265,7 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start: Star
         (b'{"action": "eval"}\n', "code"),
     ):
         (response,) = exchange(target, line)
-        assert words in response["error"] and response["exit_code"] == 1, line[:80]
+        assert expected_text in response["error"] and response["exit_code"] == 1, line[:80]
     assert exchange(target, b"") == []
     assert [pong["pong"] for pong in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
     host, _, port = target.rpartition(":")

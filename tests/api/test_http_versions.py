@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.support.certificates import create_certificate
 
-_SCRIPT = """
+_CLIENT_SCRIPT = """
 import json, sys
 import e2b
 options = json.loads(sys.argv[1])
@@ -20,16 +20,16 @@ print(box.is_running(), box.kill(), box.is_running())
 """
 
 
-def test_the_e2b_client_works_without_settings(tmp_path: Path) -> None:
-    cert, key = create_certificate(tmp_path)
-    gateway = MemoryGateway(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
+def test_the_e2b_client_accepts_http_1_1(tmp_path: Path) -> None:
+    certificate, key = create_certificate(tmp_path)
+    gateway = MemoryGateway(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)})
     try:
         gateway.build_template("base", packages=["python3"])
         url = f"https://localhost:{gateway.port}"
         options = {"api_key": ADMIN_KEY, "api_url": url, "sandbox_url": url, "http_version": "2"}
         result = subprocess.run(
-            [sys.executable, "-c", _SCRIPT, json.dumps(options)],
-            env=os.environ | {"SSL_CERT_FILE": str(cert)},
+            [sys.executable, "-c", _CLIENT_SCRIPT, json.dumps(options)],
+            env=os.environ | {"SSL_CERT_FILE": str(certificate)},
             capture_output=True,
             text=True,
             timeout=60,

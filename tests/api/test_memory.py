@@ -1,4 +1,4 @@
-"""Memory does not grow with use: objects are counted before and after many rounds of mixed use."""
+"""Memory does not grow with use. The test counts objects before and after many rounds of mixed use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.mixed_use import MixedUse
 from tests.api.inside import eventually
 from tests.api.memory_gateway import MemoryGateway
 
-ROUNDS = 40
-MAX_LEFTOVER_BLOCKS = 25
-"""Memory blocks that a round may leave by chance, for example a timer that is not yet due. A round has some twenty
+ROUND_COUNT = 40
+MAX_LEFTOVER_BLOCKS_PER_ROUND = 25
+"""Memory blocks that a round may leave by chance, for example a timer that is not yet due. A round has about twenty
 requests and three sandboxes; a leak in any of these leaves several objects.
 """
 
@@ -22,24 +22,26 @@ def test_repeated_use_does_not_leak_memory(memory_gateway: MemoryGateway) -> Non
     mixed_use = MixedUse(memory_gateway.client, "base", clients=2)
     mixed_use.run_rounds(15)
     counts_before, blocks_before = _count_objects()
-    mixed_use.run_rounds(ROUNDS)
+    mixed_use.run_rounds(ROUND_COUNT)
 
-    def leaked_types() -> dict[str, int]:
-        """Return the types with at least one additional object per round."""
+    def find_leaked_types() -> dict[str, int]:
+        """Return the number of additional objects of each type that has at least one per round."""
         counts = _count_objects()[0]
         # The event loop keeps a cancelled timer and its context until the timer would have been due.
-        types = counts.keys() - {"TimerHandle", "Context"}
+        type_names = counts.keys() - {"TimerHandle", "Context"}
         return {
-            name: counts[name] - counts_before[name] for name in types if counts[name] - counts_before[name] >= ROUNDS
+            name: counts[name] - counts_before[name]
+            for name in type_names
+            if counts[name] - counts_before[name] >= ROUND_COUNT
         }
 
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not leaked_types(), seconds=30)
-    assert leaked_types() == {}
-    assert _count_objects()[1] - blocks_before < ROUNDS * MAX_LEFTOVER_BLOCKS
+        eventually(lambda: not find_leaked_types(), seconds=30)
+    assert find_leaked_types() == {}
+    assert _count_objects()[1] - blocks_before < ROUND_COUNT * MAX_LEFTOVER_BLOCKS_PER_ROUND
 
 
 def _count_objects() -> tuple[Counter[str], int]:
-    """Return the number of garbage-collected objects by type, and the number of all allocated blocks."""
+    """Return the number of objects tracked by the garbage collector, by type, and of allocated memory blocks."""
     gc.collect()
     return Counter(type(each).__name__ for each in gc.get_objects()), sys.getallocatedblocks()

@@ -16,11 +16,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sandbox_gateway.server.serving import document
+from sandbox_gateway.server.serving import build_openapi_document
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
-EXAMPLES = 8
-"""Number of requests per route."""
+EXAMPLES_PER_ROUTE = 8
+"""Number of requests that the test sends to each route."""
 REFS = ("base", "one", "vol", "nothing")
 
 
@@ -40,7 +40,7 @@ def fuzzed_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryG
 
 def list_operations() -> list[Any]:
     """Return every operation of the document except the one with an endless response."""
-    schema = document()
+    schema = build_openapi_document()
     del schema["paths"]["/events"]
     return [operation.ok() for operation in schemathesis.openapi.from_dict(schema).get_all_operations()]
 
@@ -51,7 +51,7 @@ def list_operations() -> list[Any]:
 def test_responses_match_the_document(fuzzed_gateway: MemoryGateway, operation: Any) -> None:
     checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=EXAMPLES_PER_ROUTE, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy())
     @seed(20_26)
     def try_request(case: Any) -> None:
@@ -78,12 +78,12 @@ def test_the_document_is_complete(fuzzed_gateway: MemoryGateway) -> None:
 def test_metrics_contain_the_room_on_the_host(fuzzed_gateway: MemoryGateway) -> None:
     with fuzzed_gateway.client() as client:
         text = client.get("/metrics").text
-    room = fuzzed_gateway.host.available
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values['sandbox_gateway_host_free_bytes{resource="disk"}']) == room.disk_free
-    assert float(values['sandbox_gateway_host_total_bytes{resource="memory"}']) == room.memory_total
-    assert 'sandbox_gateway_host_promised_bytes{resource="memory"}' in values
-    assert values["sandbox_gateway_sandboxes_stalled"] == "0.0"
+    room = fuzzed_gateway.host.available_room
+    metrics = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(metrics['sandbox_gateway_host_free_bytes{resource="disk"}']) == room.disk_free
+    assert float(metrics['sandbox_gateway_host_total_bytes{resource="memory"}']) == room.memory_total
+    assert 'sandbox_gateway_host_promised_bytes{resource="memory"}' in metrics
+    assert metrics["sandbox_gateway_sandboxes_stalled"] == "0.0"
 
 
 def test_metrics_count_sandboxes_and_requests(fuzzed_gateway: MemoryGateway) -> None:

@@ -33,12 +33,12 @@ def test_every_page_is_returned(api: httpx.Client) -> None:
 def test_changes_between_pages_do_not_shift_entries(api: httpx.Client) -> None:
     for number in range(4):
         create_sandbox(api, name=f"n{number}")
-    first = api.get("/sandboxes", params={"limit": 2})
+    first_page = api.get("/sandboxes", params={"limit": 2})
     api.delete("/sandboxes/n1")
     api.delete("/sandboxes/n2")
     create_sandbox(api, name="n4")
-    second = api.get("/sandboxes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
-    assert [item["name"] for item in second.json()] == ["n3", "n4"]
+    second_page = api.get("/sandboxes", params={"limit": 2, "nextToken": first_page.headers["x-next-token"]})
+    assert [item["name"] for item in second_page.json()] == ["n3", "n4"]
 
 
 def test_pages_of_snapshots_do_not_shift_while_snapshots_are_created_and_removed(api: httpx.Client) -> None:
@@ -46,14 +46,14 @@ def test_pages_of_snapshots_do_not_shift_while_snapshots_are_created_and_removed
     for number in range(5):
         api.post("/sandboxes/one/snapshots", json={"name": f"s{number}"})
     params: dict[str, str | int] = {"limit": 2, "sandboxID": "one"}
-    first = api.get("/snapshots", params=params)
+    first_page = api.get("/snapshots", params=params)
     for name in ("s0", "s1", "s2"):
         assert api.delete(f"/snapshots/{name}").status_code == 204
     api.post("/sandboxes/one/snapshots", json={"name": "s5"})
-    second = api.get("/snapshots", params={**params, "nextToken": first.headers["x-next-token"]})
-    third = api.get("/snapshots", params={**params, "nextToken": second.headers["x-next-token"]})
-    pages = [[item["names"] for item in response.json()] for response in (first, second, third)]
-    assert pages == [[["s0"], ["s1"]], [["s3"], ["s4"]], [["s5"]]] and "x-next-token" not in third.headers
+    second_page = api.get("/snapshots", params={**params, "nextToken": first_page.headers["x-next-token"]})
+    third_page = api.get("/snapshots", params={**params, "nextToken": second_page.headers["x-next-token"]})
+    pages = [[item["names"] for item in response.json()] for response in (first_page, second_page, third_page)]
+    assert pages == [[["s0"], ["s1"]], [["s3"], ["s4"]], [["s5"]]] and "x-next-token" not in third_page.headers
 
 
 def test_snapshots_and_templates_are_paged(api: httpx.Client) -> None:
@@ -81,7 +81,7 @@ def test_invalid_page_tokens_are_refused(api: httpx.Client, token: str) -> None:
     assert response.status_code == 400 and "nextToken" in response.json()["message"]
 
 
-def test_a_token_for_another_order_is_refused(api: httpx.Client) -> None:
+def test_a_page_token_for_another_sort_order_is_refused(api: httpx.Client) -> None:
     create_sandbox(api), create_sandbox(api)
     token = api.get("/sandboxes", params={"limit": 1}).headers["x-next-token"]
     assert api.get("/sandboxes", params={"order": "desc", "nextToken": token}).status_code == 400

@@ -11,7 +11,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def snapshot(api: httpx.Client, sandbox: dict[str, Any]) -> str:
+def snapshot_name(api: httpx.Client, sandbox: dict[str, Any]) -> str:
     """The name of a snapshot of the sandbox."""
     response = api.post(f"/sandboxes/{sandbox['sandboxID']}/snapshots", json={"name": "mark"})
     assert response.status_code == 201, response.text
@@ -23,19 +23,19 @@ def wait_until_ready(api: httpx.Client, ref: str, count: int) -> None:
     eventually(lambda: api.get(f"/snapshots/{ref}").json()["prewarm"]["ready"] == count)
 
 
-def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot: str) -> None:
-    response = api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 2})
+def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot_name: str) -> None:
+    response = api.post(f"/snapshots/{snapshot_name}/prewarm", json={"count": 2})
     assert (response.status_code, response.json()["target"]) == (200, 2)
-    wait_until_ready(api, snapshot, 2)
+    wait_until_ready(api, snapshot_name, 2)
     metrics = api.get("/metrics").text
     assert 'sandbox_gateway_prewarmed_forks{state="ready"} 2.0' in metrics
-    claims_before = _count_claims(metrics)
-    assert api.post(f"/snapshots/{snapshot}/fork", json={"name": "claimed"}).status_code == 201
-    assert _count_claims(api.get("/metrics").text) == claims_before + 1
-    wait_until_ready(api, snapshot, 2)
+    claim_count_before = _count_claims(metrics)
+    assert api.post(f"/snapshots/{snapshot_name}/fork", json={"name": "claimed"}).status_code == 201
+    assert _count_claims(api.get("/metrics").text) == claim_count_before + 1
+    wait_until_ready(api, snapshot_name, 2)
     assert [each["name"] for each in api.get("/sandboxes").json()] == ["one", "claimed"], "a fork is not a sandbox yet"
-    assert api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0}).json()["target"] == 0
-    wait_until_ready(api, snapshot, 0)
+    assert api.post(f"/snapshots/{snapshot_name}/prewarm", json={"count": 0}).json()["target"] == 0
+    wait_until_ready(api, snapshot_name, 0)
 
 
 def _count_claims(metrics: str) -> float:
@@ -64,8 +64,8 @@ def test_a_template_shows_its_ready_forks(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"count": -1}, {"count": "2"}, {"count": 65}, {"count": True}, {"count": 1.5}])
-def test_a_bad_count_is_refused(api: httpx.Client, snapshot: str, body: dict[str, Any]) -> None:
-    response = api.post(f"/snapshots/{snapshot}/prewarm", json=body)
+def test_an_invalid_count_is_refused(api: httpx.Client, snapshot_name: str, body: dict[str, Any]) -> None:
+    response = api.post(f"/snapshots/{snapshot_name}/prewarm", json=body)
     assert (response.status_code, response.json()["kind"]) == (400, "invalid"), response.text
 
 
@@ -74,8 +74,8 @@ def test_a_missing_snapshot_is_not_found(api: httpx.Client) -> None:
 
 
 def test_a_build_can_request_prewarmed_forks(api: httpx.Client) -> None:
-    build = api.post("/templates", json={"name": "warm", "setup": ["touch /warm"], "prewarm": 1})
-    assert build.status_code == 202, build.text
+    build_response = api.post("/templates", json={"name": "warm", "setup": ["touch /warm"], "prewarm": 1})
+    assert build_response.status_code == 202, build_response.text
     eventually(lambda: api.get("/templates/warm").json().get("prewarm") == {"target": 1, "ready": 1})
     assert "prewarm" not in api.get("/templates/warm").json()["recipe"]
     recipe = {"name": "warm", "setup": ["touch /warm"]}
@@ -86,26 +86,26 @@ def test_a_build_can_request_prewarmed_forks(api: httpx.Client) -> None:
     api.delete("/templates/warm")
 
 
-def test_a_build_with_an_impossible_count_is_refused_up_front(api: httpx.Client) -> None:
+def test_a_build_with_an_excessive_count_is_refused_up_front(api: httpx.Client) -> None:
     response = api.post("/templates", json={"name": "many", "prewarm": 65})
     assert response.status_code == 400 and "prewarm.maximum" in response.json()["message"]
     assert api.get("/templates/many").status_code == 404
 
 
-def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot: str) -> None:
-    def starts() -> dict[str, float]:
+def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot_name: str) -> None:
+    def count_starts() -> dict[str, float]:
         lines = [line for line in api.get("/metrics").text.splitlines() if line.startswith("sandbox_gateway_starts_")]
         return {how: float(line.split()[1]) for line in lines for how in ("prewarmed", "memory", "boot") if how in line}
 
-    starts_before = starts()
-    api.post(f"/snapshots/{snapshot}/fork", json={})
-    api.post(f"/snapshots/{snapshot}/fork", json={"coldStart": True})
-    api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 1})
-    wait_until_ready(api, snapshot, 1)
-    api.post(f"/snapshots/{snapshot}/fork", json={})
-    api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0})
-    wait_until_ready(api, snapshot, 0)
-    assert {how: count - starts_before[how] for how, count in starts().items()} == {
+    start_counts_before = count_starts()
+    api.post(f"/snapshots/{snapshot_name}/fork", json={})
+    api.post(f"/snapshots/{snapshot_name}/fork", json={"coldStart": True})
+    api.post(f"/snapshots/{snapshot_name}/prewarm", json={"count": 1})
+    wait_until_ready(api, snapshot_name, 1)
+    api.post(f"/snapshots/{snapshot_name}/fork", json={})
+    api.post(f"/snapshots/{snapshot_name}/prewarm", json={"count": 0})
+    wait_until_ready(api, snapshot_name, 0)
+    assert {how: count - start_counts_before[how] for how, count in count_starts().items()} == {
         "prewarmed": 1,
         "memory": 1,
         "boot": 1,

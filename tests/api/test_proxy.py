@@ -1,4 +1,4 @@
-"""Test that requests to ports in sandboxes are streamed in both directions, without the gateway's secrets."""
+"""Test that requests to ports in sandboxes are streamed in both directions, and contain no secrets of the gateway."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tests.api.inside import (
     PORT,
     Service,
     eventually,
-    host,
     machine_address,
     make_reply,
     port_headers,
     port_headers_with_host,
+    port_host,
     raw_connection,
     raw_service,
-    read_status,
+    read_response,
     request_head,
 )
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 
-@pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host])
-def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], addressed: Any) -> None:
+@pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host])
+def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], make_headers: Any) -> None:
     client_headers = {"X-Own": "1", "Keep-Alive": "timeout=3"}
-    response = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **client_headers))
+    response = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=make_headers(sandbox, **client_headers))
     assert response.status_code == 201 and response.headers["x-inside"] == "yes"
     assert "keep-alive" not in response.headers
     echoed_request = response.json()
@@ -47,7 +47,9 @@ def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, 
     headers = echoed_request["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
     assert headers["x-access-token"] == sandbox["envdAccessToken"]
-    assert headers["host"] == (host(sandbox) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
+    assert headers["host"] == (
+        port_host(sandbox) if make_headers is port_headers_with_host else f"localhost:{AGENT_PORT}"
+    )
 
 
 def test_host_headers_may_contain_ports_and_capitals(api: httpx.Client, sandbox: dict[str, Any]) -> None:
@@ -63,7 +65,7 @@ def test_host_headers_may_contain_ports_and_capitals(api: httpx.Client, sandbox:
 def test_control_plane_requests_may_name_the_agents_port(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    """E2B's client 2.26 sends these headers with `connect`, also for a paused sandbox."""
+    """E2B's client 2.26 sends these headers with `connect`, even if the sandbox is paused."""
     route, headers = f"/sandboxes/{sandbox['sandboxID']}", port_headers(sandbox)
     assert api.post(f"{route}/pause").status_code == 204
     for prefix in ("/v2", ""):
@@ -74,9 +76,9 @@ def test_control_plane_requests_may_name_the_agents_port(
     with memory_gateway.client(EXEC_KEY) as client:
         assert client.delete(route, headers=headers).status_code == 403, "the scope of the key still applies"
     with memory_gateway.client("") as client:
-        token = headers | {"X-Access-Token": sandbox["envdAccessToken"]}
-        assert client.get(route, headers=token).status_code == 401
-        assert client.get("/echo", headers=token).status_code == 201
+        token_headers = headers | {"X-Access-Token": sandbox["envdAccessToken"]}
+        assert client.get(route, headers=token_headers).status_code == 401
+        assert client.get("/echo", headers=token_headers).status_code == 201
     with raw_service(memory_gateway, sandbox) as service:
         assert api.get("/sandboxes", headers=port_headers(sandbox, PORT)).text == "ok"
         assert api.get("/sandboxes", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
@@ -90,8 +92,10 @@ def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
             echoed_request = client.get("/echo", headers=port_headers(sandbox, **header)).json()
             assert EXEC_KEY not in str(echoed_request)
-        key_and_bearer = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        forwarded_headers = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer)).json()["headers"]
+        key_and_bearer_headers = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
+        forwarded_headers = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer_headers)).json()[
+            "headers"
+        ]
         repeated_headers = [
             *port_headers(sandbox).items(),
             ("Authorization", "Bearer other"),
@@ -99,9 +103,11 @@ def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str
         ]
         assert EXEC_KEY not in client.get("/echo", headers=[*repeated_headers, ("X-API-Key", EXEC_KEY)]).text
         assert forwarded_headers["authorization"] == "Bearer the-services-own" and "x-api-key" not in forwarded_headers
-        key_and_basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
+        key_and_basic_headers = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert (
-            client.get("/echo", headers=port_headers(sandbox, **key_and_basic)).json()["headers"]["authorization"]
+            client.get("/echo", headers=port_headers(sandbox, **key_and_basic_headers)).json()["headers"][
+                "authorization"
+            ]
             == "Basic dXNlcjo="
         )
 
@@ -109,16 +115,16 @@ def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str
 def test_requests_need_access_to_the_port(
     api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    token = {"X-Access-Token": sandbox["envdAccessToken"]}
-    assert keyless_client.get("/echo", headers=port_headers(sandbox, **token)).status_code == 201
+    token_header = {"X-Access-Token": sandbox["envdAccessToken"]}
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, **token_header)).status_code == 201
     other_sandbox = create_sandbox(api)
     unknown_sandbox = {"sandboxID": "0" * 12}
     for port, status, kind in ((AGENT_PORT, 401, "unauthorized"), (PORT, 403, "forbidden")):
         for headers in (
             port_headers(sandbox, port),
-            port_headers(other_sandbox, port, **token),
+            port_headers(other_sandbox, port, **token_header),
             port_headers(sandbox, port, **{"X-Access-Token": "wrong"}),
-            port_headers(unknown_sandbox, port, **token),
+            port_headers(unknown_sandbox, port, **token_header),
             port_headers(unknown_sandbox, port),
         ):
             response = keyless_client.get("/echo", headers=headers)
@@ -130,7 +136,9 @@ def test_requests_need_access_to_the_port(
         assert keyless_client.get("/echo", headers=headers).status_code == 401
     assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
     assert (
-        keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token)).status_code
+        keyless_client.get(
+            "/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token_header)
+        ).status_code
         == 201
     )
     assert (
@@ -139,7 +147,7 @@ def test_requests_need_access_to_the_port(
         ).status_code
         == 502
     )
-    assert keyless_client.get("/sandboxes", headers=token).status_code == 401, (
+    assert keyless_client.get("/sandboxes", headers=token_header).status_code == 401, (
         "a token gives no access to the control plane"
     )
 
@@ -175,7 +183,7 @@ def test_a_response_is_streamed_until_the_client_disconnects(
         lines = response.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
     machine = memory_gateway.machine(sandbox["sandboxID"])
-    eventually(lambda: not machine.connections)
+    eventually(lambda: not machine.connection_count)
 
 
 def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Client) -> None:
@@ -192,7 +200,7 @@ def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Cli
     assert api.get(f"/sandboxes/{resuming_sandbox['sandboxID']}").json()["state"] == "running"
 
 
-def test_headers_named_in_connection_are_not_forwarded(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+def test_headers_named_in_the_connection_header_are_not_forwarded(api: httpx.Client, sandbox: dict[str, Any]) -> None:
     request_headers = {
         "Connection": "keep-alive, X-Private",
         "X-Private": "1",
@@ -206,7 +214,7 @@ def test_headers_named_in_connection_are_not_forwarded(api: httpx.Client, sandbo
 def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     sandbox = create_sandbox(api, autoPause=True, autoResume={"enabled": True})
     api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
-    fork_count, memory_gateway.host.slow = memory_gateway.host.forked, 0.3
+    fork_count_before, memory_gateway.host.fork_seconds = memory_gateway.host.fork_count, 0.3
 
     def request(_: int) -> int:
         with memory_gateway.client() as client:
@@ -214,48 +222,62 @@ def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, 
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(request, range(6))) == {201}
-    assert memory_gateway.host.forked == fork_count + 1
+    assert memory_gateway.host.fork_count == fork_count_before + 1
 
 
 # --- ambiguous requests, and harmful responses -----------------------------------------------------------------------
 
-KEY = f"X-API-Key: {EXEC_KEY}"
+KEY_HEADER = f"X-API-Key: {EXEC_KEY}"
 
 
 def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    chunk = b"5\r\nhello\r\n0\r\n\r\n"
-    sandbox_host = f"Host: {host(sandbox, PORT)}"
+    chunked_body = b"5\r\nhello\r\n0\r\n\r\n"
+    sandbox_host = f"Host: {port_host(sandbox, PORT)}"
     with raw_service(memory_gateway, sandbox) as service:
         for request, status in (
-            (request_head("POST /", sandbox_host, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
             (
-                request_head("POST /", sandbox_host, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk,
+                request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Transfer-Encoding: chunked")
+                + chunked_body,
                 400,
             ),
-            (request_head("POST /", sandbox_host, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
-            (request_head("POST /", sandbox_host, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
-            (request_head("GET /", sandbox_host, sandbox_host, KEY), 400),
-            (request_head("GET /", sandbox_host, "Host: elsewhere", KEY), 400),
-            (request_head("GET /", KEY), 400),
-            (request_head("GET http://elsewhere.example/", sandbox_host, KEY), 400),
-            (request_head("OPTIONS *", sandbox_host, KEY), 400),
-            (request_head("CONNECT localhost:22", sandbox_host, KEY), 501),
-            (request_head("GET /", sandbox_host, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
+            (
+                request_head("POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: chunked", "Content-Length: 15")
+                + chunked_body,
+                400,
+            ),
+            (
+                request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Content-Length: 6") + b"hello",
+                400,
+            ),
+            (request_head("POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: gzip, chunked") + chunked_body, 400),
+            (request_head("GET /", sandbox_host, sandbox_host, KEY_HEADER), 400),
+            (request_head("GET /", sandbox_host, "Host: elsewhere", KEY_HEADER), 400),
+            (request_head("GET /", KEY_HEADER), 400),
+            (request_head("GET http://elsewhere.example/", sandbox_host, KEY_HEADER), 400),
+            (request_head("OPTIONS *", sandbox_host, KEY_HEADER), 400),
+            (request_head("CONNECT localhost:22", sandbox_host, KEY_HEADER), 501),
+            (request_head("GET /", sandbox_host, KEY_HEADER, "Connection: upgrade", "Upgrade: tcp"), 501),
         ):
             with raw_connection(memory_gateway, request) as connection:
-                assert read_status(connection)[0] == status, request
-        smuggled_request = chunk + request_head("GET /hidden", sandbox_host, KEY)
+                assert read_response(connection)[0] == status, request
+        smuggled_request = chunked_body + request_head("GET /hidden", sandbox_host, KEY_HEADER)
         for host_line in (sandbox_host, "Host: gateway"):
             ambiguous_head = request_head(
-                "POST /", host_line, KEY, f"Content-Length: {len(smuggled_request)}", "Transfer-Encoding: chunked"
+                "POST /",
+                host_line,
+                KEY_HEADER,
+                f"Content-Length: {len(smuggled_request)}",
+                "Transfer-Encoding: chunked",
             )
             with raw_connection(memory_gateway, ambiguous_head + smuggled_request) as connection:
-                assert read_status(connection)[0] == 400
+                assert read_response(connection)[0] == 400
                 assert connection.recv(4096) == b"", "the gateway reads nothing after an ambiguous request"
         assert not service.heads
-        h2c = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
-        with raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY, *h2c)) as connection:
-            assert read_status(connection)[0] == 200, "a client that offers HTTP/2 accepts HTTP/1.1"
+        h2c_header_lines = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+        with raw_connection(
+            memory_gateway, request_head("GET /", sandbox_host, KEY_HEADER, *h2c_header_lines)
+        ) as connection:
+            assert read_response(connection)[0] == 200, "a client that offers HTTP/2 accepts HTTP/1.1"
         assert not {"upgrade", "http2-settings"} & set(service.request_headers())
 
 
@@ -277,14 +299,14 @@ def test_invalid_responses_are_reported(
     with raw_service(memory_gateway, sandbox, reply) as service:
         response = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
         assert response.status_code == 502 and "port 3000" in response.json()["message"], response.text
-        eventually(lambda: not service.open)
+        eventually(lambda: not service.open_connection_count)
 
 
 def test_transfer_encoding_overrides_content_length(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
-    with raw_service(memory_gateway, sandbox, head + b"0\r\nX-Trailer: 1\r\n\r\n"):
+    response_start = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    with raw_service(memory_gateway, sandbox, response_start + b"0\r\nX-Trailer: 1\r\n\r\n"):
         response = api.get("/", headers=port_headers(sandbox, PORT))
         assert response.text == "hello" and "content-length" not in response.headers
         assert "x-trailer" not in response.headers
@@ -293,21 +315,29 @@ def test_transfer_encoding_overrides_content_length(
 def test_response_headers_that_affect_other_sandboxes_are_removed(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    own_host = host(sandbox, PORT)
+    own_host = port_host(sandbox, PORT)
     allowed_cookies = ("a=1; Path=/", f"b=1; Domain={own_host}", f"c=1; domain=.{own_host.upper()}")
     removed_cookies = (
         "d=1; Domain=sandbox.local",
         "e=1;domain=.sandbox.local; Secure",
         f"f=1; Domain={own_host}; Domain=local",
     )
-    fields = [f"Set-Cookie: {cookie}" for cookie in (*allowed_cookies, *removed_cookies)]
-    fields += ["Strict-Transport-Security: max-age=1", 'Alt-Svc: h3=":443"', "Proxy-Authenticate: Basic", "X-Own: 1"]
-    with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *fields)):
-        by_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
-        assert by_host.get_list("set-cookie") == list(allowed_cookies) and "strict-transport-security" in by_host
-        by_header = api.get("/", headers=port_headers(sandbox, PORT)).headers
-        assert not {"set-cookie", "strict-transport-security"} & set(by_header)
-        for headers in (by_host, by_header):
+    header_lines = [f"Set-Cookie: {cookie}" for cookie in (*allowed_cookies, *removed_cookies)]
+    header_lines += [
+        "Strict-Transport-Security: max-age=1",
+        'Alt-Svc: h3=":443"',
+        "Proxy-Authenticate: Basic",
+        "X-Own: 1",
+    ]
+    with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *header_lines)):
+        headers_with_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
+        assert (
+            headers_with_host.get_list("set-cookie") == list(allowed_cookies)
+            and "strict-transport-security" in headers_with_host
+        )
+        headers_without_host = api.get("/", headers=port_headers(sandbox, PORT)).headers
+        assert not {"set-cookie", "strict-transport-security"} & set(headers_without_host)
+        for headers in (headers_with_host, headers_without_host):
             assert headers["x-own"] == "1" and not {"alt-svc", "proxy-authenticate"} & set(headers)
 
 
@@ -317,30 +347,30 @@ def test_response_headers_that_affect_other_sandboxes_are_removed(
 def test_a_body_is_requested_only_from_authorized_callers(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    fields = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    header_lines = (f"Host: {port_host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
     with raw_service(memory_gateway, sandbox) as service:
-        with raw_connection(memory_gateway, request_head("POST /", *fields)) as connection:
-            assert read_status(connection)[0] == 403
-        with raw_connection(memory_gateway, request_head("POST /", *fields, KEY)) as connection:
+        with raw_connection(memory_gateway, request_head("POST /", *header_lines)) as connection:
+            assert read_response(connection)[0] == 403
+        with raw_connection(memory_gateway, request_head("POST /", *header_lines, KEY_HEADER)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")
-            assert read_status(connection)[0] == 200
+            assert read_response(connection)[0] == 200
         assert service.bodies == [b"hello"] and "expect" not in service.request_headers()
 
 
 def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     response_head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    send_rest = threading.Event()
+    first_chunk_received = threading.Event()
 
-    async def send_later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.to_thread(send_rest.wait, 10)
+    async def send_second_chunk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.to_thread(first_chunk_received.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
     request = request_head(
-        "POST /", f"Host: {host(sandbox, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum"
+        "POST /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER, "Transfer-Encoding: chunked", "Trailer: X-Sum"
     )
     with (
-        raw_service(memory_gateway, sandbox, response_head + b"3\r\none\r\n", then=send_later) as service,
+        raw_service(memory_gateway, sandbox, response_head + b"3\r\none\r\n", then=send_second_chunk) as service,
         raw_connection(memory_gateway, request) as connection,
     ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
@@ -355,7 +385,7 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
             and "trailer" not in service.request_headers()
             and b"two" not in received_bytes
         )
-        send_rest.set()
+        first_chunk_received.set()
         connection.settimeout(10)
         while not received_bytes.endswith(b"0\r\n\r\n"):
             received_bytes += connection.recv(4096)
@@ -363,32 +393,34 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
 
 
 def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    piece, sent_bytes = b"x" * 65536, 0
+    piece, sent_byte_count = b"x" * 65536, 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent_bytes
+        nonlocal sent_byte_count
         while True:
             writer.write(piece)
             await writer.drain()
-            sent_bytes += len(piece)
+            sent_byte_count += len(piece)
 
     endless_response = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
     with raw_service(memory_gateway, sandbox, endless_response, then=flood) as service:
-        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
-            previous_bytes = -1
-            while sent_bytes != previous_bytes:
-                previous_bytes = sent_bytes
+        with raw_connection(
+            memory_gateway, request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER)
+        ) as connection:
+            previous_byte_count = -1
+            while sent_byte_count != previous_byte_count:
+                previous_byte_count = sent_byte_count
                 time.sleep(0.25)
             # The kernel's buffers at the ends of three connections.
-            assert sent_bytes < 32 << 20
+            assert sent_byte_count < 32 << 20
             for _ in range(400):
                 connection.recv(65536, socket.MSG_WAITALL)
-            eventually(lambda: sent_bytes > previous_bytes)
-        eventually(lambda: not service.open)
+            eventually(lambda: sent_byte_count > previous_byte_count)
+        eventually(lambda: not service.open_connection_count)
 
 
-async def _accept_and_stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Accept a request, and then stop reading."""
+async def _leave_body_unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read the headers of a request, and leave its body unread."""
     try:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(3600)
@@ -396,22 +428,22 @@ async def _accept_and_stop_reading(reader: asyncio.StreamReader, writer: asyncio
         writer.close()
 
 
-async def _listen_without_reading(address: str, port: int) -> asyncio.Server:
-    return await asyncio.start_server(_accept_and_stop_reading, address, port)
+async def _listen_and_leave_bodies_unread(address: str, port: int) -> asyncio.Server:
+    return await asyncio.start_server(_leave_body_unread, address, port)
 
 
 def test_a_slow_service_slows_the_client(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    request = request_head("PUT /", f"Host: {host(sandbox, PORT)}", KEY, "Content-Length: 1000000000")
+    request = request_head("PUT /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER, "Content-Length: 1000000000")
     with (
-        Service(machine_address(memory_gateway, sandbox), PORT, _listen_without_reading),
+        Service(machine_address(memory_gateway, sandbox), PORT, _listen_and_leave_bodies_unread),
         raw_connection(memory_gateway, request) as connection,
     ):
         connection.settimeout(0.5)
-        sent_bytes = 0
+        sent_byte_count = 0
         with pytest.raises(TimeoutError):
             while True:
-                sent_bytes += connection.send(b"x" * 65536)
-        assert 0 < sent_bytes < 32 << 20
+                sent_byte_count += connection.send(b"x" * 65536)
+        assert 0 < sent_byte_count < 32 << 20
 
 
 def test_a_response_before_the_end_of_the_request_body_is_forwarded(
@@ -447,7 +479,9 @@ def test_a_half_closed_client_counts_as_disconnected(
         return await asyncio.start_server(wait_for_disconnect, address, port)
 
     with Service(machine_address(memory_gateway, sandbox), PORT, listen):
-        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
+        with raw_connection(
+            memory_gateway, request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER)
+        ) as connection:
             time.sleep(0.1)
             assert not disconnected.is_set()
             if half:
@@ -466,7 +500,7 @@ def test_a_closed_idle_connection_is_replaced(
     with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"again")) as service:
         assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
         assert api.get("/", headers=port_headers(sandbox, PORT)).text == "again"
-        assert service.accepted == 2 and len(service.heads) == 3
+        assert service.connection_count == 2 and len(service.heads) == 3
     with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply()) as service:
         assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
         for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
@@ -499,82 +533,87 @@ def test_the_number_of_concurrent_requests_is_limited(tmp_path: Path) -> None:
         gateway.end()
 
 
-_ENDINGS = {
+_STOP_REQUESTS = {
     "rollback": ("POST", "/sandboxes/one/rollback", {"snapshotID": "s1"}),
     "pause": ("POST", "/sandboxes/one/pause", None),
     "kill": ("DELETE", "/sandboxes/one", None),
 }
 
 
-@pytest.mark.parametrize("ending", _ENDINGS)
-def test_all_connections_end_with_the_machine(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
+@pytest.mark.parametrize("operation", _STOP_REQUESTS)
+def test_all_connections_are_closed_when_the_machine_stops(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], operation: str
 ) -> None:
-    """The service outlives the machine and closes no connections, as when a virtual machine is killed."""
+    """The service does not close its connections, as if a virtual machine had been killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     incomplete_response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
-    sandbox_host = f"Host: {host(sandbox, PORT)}"
+    sandbox_host = f"Host: {port_host(sandbox, PORT)}"
 
-    async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    async def keep_connection_open(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         if len(service.heads) > 1:
             await reader.read(1)
 
     with (
         raw_service(
-            memory_gateway, sandbox, make_reply(), incomplete_response, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold
+            memory_gateway,
+            sandbox,
+            make_reply(),
+            incomplete_response,
+            b"HTTP/1.1 100 Continue\r\n\r\n",
+            then=keep_connection_open,
         ) as service,
         memory_gateway.client(EXEC_KEY) as client,
-        raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY)) as streaming,
-        raw_connection(memory_gateway) as waiting,
-        raw_connection(memory_gateway) as uploading,
+        raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY_HEADER)) as streaming_connection,
+        raw_connection(memory_gateway) as waiting_connection,
+        raw_connection(memory_gateway) as uploading_connection,
     ):
         eventually(lambda: len(service.heads) == 1)
-        assert read_status(streaming)[0] == 200
-        streaming.sendall(request_head("GET /", sandbox_host, KEY))
+        assert read_response(streaming_connection)[0] == 200
+        streaming_connection.sendall(request_head("GET /", sandbox_host, KEY_HEADER))
         eventually(lambda: len(service.heads) == 2)
-        eventually(lambda: b"first" in streaming.recv(4096, socket.MSG_PEEK))
-        waiting.sendall(request_head("GET /", sandbox_host, KEY))
+        eventually(lambda: b"first" in streaming_connection.recv(4096, socket.MSG_PEEK))
+        waiting_connection.sendall(request_head("GET /", sandbox_host, KEY_HEADER))
         eventually(lambda: len(service.heads) == 3)
-        uploading.sendall(request_head("POST /", sandbox_host, KEY, "Content-Length: 10") + b"half")
+        uploading_connection.sendall(request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 10") + b"half")
         eventually(lambda: len(service.heads) == 4)
-        eventually(lambda: service.open == 3)
-        method, path, body = _ENDINGS[ending]
+        eventually(lambda: service.open_connection_count == 3)
+        method, path, body = _STOP_REQUESTS[operation]
         assert api.request(method, path, json=body).is_success
-        for connection in (waiting, uploading):
-            status, error = read_status(connection)
+        for connection in (waiting_connection, uploading_connection):
+            status, error = read_response(connection)
             assert status == 502 and "rolled back, paused or ended" in error["message"]
-        data = b""
-        while piece := streaming.recv(4096):
-            data += piece
-        assert data.endswith(b"5\r\nfirst\r\n"), "the response ends without its last chunk"
-        eventually(lambda: not service.open)
+        received_bytes = b""
+        while piece := streaming_connection.recv(4096):
+            received_bytes += piece
+        assert received_bytes.endswith(b"5\r\nfirst\r\n"), "the response ends without its last chunk"
+        eventually(lambda: not service.open_connection_count)
         request_count = len(service.heads)
         response = client.get("/", headers=port_headers(sandbox, PORT))
         assert response.status_code == 502 and len(service.heads) == request_count, (
             "the old machine receives no requests"
         )
-        if ending == "rollback":
+        if operation == "rollback":
             assert "port is not open" in response.json()["message"]
             assert client.get("/echo", headers=port_headers(sandbox)).status_code == 201
         else:
             assert "was not found" in response.json()["message"]
 
 
-def test_idle_connections_end_with_the_machine(
+def test_idle_connections_are_closed_when_the_machine_stops(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     with raw_service(memory_gateway, sandbox) as old_service:
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old_service.open == 1
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old_service.open_connection_count == 1
         assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
-        eventually(lambda: not old_service.open)
+        eventually(lambda: not old_service.open_connection_count)
         with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new_service:
             assert api.get("/", headers=port_headers(sandbox, PORT)).text == "new"
             assert len(old_service.heads) == len(new_service.heads) == 1
 
 
 def test_cancellation_at_any_await_leaks_no_connection() -> None:
-    """The agent has exited and closed its idle connections. A request that removes them is cancelled at each await."""
+    """A request that removes the idle connections of an exited agent is cancelled at each of its awaits in turn."""
     asyncio.run(_cancel_at_each_await())
 
 
@@ -587,12 +626,12 @@ async def _cancel_at_each_await() -> None:
             pass
         writer.close()
 
-    open_by_turns: dict[int, int] = {}
+    open_count_by_turns: dict[int, int] = {}
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         for turns in range(30):
-            machine = _memory_machine()
+            machine = _make_machine_connections()
             request = _make_request(port)
             tasks = [asyncio.create_task(proxy._forward_http(request, machine, 300, has_body=False)) for _ in range(12)]
             writers = [await accepted_writers.get() for _ in tasks]
@@ -610,12 +649,12 @@ async def _cancel_at_each_await() -> None:
             while not accepted_writers.empty():
                 accepted_writers.get_nowait().close()
             await asyncio.sleep(0.02)
-            if open_count := _open_connections(port):
-                open_by_turns[turns] = open_count
-    assert open_by_turns == {}
+            if open_count := _count_open_connections(port):
+                open_count_by_turns[turns] = open_count
+    assert open_count_by_turns == {}
 
 
-def _memory_machine() -> pools.MachineConnections:
+def _make_machine_connections() -> pools.MachineConnections:
     sandbox = types.SimpleNamespace(instance="i", started_at=None)
     return pools.MachineConnections(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
 
@@ -633,7 +672,7 @@ def _make_request(port: int) -> proxy.ServiceRequest:
     return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", "", b"/", [])
 
 
-def _open_connections(port: int) -> int:
+def _count_open_connections(port: int) -> int:
     """Return the number of connections to ``port`` that any process still has open."""
     table_rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in table_rows)

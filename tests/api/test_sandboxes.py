@@ -24,8 +24,8 @@ def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:
     return sandbox
 
 
-def run_command(api: httpx.Client, ref: str, *args: str, **more: Any) -> dict[str, Any]:
-    response = api.post(f"/sandboxes/{ref}/exec", json={"args": args, **more})
+def run_command(api: httpx.Client, ref: str, *args: str, **options: Any) -> dict[str, Any]:
+    response = api.post(f"/sandboxes/{ref}/exec", json={"args": args, **options})
     assert response.status_code == 200, response.text
     result: dict[str, Any] = response.json()
     return result
@@ -44,7 +44,7 @@ def test_create_returns_the_fields_of_all_dialects(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, None])
-def test_a_sandbox_without_timeout_has_an_end_date(api: httpx.Client, timeout: int | None) -> None:
+def test_a_sandbox_without_timeout_ends_in_the_year_9999(api: httpx.Client, timeout: int | None) -> None:
     assert create_sandbox(api, timeout=timeout)["endAt"].startswith("9999-")
 
 
@@ -97,17 +97,17 @@ def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]
     assert api.get("/sandboxes").json() == []
 
 
-def test_a_failed_removal_does_not_block_others(
+def test_a_failed_expiry_does_not_block_others(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original_expire = memory_gateway.engine.sandboxes.expire
 
-    async def fail_for_one(ref: str) -> None:
+    async def expire_unless_stuck(ref: str) -> None:
         if memory_gateway.engine.sandboxes.get(ref).name == "stuck":
             raise ValueError(ref)
         await original_expire(ref)
 
-    monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", fail_for_one)
+    monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", expire_unless_stuck)
     create_sandbox(api, name="stuck", timeout=0, autoPause=True)
     create_sandbox(api, name="mortal", timeout=0)
     eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
@@ -116,10 +116,10 @@ def test_a_failed_removal_does_not_block_others(
 
 
 def test_an_idempotency_key_creates_one_sandbox(api: httpx.Client) -> None:
-    first, second = (
+    first_sandbox, second_sandbox = (
         api.post("/sandboxes", json={"templateID": "base"}, headers={"Idempotency-Key": "k1"}).json() for _ in "ab"
     )
-    assert first["sandboxID"] == second["sandboxID"]
+    assert first_sandbox["sandboxID"] == second_sandbox["sandboxID"]
     assert len(api.get("/sandboxes").json()) == 1
 
 
@@ -190,12 +190,12 @@ def test_exec_forwards_all_options_and_results(api: httpx.Client) -> None:
     assert api.post("/sandboxes/one/exec", json={"args": ["cat"], "stdin": "%"}).status_code == 400
 
 
-def test_pause_and_resume(api: httpx.Client) -> None:
+def test_a_sandbox_is_paused_and_resumed(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     run_command(api, "one", "write", "k", "v")
     assert api.post("/sandboxes/one/pause").status_code == 204
-    second_pause = api.post("/sandboxes/one/pause")
-    assert second_pause.status_code == 409 and second_pause.json()["kind"] == "conflict"
+    second_response = api.post("/sandboxes/one/pause")
+    assert second_response.status_code == 409 and second_response.json()["kind"] == "conflict"
     sandbox = api.get("/sandboxes/one").json()
     assert sandbox["state"] == "paused" and "address" not in sandbox
     response = api.post("/sandboxes/one/resume", json={"timeout": 60})
@@ -233,44 +233,47 @@ def test_timeout_name_and_metadata_can_be_changed(api: httpx.Client) -> None:
 def test_rollback_and_promote_restore_the_captured_state(api: httpx.Client) -> None:
     source = create_sandbox(api, name="one")
     run_command(api, "one", "write", "k", "before")
-    snapshot = api.post("/sandboxes/one/snapshots", json={"name": "s1", "description": "first"})
-    assert snapshot.status_code == 201 and snapshot.json()["pauseMs"] == 6.25
+    capture_response = api.post("/sandboxes/one/snapshots", json={"name": "s1", "description": "first"})
+    assert capture_response.status_code == 201 and capture_response.json()["pauseMs"] == 6.25
     run_command(api, "one", "write", "k", "after")
-    rollback = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
-    assert rollback.status_code == 200
-    assert rollback.json() | {"operationID": ""} == {
+    rollback_response = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
+    assert rollback_response.status_code == 200
+    assert rollback_response.json() | {"operationID": ""} == {
         "sandboxID": source["sandboxID"],
-        "snapshotID": snapshot.json()["snapshotID"],
+        "snapshotID": capture_response.json()["snapshotID"],
         "operationID": "",
         "status": "READY",
     }
     assert run_command(api, "one", "read", "k")["stdout"] == "before"
     fork = api.post("/snapshots/s1/fork").json()
     run_command(api, fork["sandboxID"], "write", "k", "won")
-    promotion = api.post(f"/sandboxes/{fork['sandboxID']}/promote")
-    assert promotion.status_code == 200 and promotion.json()["sandboxID"] == source["sandboxID"]
+    promotion_response = api.post(f"/sandboxes/{fork['sandboxID']}/promote")
+    assert promotion_response.status_code == 200 and promotion_response.json()["sandboxID"] == source["sandboxID"]
     assert run_command(api, "one", "read", "k")["stdout"] == "won"
 
 
 def test_memory_options_are_accepted_in_both_spellings(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
-    for word in (False, "none"):
-        response = api.post("/sandboxes/one/snapshots", json={"memory": word})
+    for spelling in (False, "none"):
+        response = api.post("/sandboxes/one/snapshots", json={"memory": spelling})
         assert response.status_code == 201 and response.json()["memory"] == "none", response.text
-    for word in (True, "auto"):
-        assert api.post("/sandboxes/one/snapshots", json={"memory": word}).json()["memory"] == "incremental"
+    for spelling in (True, "auto"):
+        assert api.post("/sandboxes/one/snapshots", json={"memory": spelling}).json()["memory"] == "incremental"
     assert api.post("/sandboxes/one/snapshots", json={"memory": "some"}).status_code == 400
 
 
 def test_a_running_sandbox_is_cloned_and_forked(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     run_command(api, "one", "write", "k", "v")
-    clones = api.post("/sandboxes/one/clone", json={"names": ["a", "b"]})
-    assert clones.status_code == 201 and clones.json()["errors"] == []
+    clone_response = api.post("/sandboxes/one/clone", json={"names": ["a", "b"]})
+    assert clone_response.status_code == 201 and clone_response.json()["errors"] == []
     assert [run_command(api, name, "read", "k")["stdout"] for name in ("a", "b")] == ["v", "v"]
-    forks = api.post("/sandboxes/one/fork", json={"count": 2, "timeout": 300})
-    assert forks.status_code == 201 and [set(each) for each in forks.json()] == [{"sandbox"}, {"sandbox"}]
-    memory_gateway.host.failing = {"d"}
+    fork_response = api.post("/sandboxes/one/fork", json={"count": 2, "timeout": 300})
+    assert fork_response.status_code == 201 and [set(each) for each in fork_response.json()] == [
+        {"sandbox"},
+        {"sandbox"},
+    ]
+    memory_gateway.host.failing_names = {"d"}
     results = api.post("/sandboxes/one/fork", json={"names": ["c", "d"], "atomic": False}).json()
     assert results[0]["sandbox"]["name"] == "c"
     assert results[1]["error"] == {
@@ -286,7 +289,7 @@ def test_a_running_sandbox_is_cloned_and_forked(memory_gateway: MemoryGateway, a
 
 
 @pytest.mark.parametrize("body", [{"count": 0}, {"count": 1001}, {"names": []}, {"names": ["a", "a"]}])
-def test_invalid_numbers_of_forks_are_refused(api: httpx.Client, body: dict[str, Any]) -> None:
+def test_invalid_counts_and_names_of_clones_are_refused(api: httpx.Client, body: dict[str, Any]) -> None:
     create_sandbox(api, name="one")
     assert api.post("/sandboxes/one/clone", json=body).status_code == 400
 
@@ -306,7 +309,7 @@ def test_usage_is_reported(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "kind", "reason"),
+    ("interruption", "status", "kind", "reason"),
     [
         (("DELETE", "/sandboxes/box", None), 410, "gone", "deleted during the request"),
         (("POST", "/sandboxes/box/pause", {}), 409, "conflict", "paused during the request"),
@@ -316,24 +319,24 @@ def test_usage_is_reported(api: httpx.Client) -> None:
 )
 @pytest.mark.parametrize("path", ["/sandboxes/box/exec", "/v1/sandboxes/box/exec"])
 def test_an_interrupted_command_fails_with_a_reason(
-    memory_gateway: MemoryGateway, api: httpx.Client, end: Any, status: int, kind: str, reason: str, path: str
+    memory_gateway: MemoryGateway, api: httpx.Client, interruption: Any, status: int, kind: str, reason: str, path: str
 ) -> None:
     api.post("/sandboxes", json={"templateID": "base", "name": "box"}).raise_for_status()
     api.post("/sandboxes/box/snapshots", json={"name": "mark"}).raise_for_status()
     responses: list[httpx.Response] = []
 
-    def run_command() -> None:
+    def send_command() -> None:
         with memory_gateway.client() as client:
             responses.append(client.post(path, json={"args": ["sleep", "30"]}))
 
-    thread = threading.Thread(target=run_command)
+    thread = threading.Thread(target=send_command)
     thread.start()
     machine = memory_gateway.machine("box")
     deadline = time.monotonic() + 30
-    while not machine.connections:
+    while not machine.connection_count:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    method, target, body = end
+    method, target, body = interruption
     api.request(method, target, json=body).raise_for_status()
     thread.join(30)
     (response,) = responses
@@ -353,16 +356,20 @@ def test_a_refresh_only_extends_the_lifetime(api: httpx.Client) -> None:
     assert api.post("/sandboxes/none/refreshes", json={"duration": 1}).status_code == 404
 
 
-def test_metrics_have_the_form_that_e2b_reads(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_metrics_have_the_format_that_e2b_expects(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     sandbox = create_sandbox(api, name="one")
     (sample,) = api.get("/sandboxes/one/metrics").json()
-    parsed = SandboxMetric.from_dict(sample)
-    assert parsed.additional_properties == {} and parsed.timestamp_unix == int(parsed.timestamp.timestamp())
-    assert parsed.cpu_count == sandbox["cpuCount"] and parsed.cpu_used_pct == 10.0 / sandbox["cpuCount"]
-    assert (parsed.mem_used, parsed.mem_total, parsed.mem_cache) == (3 << 20, sandbox["memoryMB"] << 20, None)
-    assert (parsed.disk_used, parsed.disk_total) == (200_000, sandbox["diskSizeMB"] << 20)
-    at = parsed.timestamp_unix
-    for query, count in ((f"start={at}&end={at}", 1), (f"end={at - 1}", 0), (f"start={at + 60}", 0)):
+    metric = SandboxMetric.from_dict(sample)
+    assert metric.additional_properties == {} and metric.timestamp_unix == int(metric.timestamp.timestamp())
+    assert metric.cpu_count == sandbox["cpuCount"] and metric.cpu_used_pct == 10.0 / sandbox["cpuCount"]
+    assert (metric.mem_used, metric.mem_total, metric.mem_cache) == (3 << 20, sandbox["memoryMB"] << 20, None)
+    assert (metric.disk_used, metric.disk_total) == (200_000, sandbox["diskSizeMB"] << 20)
+    sampled_at = metric.timestamp_unix
+    for query, count in (
+        (f"start={sampled_at}&end={sampled_at}", 1),
+        (f"end={sampled_at - 1}", 0),
+        (f"start={sampled_at + 60}", 0),
+    ):
         assert len(api.get(f"/sandboxes/one/metrics?{query}").json()) == count, query
     for query, words in (("start=2&end=1", "is after 'end'"), ("start=x", "start"), ("end=-1", "end")):
         response = api.get(f"/sandboxes/one/metrics?{query}")

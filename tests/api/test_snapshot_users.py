@@ -1,4 +1,4 @@
-"""Test the users of snapshots, and check mode's predictions, on a host whose snapshots depend on each other."""
+"""Test that check mode predicts which snapshots are in use, on a host whose snapshots depend on one another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _DependentSnapshotsHost(MemoryHost):
 
 
 @pytest.fixture
-def dependent_gateway(tmp_path: Path) -> Iterator[MemoryGateway]:
+def gateway_with_dependent_snapshots(tmp_path: Path) -> Iterator[MemoryGateway]:
     gateway = MemoryGateway(tmp_path, _DependentSnapshotsHost())
     try:
         gateway.build_template()
@@ -36,8 +36,8 @@ def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
     return response.json()
 
 
-def test_check_mode_predicts_refusals_from_the_listed_users(dependent_gateway: MemoryGateway) -> None:
-    with dependent_gateway.client() as api:
+def test_check_mode_predicts_refusals_from_the_listed_users(gateway_with_dependent_snapshots: MemoryGateway) -> None:
+    with gateway_with_dependent_snapshots.client() as api:
         _post(api, "/sandboxes", {"templateID": "base", "name": "a"})
         _post(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})
         _post(api, "/sandboxes/a/rollback", {"snapshotID": "rolled-back-to"})
@@ -47,14 +47,14 @@ def test_check_mode_predicts_refusals_from_the_listed_users(dependent_gateway: M
         _post(api, "/volumes", {"name": "w", "fromSnapshot": snapshot["volumes"][0]["snapshotID"]})
         _post(api, "/sandboxes/b/snapshots", {"name": "unused"})
         expected_users = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
-        client = Client(dependent_gateway.unix_url)
+        client = Client(gateway_with_dependent_snapshots.unix_url)
         for name, users in expected_users.items():
             listed_users = api.get(f"/snapshots/{name}").json()["users"]
             assert [(each["kind"], each["name"]) for each in listed_users] == users
             desired_state = _snapshot.desired_state({"name": [name], "state": "absent"})
             plan = _snapshot.plan(desired_state, _snapshot.observe(client, desired_state))
             is_refused = api.delete(f"/snapshots/{name}").status_code == 409
-            assert bool(users) == is_refused == bool(plan.refused), name
-            for failure in plan.refused.values():
+            assert bool(users) == is_refused == bool(plan.failures), name
+            for failure in plan.failures.values():
                 assert failure.kind == "in_use" and failure.blockers == [user for _, user in users]
         assert all("users" not in each for each in api.get("/snapshots").json())

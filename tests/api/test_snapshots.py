@@ -14,16 +14,16 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def snapshot_id(api: httpx.Client) -> str:
-    """The id of a snapshot named s1 of a sandbox named one."""
+    """The id of the snapshot `s1` of a new sandbox `one`."""
     create_sandbox(api, name="one")
-    snapshot: str = api.post("/sandboxes/one/snapshots", json={"name": "s1"}).json()["snapshotID"]
-    return snapshot
+    created_id: str = api.post("/sandboxes/one/snapshots", json={"name": "s1"}).json()["snapshotID"]
+    return created_id
 
 
 def test_one_fork_returns_a_sandbox_and_several_return_a_list(api: httpx.Client, snapshot_id: str) -> None:
-    single_fork = api.post(f"/snapshots/{snapshot_id}/fork", json={})
-    assert single_fork.status_code == 201 and single_fork.json()["forkedFrom"] == snapshot_id
-    assert single_fork.json()["parentSandboxID"] == api.get("/sandboxes/one").json()["sandboxID"]
+    single_response = api.post(f"/snapshots/{snapshot_id}/fork", json={})
+    assert single_response.status_code == 201 and single_response.json()["forkedFrom"] == snapshot_id
+    assert single_response.json()["parentSandboxID"] == api.get("/sandboxes/one").json()["sandboxID"]
     forks = api.post("/snapshots/s1/fork", json={"count": 3, "metadata": {"g": "1"}, "concurrency": 2}).json()
     assert len(forks["sandboxes"]) == 3 and forks["errors"] == []
     assert len(api.get("/sandboxes?metadata=g%3D1").json()) == 3
@@ -40,17 +40,17 @@ def test_responses_say_why_the_memory_of_a_snapshot_cannot_be_restored(
     try:
         problems[snapshot_id] = problems[template_id] = "/memory is not mounted"
         assert [api.get(route).json()["memoryProblem"] for route in routes] == ["/memory is not mounted"] * 3
-        (listed,) = (each for each in api.get("/snapshots").json() if each["snapshotID"] == snapshot_id)
-        assert listed["memoryProblem"] == "/memory is not mounted"
+        (listed_snapshot,) = (each for each in api.get("/snapshots").json() if each["snapshotID"] == snapshot_id)
+        assert listed_snapshot["memoryProblem"] == "/memory is not mounted"
     finally:
         problems.clear()
 
 
 def test_resizing_a_fork_needs_a_cold_start(api: httpx.Client, snapshot_id: str) -> None:
-    warm_start = api.post("/snapshots/s1/fork", json={"memoryMB": 512})
-    assert warm_start.status_code == 400 and warm_start.json()["kind"] == "unsupported"
-    cold_start = api.post("/snapshots/s1/fork", json={"memoryMB": 512, "coldStart": True})
-    assert cold_start.status_code == 201 and cold_start.json()["memoryMB"] == 512
+    warm_response = api.post("/snapshots/s1/fork", json={"memoryMB": 512})
+    assert warm_response.status_code == 400 and warm_response.json()["kind"] == "unsupported"
+    cold_response = api.post("/snapshots/s1/fork", json={"memoryMB": 512, "coldStart": True})
+    assert cold_response.status_code == 201 and cold_response.json()["memoryMB"] == 512
 
 
 def test_a_snapshot_with_a_retention_rule_removes_older_ones(api: httpx.Client) -> None:
@@ -94,7 +94,7 @@ def test_a_single_fork_takes_a_name(api: httpx.Client, snapshot_id: str, route: 
     assert len(api.get("/sandboxes", params={"name": "single"}).json()) == 1
 
 
-def test_a_count_of_one_keeps_the_name(api: httpx.Client, snapshot_id: str) -> None:
+def test_a_name_is_accepted_with_a_count_of_one(api: httpx.Client, snapshot_id: str) -> None:
     forks = api.post("/snapshots/s1/fork", json={"name": "single", "count": 1}).json()
     assert [sandbox["name"] for sandbox in forks["sandboxes"]] == ["single"]
 
@@ -117,16 +117,16 @@ def test_conflicting_names_for_forks_are_refused(
 
 
 def test_deleting_a_snapshot_in_use_lists_its_users(api: httpx.Client, snapshot_id: str) -> None:
-    fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
+    fork_id = api.post("/snapshots/s1/fork").json()["sandboxID"]
     response = api.delete("/snapshots/s1")
     assert response.status_code == 409
-    assert response.json()["kind"] == "in_use" and response.json()["blockers"] == [fork]
+    assert response.json()["kind"] == "in_use" and response.json()["blockers"] == [fork_id]
     details = response.json()["details"]
     assert details["resource"] == "snapshot" and details["overrides"] == ["when=unused"]
-    assert [(user["kind"], user["id"]) for user in details["users"]] == [("sandbox", fork)]
+    assert [(user["kind"], user["id"]) for user in details["users"]] == [("sandbox", fork_id)]
     hidden_response = api.delete("/snapshots/s1?when=unused")
     assert hidden_response.status_code == 202
-    assert hidden_response.json() == {"snapshotID": snapshot_id, "status": "hidden", "blockers": [fork]}
+    assert hidden_response.json() == {"snapshotID": snapshot_id, "status": "hidden", "blockers": [fork_id]}
     assert api.get("/snapshots/s1").status_code == 404
     assert api.delete("/snapshots/s1?when=later").status_code == 400
 
@@ -144,20 +144,24 @@ def test_snapshots_can_be_deleted_as_templates(api: httpx.Client, snapshot_id: s
 def test_a_snapshot_in_use_can_be_deleted_as_a_template(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot_id: str
 ) -> None:
-    """E2B's and CubeSandbox's clients expect this. The other routes, and templates, name every user."""
-    forks = [api.post("/snapshots/s1/fork").json()["sandboxID"] for _ in range(2)]
-    one = api.get("/sandboxes/one").json()["sandboxID"]
-    users = {f"/snapshots/{snapshot_id}": forks, f"/v1/snapshots/{snapshot_id}": forks, "/templates/base": [one]}
-    for route, ids in users.items():
+    """E2B's and CubeSandbox's clients expect this deletion to succeed. Other deletions fail and name every user."""
+    fork_ids = [api.post("/snapshots/s1/fork").json()["sandboxID"] for _ in range(2)]
+    sandbox_id = api.get("/sandboxes/one").json()["sandboxID"]
+    user_ids_by_route = {
+        f"/snapshots/{snapshot_id}": fork_ids,
+        f"/v1/snapshots/{snapshot_id}": fork_ids,
+        "/templates/base": [sandbox_id],
+    }
+    for route, ids in user_ids_by_route.items():
         response = api.delete(route)
         assert response.status_code == 409 and all(id in response.text for id in ids), route
     response = api.delete(f"/templates/{snapshot_id}")
-    assert response.status_code == 202 and {*response.json()["blockers"]} == {*forks}
+    assert response.status_code == 202 and {*response.json()["blockers"]} == {*fork_ids}
     assert api.get("/snapshots").json() == [] and api.delete(f"/templates/{snapshot_id}").status_code == 404
     assert api.post("/sandboxes/one/snapshots", json={"name": "s1"}).status_code == 201, "the name is free"
-    for fork in forks:
+    for fork_id in fork_ids:
         assert snapshot_id in memory_gateway.engine.index.snapshots
-        api.delete(f"/sandboxes/{fork}").raise_for_status()
+        api.delete(f"/sandboxes/{fork_id}").raise_for_status()
     api.delete("/sandboxes/one").raise_for_status()
     eventually(lambda: snapshot_id not in memory_gateway.engine.index.snapshots, 20)
 
@@ -169,15 +173,15 @@ def test_a_name_in_use_is_a_conflict(api: httpx.Client, snapshot_id: str) -> Non
 
 
 def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: str) -> None:
-    fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
+    fork_id = api.post("/snapshots/s1/fork").json()["sandboxID"]
     (template,) = api.get("/lineage").json()
     sandbox = template["children"][0]
     assert "base" in template["names"] and sandbox["names"] == ["one"]
-    assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork
+    assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork_id
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404
     nodes = api.get("/lineage", params={"flat": True, "root": "base"}).json()
-    ids = [template["id"], sandbox["id"], snapshot_id, fork]
-    expected = [(id, parent, depth) for depth, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))]
-    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == expected
+    ids = [template["id"], sandbox["id"], snapshot_id, fork_id]
+    expected_nodes = [(id, parent, depth) for depth, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))]
+    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == expected_nodes
     assert api.get("/lineage", params={"flat": True, "root": "nothing"}).status_code == 404

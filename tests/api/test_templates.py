@@ -34,16 +34,16 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
     memory_gateway.host.build_seconds = 0.2
     build_response = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
     assert build_response.status_code == 202 and build_response.json()["buildStatus"] == "building"
-    building = api.get("/templates/made").json()
-    assert building["buildStatus"] == "building" and building["status"] == "BUILDING"
+    template = api.get("/templates/made").json()
+    assert template["buildStatus"] == "building" and template["status"] == "BUILDING"
     assert "made" in [name for item in api.get("/templates").json() for name in item["names"]]
     route = f"/templates/{build_response.json()['templateID']}/builds/{build_response.json()['buildID']}"
     with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
         lines = list(response.iter_lines())
     assert "$ touch /made" in lines and "ran touch /made" in lines and lines[-1] == "ready"
-    status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
-    assert status["status"] == "ready" and status["logs"] == ["ready"]
-    assert status["reason"] is None and status["errorMessage"] == ""
+    build_status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
+    assert build_status["status"] == "ready" and build_status["logs"] == ["ready"]
+    assert build_status["reason"] is None and build_status["errorMessage"] == ""
     assert api.get(f"{route}/logs").json() == {"logs": lines}
     assert api.get("/templates/made").json()["memoryMB"] == 512
     assert api.delete("/templates/made").status_code == 204
@@ -54,8 +54,8 @@ def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     build_fields = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
     route = f"/templates/{build_fields['templateID']}/builds/{build_fields['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
-    status = api.get(f"{route}/status").json()
-    assert status["status"] == "error" and "exit code 1" in status["reason"] == status["errorMessage"]
+    build_status = api.get(f"{route}/status").json()
+    assert build_status["status"] == "error" and "exit code 1" in build_status["reason"] == build_status["errorMessage"]
     template = api.get("/templates/broken").json()
     assert template["buildStatus"] == "error" and "exit code 1" in template["reason"]
     assert template["status"] == "FAILED" and template["lastError"] == template["reason"]
@@ -101,7 +101,7 @@ def test_missing_templates_and_builds_are_not_found(api: httpx.Client) -> None:
     assert "template" in response.json()["message"] and "'nothing' not found" in response.json()["message"]
 
 
-def test_a_template_of_another_guest_is_outdated_until_it_is_rebuilt(
+def test_a_template_with_an_older_guest_is_outdated_until_it_is_rebuilt(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"name": "mine", "packages": ["curl"]}
@@ -115,9 +115,7 @@ def test_a_template_of_another_guest_is_outdated_until_it_is_rebuilt(
     assert api.post("/templates", json=body).status_code == 200
 
 
-def test_a_template_being_built_and_a_failed_one_are_not_outdated(
-    memory_gateway: MemoryGateway, api: httpx.Client
-) -> None:
+def test_unfinished_and_failed_templates_are_not_outdated(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     memory_gateway.host.build_seconds = 0.2
     build_fields = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
     assert api.get("/templates/made").json()["outdated"] is False
@@ -140,7 +138,7 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
     assert api.get("/templates/mine").json()["outdated"] is True
 
 
-def test_whether_a_template_of_an_older_gateway_is_outdated_may_be_unknown(
+def test_outdated_may_be_null_for_templates_of_older_gateways(
     memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records of older gateways do not contain the digest of the template's source files."""

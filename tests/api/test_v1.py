@@ -1,4 +1,4 @@
-"""Test forkd's API on a running gateway, in part with the published client."""
+"""Test forkd's API on a running gateway, partly with the published client."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def client(memory_gateway: MemoryGateway) -> forkd.Controller:
 
 @pytest.fixture
 def sandbox_id(api: httpx.Client) -> str:
-    """The id of a sandbox made from the template `base`."""
-    return spawn_sandbox(api)[0]["id"]
+    """The id of a sandbox created from the template `base`."""
+    return spawn_sandboxes(api)[0]["id"]
 
 
-def spawn_sandbox(api: httpx.Client, tag: str = "base", **body: Any) -> list[Json]:
+def spawn_sandboxes(api: httpx.Client, tag: str = "base", **body: Any) -> list[Json]:
     response = api.post("/v1/sandboxes", json={"snapshot_tag": tag, **body})
     assert response.status_code == 201, response.text
     sandboxes: list[Json] = response.json()
@@ -44,21 +44,21 @@ def create_branch(api: httpx.Client, sandbox: str, **body: Any) -> Json:
     return snapshot
 
 
-def refusal_message(response: httpx.Response, status: int) -> str:
-    """Return the error message of a refused request."""
+def check_refused(response: httpx.Response, status: int) -> str:
+    """Check that the request was refused with this status, and return the error message."""
     assert response.status_code == status, response.text
-    sentence: str = response.json()["error"]
-    return sentence
+    message: str = response.json()["error"]
+    return message
 
 
 def list_tags(api: httpx.Client) -> set[str]:
     return {snapshot["tag"] for snapshot in api.get("/v1/snapshots").json()}
 
 
-def test_health_needs_no_key_and_version_does(memory_gateway: MemoryGateway) -> None:
+def test_health_needs_no_key_but_version_does(memory_gateway: MemoryGateway) -> None:
     with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
         assert keyless.get("/healthz").json() == {"ok": True}
-        assert "API key" in refusal_message(keyless.get("/version"), 401)
+        assert "API key" in check_refused(keyless.get("/version"), 401)
         assert reader.get("/version").json() == {"version": reader.get("/health").json()["version"], "api": "v1"}
 
 
@@ -75,13 +75,17 @@ def test_forkd_routes_need_a_key_of_sufficient_scope(memory_gateway: MemoryGatew
 
 
 def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> None:
-    (first,) = client.spawn_sandboxes("base", per_child_netns=True, prewarm=True, hugepages=True)
-    assert first["snapshot_tag"] == "base" and first["guest_addr"].endswith(":8888")
-    assert client.get_sandbox(first["id"]) == first and client.list_sandboxes() == [first]
-    assert client.eval_code(first["id"], "counter = 41") == {"result": "None", "error": None, "exit_code": 0}
-    checkpoint = client.branch_sandbox(first["id"], tag="checkpoint-1", mode="full")
-    assert checkpoint["branched_from"] == first["id"] and checkpoint["status"] == "ready" and checkpoint["bootable"]
-    second_branch = client.branch_sandbox(first["id"], diff=True, wait=False)
+    (first_sandbox,) = client.spawn_sandboxes("base", per_child_netns=True, prewarm=True, hugepages=True)
+    assert first_sandbox["snapshot_tag"] == "base" and first_sandbox["guest_addr"].endswith(":8888")
+    assert client.get_sandbox(first_sandbox["id"]) == first_sandbox and client.list_sandboxes() == [first_sandbox]
+    assert client.eval_code(first_sandbox["id"], "counter = 41") == {"result": "None", "error": None, "exit_code": 0}
+    checkpoint = client.branch_sandbox(first_sandbox["id"], tag="checkpoint-1", mode="full")
+    assert (
+        checkpoint["branched_from"] == first_sandbox["id"]
+        and checkpoint["status"] == "ready"
+        and checkpoint["bootable"]
+    )
+    second_branch = client.branch_sandbox(first_sandbox["id"], diff=True, wait=False)
     assert (
         second_branch["status"] == "ready"
         and second_branch["diff_physical_bytes"] < second_branch["diff_logical_bytes"]
@@ -94,14 +98,14 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
         "exit_code": 3,
     }
     assert client.ping_sandbox(children[1]["id"])["pong"] is True
-    for sandbox in (first, *children):
+    for sandbox in (first_sandbox, *children):
         client.kill_sandbox(sandbox["id"])
     assert client.list_sandboxes() == []
     for tag in (checkpoint["tag"], second_branch["tag"]):
         client.delete_snapshot(tag)
     assert [snapshot["tag"] for snapshot in client.list_snapshots()] == ["base"]
     with pytest.raises(forkd.ControllerError) as error_info:
-        client.get_sandbox(first["id"])
+        client.get_sandbox(first_sandbox["id"])
     assert error_info.value.status == 404 and "not found" in error_info.value.body["error"]
 
 
@@ -113,12 +117,12 @@ def test_incremental_captures_report_their_size(mode: Memory) -> None:
 
 def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
     branch = create_branch(api, sandbox_id, tag="cp_1")
-    id = memory_gateway.engine.snapshots.get("cp_1").id
+    snapshot_id = memory_gateway.engine.snapshots.get("cp_1").id
     assert branch.pop("created_at_unix") > 1_700_000_000
     assert branch == {
         "tag": "cp_1",
-        "id": id,
-        "dir": f"/memory/{id}",
+        "id": snapshot_id,
+        "dir": f"/memory/{snapshot_id}",
         "branched_from": sandbox_id,
         "pause_ms": 7,
         "diff_physical_bytes": 4096,
@@ -126,7 +130,7 @@ def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx
         "status": "ready",
         "bootable": True,
     }
-    spawn_sandbox(api, "cp_1")
+    spawn_sandboxes(api, "cp_1")
     details = api.get("/v1/snapshots/cp_1/info").json()
     assert details["memory_logical_bytes"] == 256 << 20 and details["memory_physical_bytes"] == 4096
     assert details["chain_depth"] == 0 and details["ancestors"] == details["dependents"] == []
@@ -143,28 +147,30 @@ def test_a_snapshot_with_an_invalid_tag_is_listed_by_id(api: httpx.Client, sandb
     named_id = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={"name": "v1.0"}).json()["snapshotID"]
     unnamed_id = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={}).json()["snapshotID"]
     assert list_tags(api) == {"base", named_id, unnamed_id}
-    assert spawn_sandbox(api, "v1.0")[0]["snapshot_tag"] == spawn_sandbox(api, named_id)[0]["snapshot_tag"] == named_id
+    assert (
+        spawn_sandboxes(api, "v1.0")[0]["snapshot_tag"] == spawn_sandboxes(api, named_id)[0]["snapshot_tag"] == named_id
+    )
 
 
 def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
-    first, second = create_branch(api, sandbox_id), create_branch(api, sandbox_id)
-    assert [first["tag"], second["tag"]] == [f"branch-{sandbox_id}-1", f"branch-{sandbox_id}-2"]
+    first_branch, second_branch = create_branch(api, sandbox_id), create_branch(api, sandbox_id)
+    assert [first_branch["tag"], second_branch["tag"]] == [f"branch-{sandbox_id}-1", f"branch-{sandbox_id}-2"]
     create_branch(api, sandbox_id, tag=f"branch-{sandbox_id}-3")
-    assert api.delete(f"/v1/snapshots/{second['tag']}").status_code == 204
+    assert api.delete(f"/v1/snapshots/{second_branch['tag']}").status_code == 204
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "numbers 2 and 3 were used"
     api.delete(f"/v1/snapshots/branch-{sandbox_id}-4")
     stored_sandbox = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
     assert stored_sandbox.branches == 4, "the record, which a restarted gateway reads, contains the number"
     api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
-    assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
+    assert "paused" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
     api.post(f"/sandboxes/{sandbox_id}/resume").raise_for_status()
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-5"
 
 
 def test_invalid_tags_are_refused(api: httpx.Client, sandbox_id: str) -> None:
     for tag in ("", "a" * 65, "a b", "../etc", "v1.0", "ä", "-x", "_x", "x\n"):
-        sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
-        assert "1 to 64 letters, digits" in sentence, tag
+        message = check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
+        assert "1 to 64 letters, digits" in message, tag
     assert list_tags(api) == {"base"}
 
 
@@ -172,20 +178,20 @@ def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, sandbox_id: 
     create_branch(api, sandbox_id, tag="cp")
     sandbox_before = api.get(f"/sandboxes/{sandbox_id}").json()
     for used_tag in ("cp", "base", sandbox_id):
-        assert used_tag in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": used_tag}), 409)
+        assert used_tag in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": used_tag}), 409)
     assert api.get(f"/sandboxes/{sandbox_id}").json() == sandbox_before
     assert list_tags(api) == {"base", "cp"}
 
 
 def test_only_one_of_several_concurrent_branches_gets_a_tag(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    sandboxes = [each["id"] for each in spawn_sandbox(api, n=4)]
+    sandbox_ids = [each["id"] for each in spawn_sandboxes(api, n=4)]
 
-    def try_branch(sandbox: str) -> int:
+    def try_branch(sandbox_id: str) -> int:
         with memory_gateway.client(ADMIN_KEY) as client:
-            return client.post(f"/v1/sandboxes/{sandbox}/branch", json={"tag": "cp"}).status_code
+            return client.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}).status_code
 
     with ThreadPoolExecutor() as pool:
-        assert sorted(pool.map(try_branch, sandboxes)) == [201, 409, 409, 409]
+        assert sorted(pool.map(try_branch, sandbox_ids)) == [201, 409, 409, 409]
     assert len(memory_gateway.engine.snapshots.list()) == 1
 
 
@@ -200,7 +206,7 @@ def test_concurrent_branches_get_distinct_numbers(memory_gateway: MemoryGateway,
 
 
 def test_unsupported_branch_options_are_refused(api: httpx.Client, sandbox_id: str) -> None:
-    create_branch(api, spawn_sandbox(api)[0]["id"], tag="other")
+    create_branch(api, spawn_sandboxes(api)[0]["id"], tag="other")
     for body, words in (
         ({"mode": "live"}, "is paused"),
         ({"live": True}, "is paused"),
@@ -212,7 +218,7 @@ def test_unsupported_branch_options_are_refused(api: httpx.Client, sandbox_id: s
         ({"parent_tag": "base"}, "valid only with mode diff"),
         ({"mode": "diff", "parent_tag": "other"}, "was made from base"),
     ):
-        assert words in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json=body), 400)
+        assert words in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json=body), 400)
     assert list_tags(api) == {"base", "other"}
 
 
@@ -221,14 +227,14 @@ def test_supported_branch_options_are_accepted(api: httpx.Client, sandbox_id: st
     create_branch(api, sandbox_id, mode="full", measure_diff=True, wait=False)
     create_branch(api, sandbox_id, mode="diff", parent_tag="base", tag="cp")
     create_branch(api, sandbox_id, diff=True, parent_tag="cp")
-    assert "not found" in refusal_message(
+    assert "not found" in check_refused(
         api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"diff": True, "parent_tag": "x"}), 404
     )
 
 
 def test_branching_a_missing_sandbox_fails(api: httpx.Client) -> None:
     for body in ({}, {"tag": "base"}, {"tag": "new"}):
-        assert "'nothing' not found" in refusal_message(api.post("/v1/sandboxes/nothing/branch", json=body), 404)
+        assert "'nothing' not found" in check_refused(api.post("/v1/sandboxes/nothing/branch", json=body), 404)
 
 
 @pytest.mark.parametrize(("failure", "status"), [(BackendFailed("no pause"), 500), (NoSpace("the disk is full"), 507)])
@@ -245,10 +251,8 @@ def test_a_failed_capture_leaves_no_snapshot(
 
     with monkeypatch.context() as patches:
         patches.setattr(memory_gateway.host, "capture", fail)
-        assert str(failure) in refusal_message(
-            api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status
-        )
-        refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), status)
+        assert str(failure) in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status)
+        check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), status)
     assert list_tags(api) == {"base"} and api.post(f"/v1/sandboxes/{sandbox_id}/ping").status_code == 200
     create_branch(api, sandbox_id, tag="cp")
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-2", (
@@ -261,47 +265,47 @@ def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
 ) -> None:
     with monkeypatch.context() as patches:
         patches.setattr(
-            memory_gateway.host, "end_reason", lambda _: "" if not list_tags_of(memory_gateway) else "it stopped"
+            memory_gateway.host, "end_reason", lambda _: "" if not list_engine_tags(memory_gateway) else "it stopped"
         )
-        sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
-    assert "valid" in sentence and "source sandbox stopped" in sentence
-    spawn_sandbox(api, "cp")
+        message = check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
+    assert "valid" in message and "source sandbox stopped" in message
+    spawn_sandboxes(api, "cp")
 
 
-def list_tags_of(memory_gateway: MemoryGateway) -> list[str]:
+def list_engine_tags(memory_gateway: MemoryGateway) -> list[str]:
     return [name for snapshot in memory_gateway.engine.snapshots.list() for name in snapshot.names]
 
 
 def test_creating_several_sandboxes_is_all_or_nothing(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandboxes = spawn_sandbox(api, n=5)
+    sandboxes = spawn_sandboxes(api, n=5)
     assert len({each["id"] for each in sandboxes}) == len({each["guest_addr"] for each in sandboxes}) == 5
     for n in (0, 1001, -1, "2", True):
-        assert "n: " in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
-    assert "not found" in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
-    assert "snapshot_tag" in refusal_message(api.post("/v1/sandboxes", json={}), 400)
-    fork, count = memory_gateway.host.fork, iter(range(10))
+        assert "n: " in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
+    assert "not found" in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
+    assert "snapshot_tag" in check_refused(api.post("/v1/sandboxes", json={}), 400)
+    original_fork, fork_numbers = memory_gateway.host.fork, iter(range(10))
 
-    async def fail_second(*args: Any, **more: Any) -> None:
-        if next(count) == 1:
+    async def fail_second_fork(*args: Any, **kwargs: Any) -> None:
+        if next(fork_numbers) == 1:
             raise BackendFailed("no machine")
-        await fork(*args, **more)
+        await original_fork(*args, **kwargs)
 
-    monkeypatch.setattr(memory_gateway.host, "fork", fail_second)
-    assert "no machine" in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 3}), 500)
+    monkeypatch.setattr(memory_gateway.host, "fork", fail_second_fork)
+    assert "no machine" in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 3}), 500)
     assert len(api.get("/v1/sandboxes").json()) == 5
 
 
 def test_unsupported_options_are_refused(api: httpx.Client) -> None:
     for body, words in (({"live_fork": True}, "live_fork"), ({"memory_limit_mib": 512}, "256 MiB of memory")):
-        assert words in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", **body}), 400)
-    assert spawn_sandbox(api, memory_limit_mib=256)[0]["memory_limit_mib"] == 256
+        assert words in check_refused(api.post("/v1/sandboxes", json={"snapshot_tag": "base", **body}), 400)
+    assert spawn_sandboxes(api, memory_limit_mib=256)[0]["memory_limit_mib"] == 256
     assert len(api.get("/v1/sandboxes").json()) == 1
 
 
 def test_a_timeout_sets_the_end_of_a_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    (unlimited,), (limited,) = spawn_sandbox(api), spawn_sandbox(api, timeout=60)
+    (unlimited,), (limited,) = spawn_sandboxes(api), spawn_sandboxes(api, timeout=60)
     assert memory_gateway.engine.sandboxes.get(unlimited["id"]).end_at is None
     assert memory_gateway.engine.sandboxes.get(limited["id"]).end_at is not None
 
@@ -311,25 +315,25 @@ def test_paused_sandboxes_have_no_address(api: httpx.Client, sandbox_id: str) ->
     info = api.get(f"/v1/sandboxes/{sandbox_id}").json()
     assert info["state"] == "paused" and info["guest_addr"] == "" and info["snapshot_tag"] == "base"
     for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
-        assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
+        assert "paused" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
 
 
 def test_exec_returns_output_and_exit_code(api: httpx.Client, sandbox_id: str) -> None:
-    def run(*args: str, **more: Any) -> Json:
-        response = api.post(f"/v1/sandboxes/{sandbox_id}/exec", json={"args": args, **more})
+    def run_command(*args: str, **options: Any) -> Json:
+        response = api.post(f"/v1/sandboxes/{sandbox_id}/exec", json={"args": args, **options})
         assert response.status_code == 200, response.text
         result: Json = response.json()
         return result
 
-    run("write", "k", "v")
-    assert run("read", "k") == {"stdout": "v", "stderr": "", "exit_code": 0}
-    missing_program = run("nonsense")
-    assert missing_program["exit_code"] == 127 and "not found" in missing_program["stderr"]
-    timed_out = run("sleep", "5", timeout_secs=0.2)
-    assert timed_out["exit_code"] == 137 and "did not end within 0.2 s" in timed_out["stderr"]
+    run_command("write", "k", "v")
+    assert run_command("read", "k") == {"stdout": "v", "stderr": "", "exit_code": 0}
+    missing_program_result = run_command("nonsense")
+    assert missing_program_result["exit_code"] == 127 and "not found" in missing_program_result["stderr"]
+    timeout_result = run_command("sleep", "5", timeout_secs=0.2)
+    assert timeout_result["exit_code"] == 137 and "did not end within 0.2 s" in timeout_result["stderr"]
     for body in ({"args": []}, {"args": "ls"}, {}, {"args": ["x"], "timeout_secs": 0}):
-        refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
-    assert "not found" in refusal_message(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
+        check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
+    assert "not found" in check_refused(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
 
 
 def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str) -> None:
@@ -342,7 +346,7 @@ def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str
     assert evaluate("x = 'ä'") == {"result": "None", "error": None, "exit_code": 0}
     assert evaluate("x * 2") == {"result": "'ää'", "error": None, "exit_code": 0}
     assert evaluate("1 / 0") == {"result": None, "error": "ZeroDivisionError: division by zero", "exit_code": 1}
-    refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={}), 400)
+    check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={}), 400)
 
 
 @pytest.mark.parametrize(
@@ -353,45 +357,45 @@ def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str
         (Invalid("no"), 400, "no"),
     ],
 )
-def test_invalid_responses_of_the_agent_to_eval_are_reported(
+def test_invalid_agent_responses_to_eval_are_reported(
     api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch, result: Json | Invalid, status: int, words: str
 ) -> None:
-    async def call(*_: object, **__: object) -> Json:
+    async def respond(*_: object, **__: object) -> Json:
         if isinstance(result, Invalid):
             raise result
         return result
 
     with monkeypatch.context() as patches:
-        patches.setattr(AgentClient, "call", call)
-        assert words in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
+        patches.setattr(AgentClient, "call", respond)
+        assert words in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
 
 
 def test_ping_reaches_the_agent(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
     assert api.post(f"/v1/sandboxes/{sandbox_id}/ping").json() == {"pong": True, "numpy_version": None}
     memory_gateway.loop.call_soon_threadsafe(memory_gateway.machine(sandbox_id)._server.close)  # type: ignore[union-attr]
-    assert "cannot be reached" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/ping"), 500)
+    assert "cannot be reached" in check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/ping"), 500)
 
 
 def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
-    (user,) = spawn_sandbox(api, "cp")
-    assert user["id"] in refusal_message(api.delete("/v1/snapshots/cp"), 409)
+    (user,) = spawn_sandboxes(api, "cp")
+    assert user["id"] in check_refused(api.delete("/v1/snapshots/cp"), 409)
     for query in ("cascade=true", "cascade=true&force=true"):
-        assert "cascade" in refusal_message(api.delete(f"/v1/snapshots/cp?{query}"), 400)
+        assert "cascade" in check_refused(api.delete(f"/v1/snapshots/cp?{query}"), 400)
     assert list_tags(api) == {"base", "cp"}
     assert api.delete("/v1/snapshots/cp?force=true").status_code == 204
-    assert list_tags(api) == {"base"} and "not found" in refusal_message(api.delete("/v1/snapshots/cp"), 404)
+    assert list_tags(api) == {"base"} and "not found" in check_refused(api.delete("/v1/snapshots/cp"), 404)
     assert api.get(f"/v1/sandboxes/{user['id']}").json()["snapshot_tag"] not in ("cp", "")
     create_branch(api, sandbox_id, tag="cp")
 
 
 def test_compact_is_refused(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
-    assert "is complete" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
-    assert "not found" in refusal_message(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
-    assert "1 to 64" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
+    assert "already complete" in check_refused(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
+    assert "not found" in check_refused(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
+    assert "1 to 64" in check_refused(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
     for route in ("/v1/snapshots/gone/info", "/v1/sandboxes/gone"):
-        assert "not found" in refusal_message(api.get(route), 404)
+        assert "not found" in check_refused(api.get(route), 404)
 
 
 def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -> None:
@@ -401,10 +405,10 @@ def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path
         ({"rootfs": "/nowhere/x.tar"}, "cannot be read"),
         ({}, "rootfs"),
     ):
-        assert words in refusal_message(api.post("/v1/snapshots", json={"tag": "py", **body}), 400)
+        assert words in check_refused(api.post("/v1/snapshots", json={"tag": "py", **body}), 400)
     response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
     assert response.status_code == 201 and response.json()["tag"] == "py"
-    assert spawn_sandbox(api, "py")[0]["snapshot_tag"] == "py"
+    assert spawn_sandboxes(api, "py")[0]["snapshot_tag"] == "py"
     assert api.delete("/v1/snapshots/py?force=true").status_code == 204
 
 
@@ -416,7 +420,7 @@ def test_an_invalid_root_file_system_is_reported(
 
     monkeypatch.setattr(memory_gateway.host, "build_base", fail)
     response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
-    assert "could not be built: it is empty" in refusal_message(response, 500)
+    assert "could not be built: it is empty" in check_refused(response, 500)
     assert list_tags(api) == {"base"}
 
 
@@ -425,11 +429,11 @@ def test_a_branch_without_memory_has_no_diff_sizes(
 ) -> None:
     original_capture = memory_gateway.host.capture
 
-    async def report_files_only(*args: Any, **more: Any) -> Snapshot:
-        snapshot = await original_capture(*args, **more)
+    async def capture_without_memory(*args: Any, **kwargs: Any) -> Snapshot:
+        snapshot = await original_capture(*args, **kwargs)
         return snapshot.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
 
-    monkeypatch.setattr(memory_gateway.host, "capture", report_files_only)
+    monkeypatch.setattr(memory_gateway.host, "capture", capture_without_memory)
     branch = create_branch(api, sandbox_id, tag="cp", mode="diff")
     assert "diff_physical_bytes" not in branch and "memory" not in branch and branch["bootable"]
     assert api.get("/v1/snapshots/cp/info").json()["memory_logical_bytes"] == 0

@@ -44,15 +44,15 @@ def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": None}])
-def test_a_name_is_generated(api: httpx.Client, body: dict[str, Any]) -> None:
+def test_an_unnamed_volume_gets_a_generated_name(api: httpx.Client, body: dict[str, Any]) -> None:
     response = api.post("/volumes", json=body)
     assert response.status_code == 201 and response.json()["sizeMB"] == 1024
     assert api.get(f"/volumes/{response.json()['name']}").status_code == 200
 
 
 def test_the_volume_token_is_unique_stable_and_restricted(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    volume, other = create_volume(api), create_volume(api, "other")
-    assert volume["token"] != other["token"]
+    volume, other_volume = create_volume(api), create_volume(api, "other")
+    assert volume["token"] != other_volume["token"]
     assert api.get("/volumes/data").json()["token"] == volume["token"]
     assert all("token" not in item for item in api.get("/volumes").json())
     assert "token" not in api.patch("/volumes/data", json={"sizeMB": 2048}).json()
@@ -113,10 +113,10 @@ def test_a_sandbox_is_created_with_mounts(api: httpx.Client) -> None:
     sandbox = create_sandbox(api, name="one", volumeMounts=mounts)
     assert sandbox["volumeMounts"] == mounts
     assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/sandboxes").json()[0]["volumeMounts"] == mounts
-    user = {"sandboxID": sandbox["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
-    assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "running"}]
+    mount_fields = {"sandboxID": sandbox["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
+    assert api.get("/volumes/lib").json()["mounts"] == [{**mount_fields, "state": "running"}]
     api.post("/sandboxes/one/pause")
-    assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "paused"}]
+    assert api.get("/volumes/lib").json()["mounts"] == [{**mount_fields, "state": "paused"}]
 
 
 @pytest.mark.parametrize("path", ["relative", "/", "/srv/../etc", "/proc/x", "/a b", "/usr", ""])
@@ -159,11 +159,11 @@ def test_a_volume_is_attached_and_detached(api: httpx.Client) -> None:
 
 def test_deleting_a_mounted_volume_lists_its_mounts(api: httpx.Client) -> None:
     create_volume(api)
-    ids = [create_sandbox(api, name=name, volumeMounts=[DATA_MOUNT])["sandboxID"] for name in ("one", "two")]
+    sandbox_ids = [create_sandbox(api, name=name, volumeMounts=[DATA_MOUNT])["sandboxID"] for name in ("one", "two")]
     api.post("/sandboxes/two/pause")
     body = check_refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
-    assert sorted(body["blockers"]) == sorted(ids)
-    users = [{"kind": "mount", "id": id, "name": name} for id, name in zip(ids, ("one", "two"), strict=True)]
+    assert sorted(body["blockers"]) == sorted(sandbox_ids)
+    users = [{"kind": "mount", "id": id, "name": name} for id, name in zip(sandbox_ids, ("one", "two"), strict=True)]
     assert body["details"] == {"resource": "volume", "users": users, "overrides": []}
     api.delete("/sandboxes/two/volumes/data")
     check_refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
@@ -250,16 +250,16 @@ def test_forks_inherit_or_replace_volumes(api: httpx.Client, route: str) -> None
     create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
 
-    def fork_mounts(**body: Any) -> Any:
+    def fork_and_list_mounts(**body: Any) -> Any:
         response = api.post(route, json={"count": 1, **body})
         assert response.status_code == 201, response.text
         result = response.json()
         return (result[0]["sandbox"] if isinstance(result, list) else result["sandboxes"][0])["volumeMounts"]
 
     other_mount = {"name": "other", "path": "/srv/other", "readOnly": True}
-    assert fork_mounts() == fork_mounts(volumeMounts=None) == [DATA_MOUNT]
-    assert fork_mounts(volumeMounts=[]) == []
-    assert fork_mounts(volumeMounts=[other_mount]) == [other_mount]
+    assert fork_and_list_mounts() == fork_and_list_mounts(volumeMounts=None) == [DATA_MOUNT]
+    assert fork_and_list_mounts(volumeMounts=[]) == []
+    assert fork_and_list_mounts(volumeMounts=[other_mount]) == [other_mount]
 
 
 def test_forks_own_their_cloned_volumes(api: httpx.Client) -> None:
@@ -293,8 +293,8 @@ def test_the_published_client_manages_volumes(memory_gateway: MemoryGateway, api
     assert e2b.Volume.connect("data", **client_options).token == volume.token
     assert [(item.volume_id, item.name) for item in e2b.Volume.list(**client_options)] == [("data", "data")]
     create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
-    info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **client_options)
-    assert info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
+    sandbox_info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **client_options)
+    assert sandbox_info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
     with pytest.raises(e2b.VolumeException, match="1 mount"):
         e2b.Volume.destroy("data", **client_options)
     api.delete("/sandboxes/one")
@@ -308,10 +308,10 @@ def test_the_published_client_manages_volumes(memory_gateway: MemoryGateway, api
 @pytest.mark.parametrize(
     ("method", "kind"), [("GET", "dir"), ("POST", "dir"), ("GET", "file"), ("PUT", "file"), ("PATCH", "path")]
 )
-def test_file_calls_on_volumes_are_refused_with_a_reason(
+def test_file_requests_for_volumes_are_refused_with_a_reason(
     memory_gateway: MemoryGateway, api: httpx.Client, method: str, kind: str
 ) -> None:
-    """E2B's clients authenticate these calls with the token of the volume, and read 404 as a missing path."""
+    """E2B's clients authenticate these calls with the volume's token, and interpret 404 as a missing path."""
     token = api.post("/volumes", json={"name": "v"}).json()["token"]
     headers = {"Authorization": f"Bearer {token}"}
     with memory_gateway.client("") as client:

@@ -20,32 +20,32 @@ from tests.api.inside import (
     PORT,
     Service,
     eventually,
-    host,
     machine_address,
     make_reply,
     port_headers,
+    port_host,
     raw_connection,
     raw_service,
-    read_status,
+    read_response,
     request_head,
 )
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
-KEY = {"X-API-Key": EXEC_KEY}
+KEY_HEADERS = {"X-API-Key": EXEC_KEY}
 NONCE = "A" * 22 + "=="
 Handler = Callable[[ServerConnection], Awaitable[None]]
 
 
 class RecordingService:
-    """A service that handles each connection with ``talk``, and records headers, paths and close codes."""
+    """A service that handles each connection with ``handler``, and records headers, paths and close codes."""
 
-    def __init__(self, talk: Handler, **settings: Any) -> None:
-        self._talk = talk
+    def __init__(self, handler: Handler, **settings: Any) -> None:
+        self._handler = handler
         self._settings = {"max_size": None, "ping_interval": None, "close_timeout": 0.2} | settings
         self.headers: list[tuple[str, str]] = []
         self.path = ""
-        self.codes: list[int | None] = []
+        self.close_codes: list[int | None] = []
         """The close code of each connection, as the service received it."""
 
     async def listen(self, address: str, port: int) -> Server:
@@ -56,9 +56,9 @@ class RecordingService:
         self.headers, self.path = list(connection.request.headers.raw_items()), connection.request.path
         try:
             with contextlib.suppress(ConnectionClosed):
-                await self._talk(connection)
+                await self._handler(connection)
             await connection.wait_closed()
-            self.codes.append(connection.close_code)
+            self.close_codes.append(connection.close_code)
         finally:
             connection.transport.abort()
 
@@ -70,9 +70,9 @@ async def echo(connection: ServerConnection) -> None:
 
 @contextlib.contextmanager
 def recording_service(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], talk: Handler = echo, **settings: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], handler: Handler = echo, **settings: Any
 ) -> Iterator[RecordingService]:
-    service = RecordingService(talk, **settings)
+    service = RecordingService(handler, **settings)
     with Service(machine_address(memory_gateway, sandbox), PORT, service.listen):
         yield service
 
@@ -80,12 +80,12 @@ def recording_service(
 def open_websocket(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **options: Any
 ) -> ClientConnection:
-    headers = options.pop("headers", KEY)
+    headers = options.pop("headers", KEY_HEADERS)
     if not by_host:
         headers = headers | port_headers(sandbox, PORT)
-    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
+    authority = port_host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
     return connect(
-        f"ws://{name}{path}",
+        f"ws://{authority}{path}",
         sock=socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30),
         additional_headers=headers,
         max_size=None,
@@ -101,7 +101,7 @@ def test_messages_are_forwarded_in_both_directions(
     service_headers = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
     with recording_service(memory_gateway, sandbox) as service:
         with open_websocket(
-            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | service_headers
+            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY_HEADERS | service_headers
         ) as client:
             for message in ("text ü", b"\x00\xff", "", b""):
                 client.send(message)
@@ -113,10 +113,10 @@ def test_messages_are_forwarded_in_both_directions(
         assert {name.lower(): received_headers[name.lower()] for name in service_headers} == {
             name.lower(): service_headers[name] for name in service_headers
         }
-        assert received_headers["host"] == (host(sandbox, PORT) if by_host else f"localhost:{PORT}")
+        assert received_headers["host"] == (port_host(sandbox, PORT) if by_host else f"localhost:{PORT}")
         assert "sec-websocket-extensions" not in received_headers and EXEC_KEY not in str(received_headers)
         assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(received_headers)
-        eventually(lambda: service.codes == [1000])
+        eventually(lambda: service.close_codes == [1000])
 
 
 def test_subprotocols_are_negotiated_with_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -136,18 +136,18 @@ def test_subprotocols_are_negotiated_with_the_service(memory_gateway: MemoryGate
 def test_close_codes_are_forwarded_in_both_directions(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], code: int, reason: str
 ) -> None:
-    async def close(connection: ServerConnection) -> None:
+    async def close_if_requested(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/close":
             await connection.close(code, reason)
 
-    with recording_service(memory_gateway, sandbox, close) as service:
+    with recording_service(memory_gateway, sandbox, close_if_requested) as service:
         with open_websocket(memory_gateway, sandbox, "/close") as client, pytest.raises(ConnectionClosed) as error_info:
             client.recv(10)
         assert error_info.value.rcvd is not None
         assert (error_info.value.rcvd.code, error_info.value.rcvd.reason) == (code, reason)
         with open_websocket(memory_gateway, sandbox) as client:
             client.close(code, reason)
-        eventually(lambda: service.codes == [code, code])
+        eventually(lambda: service.close_codes == [code, code])
 
 
 def test_large_fragmented_messages_are_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -175,17 +175,17 @@ def test_oversized_messages_are_refused_in_both_directions(
         with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as error_info:
             client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
-        eventually(lambda: service.codes == [1009, 1009])
+        eventually(lambda: service.close_codes == [1009, 1009])
 
 
 def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    flooded_bytes = 0
+    flooded_byte_count = 0
 
     async def flood(connection: ServerConnection) -> None:
-        nonlocal flooded_bytes
+        nonlocal flooded_byte_count
         while True:
             await connection.send(b"x" * 65536)
-            flooded_bytes += 65536
+            flooded_byte_count += 65536
 
     async def wait_without_reading(connection: ServerConnection) -> None:
         await connection.wait_closed()
@@ -194,36 +194,36 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
         recording_service(memory_gateway, sandbox, flood) as service,
         open_websocket(memory_gateway, sandbox, max_queue=1, close_timeout=0.1) as client,
     ):
-        previous_bytes = -1
-        while flooded_bytes != previous_bytes:
-            previous_bytes = flooded_bytes
+        previous_byte_count = -1
+        while flooded_byte_count != previous_byte_count:
+            previous_byte_count = flooded_byte_count
             threading.Event().wait(0.25)
-        assert flooded_bytes < 32 << 20
+        assert flooded_byte_count < 32 << 20
         client.recv(5)
         client.socket.close()
-        eventually(lambda: service.codes)
+        eventually(lambda: service.close_codes)
     with (
         recording_service(memory_gateway, sandbox, wait_without_reading),
         open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
     ):
         client.socket.settimeout(0.5)
-        sent_bytes = 0
+        sent_byte_count = 0
         with pytest.raises((TimeoutError, ConnectionClosed)):
-            while sent_bytes < 64 << 20:
+            while sent_byte_count < 64 << 20:
                 client.send(b"x" * 65536)
-                sent_bytes += 65536
-        assert sent_bytes < 32 << 20
+                sent_byte_count += 65536
+        assert sent_byte_count < 32 << 20
         client.socket.close()
 
 
 def test_a_disconnect_without_a_close_frame_is_forwarded(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    async def abort(connection: ServerConnection) -> None:
+    async def abort_if_requested(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/leave":
             connection.transport.abort()
 
-    with recording_service(memory_gateway, sandbox, abort) as service:
+    with recording_service(memory_gateway, sandbox, abort_if_requested) as service:
         with (
             open_websocket(memory_gateway, sandbox, "/leave") as client,
             pytest.raises(ConnectionClosedError) as error_info,
@@ -232,7 +232,7 @@ def test_a_disconnect_without_a_close_frame_is_forwarded(
         assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1014
         client = open_websocket(memory_gateway, sandbox)
         client.socket.shutdown(socket.SHUT_RDWR)
-        eventually(lambda: service.codes == [1006, 1006])
+        eventually(lambda: service.close_codes == [1006, 1006])
 
 
 def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox
         with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)
         assert error_info.value.response.status_code == (200 if reply == make_reply() else 502), reply
-        eventually(lambda: not service.open)
+        eventually(lambda: not service.open_connection_count)
 
 
 def test_handshakes_need_access_to_an_open_port(
@@ -272,9 +272,9 @@ def test_handshakes_need_access_to_an_open_port(
 
     assert read_refusal(sandbox)[0] == read_refusal(sandbox, **{"X-Access-Token": "wrong"})[0] == 403
     assert read_refusal(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
-    status, message = read_refusal(sandbox, **KEY)
+    status, message = read_refusal(sandbox, **KEY_HEADERS)
     assert status == 502 and "port is not open" in message and '"kind":"backend_failed"' in message
-    status, message = read_refusal({"sandboxID": "0" * 12}, **KEY)
+    status, message = read_refusal({"sandboxID": "0" * 12}, **KEY_HEADERS)
     assert status == 502 and "was not found" in message
     with recording_service(memory_gateway, sandbox) as service:
         for credentials in (
@@ -289,26 +289,26 @@ def test_handshakes_need_access_to_an_open_port(
     upgrade_headers = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     gateway_request = request_head("GET /events", "Host: gateway", *upgrade_headers, f"Sec-WebSocket-Key: {NONCE}")
     with raw_connection(memory_gateway, gateway_request) as connection:
-        status, body = read_status(connection)
+        status, body = read_response(connection)
         assert status == 400 and body["kind"] == "unsupported"
     incomplete_handshake = request_head(
-        "GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade_headers
+        "GET /", f"Host: {port_host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade_headers
     )
     with raw_connection(memory_gateway, incomplete_handshake) as connection:
-        assert read_status(connection)[0] == 400, "the handshake has no Sec-WebSocket-Key"
+        assert read_response(connection)[0] == 400, "the handshake has no Sec-WebSocket-Key"
 
 
-@pytest.mark.parametrize("ending", ["rollback", "pause", "kill"])
-def test_the_connection_ends_with_the_machine(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
+@pytest.mark.parametrize("operation", ["rollback", "pause", "kill"])
+def test_the_connection_is_closed_when_the_machine_stops(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], operation: str
 ) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     with recording_service(memory_gateway, sandbox) as service, open_websocket(memory_gateway, sandbox) as client:
         client.send("x")
         assert client.recv(10) == "x"
-        if ending == "rollback":
+        if operation == "rollback":
             response = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
-        elif ending == "pause":
+        elif operation == "pause":
             response = api.post("/sandboxes/one/pause")
         else:
             response = api.delete("/sandboxes/one")
@@ -317,8 +317,8 @@ def test_the_connection_ends_with_the_machine(
             client.recv(10)
         assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1012
         assert "rolled back, paused or ended" in error_info.value.rcvd.reason
-        eventually(lambda: service.codes == [1006])
-    if ending == "rollback":
+        eventually(lambda: service.close_codes == [1006])
+    if operation == "rollback":
         with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
             client.send("new")
             assert client.recv(10) == "new"
@@ -348,12 +348,12 @@ def test_a_disconnect_during_the_handshake_reaches_the_service(
 
         return await asyncio.start_server(wait_for_disconnect, address, port)
 
-    fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    upgrade_headers = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     handshake = request_head(
         "GET /",
-        f"Host: {host(sandbox, PORT)}",
+        f"Host: {port_host(sandbox, PORT)}",
         f"X-API-Key: {EXEC_KEY}",
-        *fields,
+        *upgrade_headers,
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
     with Service(machine_address(memory_gateway, sandbox), PORT, listen):
@@ -374,7 +374,7 @@ async def _send_pings(connection: ServerConnection) -> None:
         await asyncio.sleep(0.0005)
 
 
-def test_a_client_that_ignores_pongs_is_disconnected(
+def test_a_service_that_never_reads_pongs_is_disconnected(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket, "MAX_UNSENT_BYTES", 1 << 20)
@@ -388,38 +388,41 @@ def test_a_client_that_ignores_pongs_is_disconnected(
 
 def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     """The gateway starts to forward a large frame before all of it has arrived."""
-    received: list[str | bytes] = []
+    received_fragments: list[str | bytes] = []
 
-    async def stream(connection: ServerConnection) -> None:
+    async def receive_fragments(connection: ServerConnection) -> None:
         async for piece in connection.recv_streaming():
-            received.append(piece)
+            received_fragments.append(piece)
         await connection.send(["a", "b"])
         await connection.wait_closed()
 
-    with recording_service(memory_gateway, sandbox, stream), open_websocket(memory_gateway, sandbox) as client:
+    with (
+        recording_service(memory_gateway, sandbox, receive_fragments),
+        open_websocket(memory_gateway, sandbox) as client,
+    ):
         client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
-        eventually(lambda: received == ["one"])
+        eventually(lambda: received_fragments == ["one"])
         client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
-        eventually(lambda: len("".join(map(str, received))) > 80_000)
+        eventually(lambda: len("".join(map(str, received_fragments))) > 80_000)
         client.socket.sendall(b"x" * ((1 << 20) - 100_000))
         assert client.recv(10) == "ab"
-        assert "".join(map(str, received)) == "one" + "x" * (1 << 20)
+        assert "".join(map(str, received_fragments)) == "one" + "x" * (1 << 20)
 
 
 def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    """The gateway parses only one fragment at a time."""
-    received: list[str | bytes] = []
+    """All messages arrive although the gateway parses only one fragment at a time."""
+    received_messages: list[str | bytes] = []
 
     async def receive_all(connection: ServerConnection) -> None:
         async for message in connection:
-            received.append(message)
+            received_messages.append(message)
 
     with recording_service(memory_gateway, sandbox, receive_all) as service:
         with open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client:
             client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
-            eventually(lambda: service.codes == [1000], seconds=30)
-        assert received == [str(number % 10) for number in range(500)]
+            eventually(lambda: service.close_codes == [1000], seconds=30)
+        assert received_messages == [str(number % 10) for number in range(500)]
 
 
 def test_services_receive_the_masked_host(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
@@ -428,5 +431,5 @@ def test_services_receive_the_masked_host(memory_gateway: MemoryGateway, api: ht
         with recording_service(memory_gateway, sandbox) as service, open_websocket(memory_gateway, sandbox) as client:
             client.send("text")
             assert client.recv(10) == "text"
-            hosts = [value for name, value in service.headers if name.lower() == "host"]
-            assert hosts == [expected_host]
+            host_headers = [value for name, value in service.headers if name.lower() == "host"]
+            assert host_headers == [expected_host]

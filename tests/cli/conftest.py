@@ -12,7 +12,7 @@ from tests.cli.running import Outcome, Run
 
 @pytest.fixture
 def run(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run sandboxctl with the given arguments, over the unix socket unless ``url`` is set."""
+    """A function that runs `sandboxctl` with the given arguments, over the unix socket unless ``url`` is set."""
     for name in ("SANDBOX_GATEWAY_TOKEN", "SANDBOX_GATEWAY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -21,7 +21,7 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
-SANDBOXCTL = [sys.executable, "-m", "sandbox_gateway.cli.main"]
+SANDBOXCTL_COMMAND = [sys.executable, "-m", "sandbox_gateway.cli.main"]
 
 
 def check_succeeded(outcome: Outcome) -> Outcome:

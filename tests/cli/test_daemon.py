@@ -22,7 +22,7 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.server import config_docs, serving
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
-DAEMON = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
+DAEMON_COMMAND = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
 DAEMON_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
@@ -35,75 +35,81 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """Starts the daemon from its configuration, with an in-memory host."""
 
 
-def server_config(tmp_path: Path, **more: Any) -> Server:
-    return Server.model_validate({"socket": "", **more})
+def make_server_config(tmp_path: Path, **settings: Any) -> Server:
+    return Server.model_validate({"socket": "", **settings})
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Path:
+def key_file(tmp_path: Path) -> Path:
     file = tmp_path / "keys"
     file.write_text(f"ops admin {ADMIN_KEY}\n")
     file.chmod(0o600)
     return file
 
 
-def test_loopback_needs_no_tls(tmp_path: Path, keys: Path) -> None:
+def test_loopback_needs_no_tls(tmp_path: Path, key_file: Path) -> None:
     for listen in ("127.0.0.1:8700", "[::1]:8700", "localhost:8700"):
-        _, address, tls = serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
-        assert address and address.loopback and tls is None
+        _, address, tls = serving.load_listener_settings(make_server_config(tmp_path, listen=listen, key_file=key_file))
+        assert address and address.is_loopback and tls is None
 
 
-def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
+def test_a_non_loopback_address_needs_keys_and_tls(tmp_path: Path, key_file: Path) -> None:
     empty_key_file = tmp_path / "empty"
     empty_key_file.write_text("# no keys\n")
     empty_key_file.chmod(0o600)
     for listen in ("0.0.0.0:8700", ":8700", "[::]:8700", "192.0.2.1:8700"):
         for file in (None, empty_key_file):
             with pytest.raises(Invalid, match=r"set server\.key_file"):
-                serving.prepare(server_config(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
+                serving.load_listener_settings(
+                    make_server_config(tmp_path, listen=listen, key_file=file, allow_plaintext=True)
+                )
         with pytest.raises(Invalid, match=r"server\.tls_cert.*allow_plaintext"):
-            serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
-        serving.prepare(server_config(tmp_path, listen=listen, key_file=keys, allow_plaintext=True))
+            serving.load_listener_settings(make_server_config(tmp_path, listen=listen, key_file=key_file))
+        serving.load_listener_settings(
+            make_server_config(tmp_path, listen=listen, key_file=key_file, allow_plaintext=True)
+        )
 
 
 @pytest.mark.parametrize("listen", ["8700", "host:", "127.0.0.1:x", "127.0.0.1:70000", "nowhere.invalid:80"])
 def test_invalid_addresses_are_refused(tmp_path: Path, listen: str) -> None:
     with pytest.raises(Invalid, match=r"server\.listen"):
-        serving.prepare(server_config(tmp_path, listen=listen))
+        serving.load_listener_settings(make_server_config(tmp_path, listen=listen))
 
 
-def test_incomplete_tls_settings_are_refused(tmp_path: Path, keys: Path) -> None:
+def test_incomplete_tls_settings_are_refused(tmp_path: Path, key_file: Path) -> None:
     invalid_file = tmp_path / "cert.pem"
     invalid_file.write_text("junk")
     with pytest.raises(Invalid, match="both"):
-        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file))
+        serving.load_listener_settings(make_server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file))
     with pytest.raises(Invalid, match="cannot be loaded"):
-        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file, tls_key=invalid_file))
+        serving.load_listener_settings(
+            make_server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file, tls_key=invalid_file)
+        )
 
 
 def test_a_configuration_without_addresses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"neither server\.socket nor server\.listen"):
-        serving.prepare(server_config(tmp_path))
+        serving.load_listener_settings(make_server_config(tmp_path))
 
 
 def test_the_unix_socket_is_created_and_removed(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "gateway.sock"
-    with serving.unix_socket(path, "") as listener:
+    socket_path = tmp_path / "run" / "gateway.sock"
+    with serving.unix_socket(socket_path, "") as listener:
         listener.listen()
-        assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(Invalid, match="another gateway"), serving.unix_socket(path, ""):
+        assert socket_path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(Invalid, match="another gateway"), serving.unix_socket(socket_path, ""):
             pass
-    assert not path.exists()
+    assert not socket_path.exists()
     stale_socket = socket.socket(socket.AF_UNIX)
-    stale_socket.bind(str(path))
+    stale_socket.bind(str(socket_path))
     stale_socket.close()
     group = "daemon"
-    with serving.unix_socket(path, group):
-        assert path.stat().st_mode & 0o777 == 0o660 and path.group() == group
-    path.write_text("mine")
-    with pytest.raises(Invalid, match="is not a socket"), serving.unix_socket(path, ""):
+    with serving.unix_socket(socket_path, group):
+        assert socket_path.stat().st_mode & 0o777 == 0o660 and socket_path.group() == group
+    socket_path.write_text("mine")
+    with pytest.raises(Invalid, match="is not a socket"), serving.unix_socket(socket_path, ""):
         pass
-    assert path.read_text() == "mine"
+    assert socket_path.read_text() == "mine"
     with pytest.raises(Invalid, match="groupadd"), serving.unix_socket(tmp_path / "x.sock", "no-such-group"):
         pass
     with pytest.raises(Invalid, match="cannot be created"), serving.unix_socket(tmp_path / ("x" * 200), ""):
@@ -121,16 +127,20 @@ def test_the_unix_socket_is_created_and_removed(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_startup_failures_are_one_sentence(tmp_path: Path, command: str, config: str | None, words: str) -> None:
-    file = tmp_path / "config.toml"
+def test_startup_failures_are_reported_in_one_line(
+    tmp_path: Path, command: str, config: str | None, words: str
+) -> None:
+    config_file = tmp_path / "config.toml"
     if config is not None:
-        file.write_text(config)
-    result = subprocess.run([*DAEMON, command, "--config", str(file)], capture_output=True, text=True, timeout=60)
+        config_file.write_text(config)
+    result = subprocess.run(
+        [*DAEMON_COMMAND, command, "--config", str(config_file)], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2
     assert words in result.stderr and "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
+def wait_for_daemon(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
     client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=20)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and process.poll() is None:
@@ -143,20 +153,20 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
 
 
 def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gateway: MemoryGateway) -> None:
-    run_dir = Path(memory_gateway.run.name)
-    path, notify_path = run_dir / "daemon.sock", run_dir / "notify.sock"
-    config = tmp_path / "config.toml"
-    config.write_text(f'[server]\nsocket = "{path}"\n[host]\nstate_root = "{tmp_path}"\n')
+    run_dir = Path(memory_gateway.run_directory.name)
+    socket_path, notify_path = run_dir / "daemon.sock", run_dir / "notify.sock"
+    config_file = tmp_path / "config.toml"
+    config_file.write_text(f'[server]\nsocket = "{socket_path}"\n[host]\nstate_root = "{tmp_path}"\n')
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(notify_path))
         notify.settimeout(30)
-        root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": root}
+        repository_path = str(Path(__file__).parents[2])
+        environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": repository_path}
         process = subprocess.Popen(
-            [sys.executable, "-c", DAEMON_SCRIPT, str(config)], stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", DAEMON_SCRIPT, str(config_file)], stderr=subprocess.PIPE, text=True, env=environment
         )
         try:
-            client = wait_for(path, process)
+            client = wait_for_daemon(socket_path, process)
             assert notify.recv(100) == b"READY=1"
             build = client.post("/templates", json={"name": "base"}).json()
             client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
@@ -165,13 +175,13 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
 
             def run_slow_command() -> None:
                 with httpx.Client(
-                    transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=20
+                    transport=httpx.HTTPTransport(uds=str(socket_path)), base_url="http://gateway", timeout=20
                 ) as client:
                     results.append(client.post("/sandboxes/one/exec", json={"args": ["sleep", "3"]}).status_code)
 
             def read_first_event() -> None:
                 with (
-                    httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=20) as client,
+                    httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_path)), timeout=20) as client,
                     client.stream("GET", "http://gateway/events") as response,
                 ):
                     results.append(next(iter(list(response.iter_lines()))))
@@ -195,11 +205,11 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
             assert process.stderr is not None
             log = process.stderr.read()
             process.stderr.close()
-    assert not path.exists()
+    assert not socket_path.exists()
     assert '"event": "listening"' in log and '"event": "stopped"' in log and "Traceback" not in log
 
 
-def test_the_gateway_serves_tls(tmp_path: Path, keys: Path) -> None:
+def test_the_gateway_serves_tls(tmp_path: Path, key_file: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         [
@@ -210,8 +220,8 @@ def test_the_gateway_serves_tls(tmp_path: Path, keys: Path) -> None:
         capture_output=True,
         timeout=60,
     )
-    tls = {"tls_cert": str(cert), "tls_key": str(key)}
-    gateway = MemoryGateway(tmp_path, server=tls)
+    tls_settings = {"tls_cert": str(cert), "tls_key": str(key)}
+    gateway = MemoryGateway(tmp_path, server=tls_settings)
     try:
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
             response = client.get(f"https://127.0.0.1:{gateway.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
@@ -233,10 +243,10 @@ def test_a_stop_during_startup_closes_the_engine() -> None:
             self.is_closed = True
 
     async def serve_until_stopped(engine: Any) -> None:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.1, stop.set)
+        stop_event = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, stop_event.set)
         config = Config.model_validate({"server": {"socket": "/nowhere/gateway.sock"}})
-        await asyncio.wait_for(serving.serve(config, engine, stop), 5)
+        await asyncio.wait_for(serving.serve(config, engine, stop_event), 5)
 
     engine = SlowEngine()
     asyncio.run(serve_until_stopped(engine))
@@ -244,7 +254,7 @@ def test_a_stop_during_startup_closes_the_engine() -> None:
 
 
 def test_openapi_is_printed_without_a_host() -> None:
-    result = subprocess.run([*DAEMON, "openapi"], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([*DAEMON_COMMAND, "openapi"], capture_output=True, text=True, check=True, timeout=60)
     assert '"/sandboxes/{ref}/rollback"' in result.stdout
 
 
@@ -252,8 +262,8 @@ def test_the_configuration_page_lists_every_key() -> None:
     page = config_docs.render_page(Config)
     for name, field in Config.model_fields.items():
         section = field.annotation
-        names = getattr(section, "model_fields", {name: field})
-        for key, description_field in names.items():
+        fields = getattr(section, "model_fields", {name: field})
+        for key, description_field in fields.items():
             assert f"| `{key}` |" in page and (description_field.description or "").split("|")[0] in page
     assert "## `[server]`: where the gateway listens" in page
     assert '| `kind` | `"kvm_xfs"` or `"jail_zfs"` | `"kvm_xfs"` |' in page

@@ -21,7 +21,7 @@ def test_sizes_are_parsed(text: str, mib: int) -> None:
     ("text", "seconds"),
     [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), ("1d", 86400), ("never", -1)],
 )
-def test_times_are_parsed(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert formats.parse_duration(text) == seconds
 
 
@@ -32,7 +32,7 @@ def test_invalid_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-4", "soon", "1w", "1h30m"])
-def test_invalid_times_are_refused(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(Failure, match="is not a duration"):
         formats.parse_duration(text)
 
@@ -45,7 +45,7 @@ def test_sizes_are_formatted(count: int, text: str) -> None:
     assert formats.format_size(count) == text
 
 
-def test_times_are_formatted() -> None:
+def test_ages_and_remaining_times_are_formatted() -> None:
     now = datetime(2026, 1, 2, tzinfo=UTC)
     for length, text in ((5, "5 s"), (119, "119 s"), (600, "10 m"), (7200, "2 h"), (400_000, "4 d")):
         assert formats.format_age((now - timedelta(seconds=length)).isoformat(), now) == text

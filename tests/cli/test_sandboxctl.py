@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.hosts.base import MemoryDisk
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
-from tests.cli.running import SANDBOXCTL, Run, check_succeeded
+from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
 from tests.support.certificates import create_certificate
 from tests.support.waiting import eventually
 
@@ -41,7 +41,7 @@ def test_the_readme_walkthrough_works(run: Run) -> None:
 
 
 def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memory_gateway: MemoryGateway) -> None:
-    host, available = memory_gateway.host, memory_gateway.host.available
+    host, original_room = memory_gateway.host, memory_gateway.host.available_room
     run("create", "base", "--name", "one")
     snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--json")).json
     assert "memoryProblem" not in check_succeeded(run("snapshot", "show", "s1")).out
@@ -50,23 +50,23 @@ def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memo
         host.memory_problems[snapshot["snapshotID"]] = problem
         details = check_succeeded(run("snapshot", "show", "s1")).out
         assert re.search(rf"^memoryProblem +{problem}$", details, re.MULTILINE)
-        host.available = replace(available, memory_disk=MemoryDisk("/memory", 1 << 30, 2 << 30))
+        host.available_room = replace(original_room, memory_disk=MemoryDisk("/memory", 1 << 30, 2 << 30))
         assert "memory root /memory: 1.0 GiB of 2.0 GiB free" in check_succeeded(run("health")).out.splitlines()
-        host.available = replace(available, memory_disk=MemoryDisk("/memory", problem=problem))
+        host.available_room = replace(original_room, memory_disk=MemoryDisk("/memory", problem=problem))
         assert f"memory root /memory: {problem}" in check_succeeded(run("health")).out.splitlines()
     finally:
-        host.available = available
+        host.available_room = original_room
         host.memory_problems.clear()
 
 
 def test_tables_are_printed_by_default(run: Run) -> None:
     run("create", "base", "--name", "one", "--timeout", "2h")
     run("snapshot", "create", "one", "--name", "s1")
-    sandboxes = check_succeeded(run("list")).out
-    assert re.search(r"^NAME +ID +STATE", sandboxes)
-    assert re.search(r"one +[0-9a-f]{12} +running +base +[0-9a-f]{12} +1 +256 MiB +\d+ s +ends in 119 m", sandboxes)
-    snapshots = check_succeeded(run("snapshot", "list")).out
-    assert re.search(r"s1 +[0-9a-f]{12} +[0-9a-f]{12} +incremental +4.0 KiB +1.5 KiB +6.2 ms +0", snapshots)
+    sandbox_table = check_succeeded(run("list")).out
+    assert re.search(r"^NAME +ID +STATE", sandbox_table)
+    assert re.search(r"one +[0-9a-f]{12} +running +base +[0-9a-f]{12} +1 +256 MiB +\d+ s +ends in 119 m", sandbox_table)
+    snapshot_table = check_succeeded(run("snapshot", "list")).out
+    assert re.search(r"s1 +[0-9a-f]{12} +[0-9a-f]{12} +incremental +4.0 KiB +1.5 KiB +6.2 ms +0", snapshot_table)
     assert re.search(
         r"base +[0-9a-f]{12} +ready +1 +256 MiB +2 GiB +incremental", check_succeeded(run("template", "list")).out
     )
@@ -77,25 +77,25 @@ def test_tables_are_printed_by_default(run: Run) -> None:
         and "debootstrap" in check_succeeded(run("template", "show", "base")).out
     )
     assert check_succeeded(run("usage", "one")).out == "disk 195 KiB, memory 3.0 MiB\n"
-    first, disk, memory = check_succeeded(run("health")).out.splitlines()
-    assert first.startswith("ok: memory, version")
+    status_line, disk, memory = check_succeeded(run("health")).out.splitlines()
+    assert status_line.startswith("ok: memory, version")
     assert disk.startswith("disk: 50.0 GiB of 100 GiB free, ") and disk.endswith(" promised to sandboxes")
     assert memory == "memory: 8.0 GiB of 16.0 GiB free, 256 MiB promised to sandboxes"
 
 
 def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: MemoryGateway) -> None:
     run("create", "base", "--name", "one")
-    host, available = memory_gateway.host, memory_gateway.host.available
+    host, original_room = memory_gateway.host, memory_gateway.host.available_room
     sandbox = memory_gateway.engine.sandboxes.get("one")
     try:
-        host.available = replace(available, disk_free=0)
-        host.stopped.add(sandbox.instance)
+        host.available_room = replace(original_room, disk_free=0)
+        host.stalled_instances.add(sandbox.instance)
         eventually(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
         assert f"stopped, because the disk has no space left: {sandbox.id}" in check_succeeded(run("health")).out
         refusal = run("snapshot", "create", "one", "--name", "more")
         assert refusal.code != 0 and "less than 512 MiB of disk space free" in refusal.err
     finally:
-        host.available = available
+        host.available_room = original_room
     eventually(lambda: run("show", "one", "--json").json["stateReason"] == "")
 
 
@@ -119,8 +119,10 @@ def test_exec_forwards_input_output_and_exit_code(run: Run) -> None:
     outcome = run("exec", "one", "--", "exit", "42")
     assert outcome.code == 42 and outcome.err == "leaving\n" and outcome.out == ""
     assert check_succeeded(run("exec", "-i", "one", "cat", stdin=b"through\n")).out == "through\n"
-    environment = check_succeeded(run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")).json
-    assert environment == {"env": {"A": "b=c"}, "cwd": "/srv", "user": "nobody"}
+    received_options = check_succeeded(
+        run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")
+    ).json
+    assert received_options == {"env": {"A": "b=c"}, "cwd": "/srv", "user": "nobody"}
     assert run("exec", "one", "nosuch").code == 127
     assert run("--json", "exec", "one", "exit", "3").json["exitCode"] == 3
 
@@ -131,34 +133,34 @@ def test_a_sandbox_is_paused_resumed_renamed_and_promoted(run: Run) -> None:
     assert "paused" in check_succeeded(run("list", "--state", "paused")).out
     assert "running" in check_succeeded(run("resume", "one", "--timeout", "1h")).out
     assert "uno" in check_succeeded(run("rename", "one", "uno")).out
-    fork = check_succeeded(run("clone", "uno", "--json")).json["sandboxes"][0]["sandboxID"]
-    run("exec", fork, "write", "k", "won")
-    assert "uno" in check_succeeded(run("promote", fork)).out
+    fork_id = check_succeeded(run("clone", "uno", "--json")).json["sandboxes"][0]["sandboxID"]
+    run("exec", fork_id, "write", "k", "won")
+    assert "uno" in check_succeeded(run("promote", fork_id)).out
     assert run("exec", "uno", "read", "k").out == "won"
 
 
 def test_building_a_template_prints_its_log(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
-    build = check_succeeded(
+    first_outcome = check_succeeded(
         run("template", "build", "web", "-p", "nginx,curl", "--setup", "touch /x", "--memory", "1G")
     )
-    assert "$ touch /x" in build.err and "ready" in build.err
-    assert re.search(r"web +[0-9a-f]{12} +ready +1 +1 GiB", build.out)
-    second_build = check_succeeded(
+    assert "$ touch /x" in first_outcome.err and "ready" in first_outcome.err
+    assert re.search(r"web +[0-9a-f]{12} +ready +1 +1 GiB", first_outcome.out)
+    second_outcome = check_succeeded(
         run("template", "build", "web", "-p", "curl", "-p", "nginx", "--setup", "touch /x", "--memory", "1G")
     )
-    assert second_build.err == "", "the same recipe is not built again"
-    toml_recipe = tmp_path / "recipe.toml"
-    toml_recipe.write_text('name = "filed"\nsetup = ["touch /y"]\nmemoryMB = 128\n')
-    assert check_succeeded(run("template", "build", "-f", str(toml_recipe), "--json")).json["recipe"]["setup"] == [
+    assert second_outcome.err == "", "the same recipe is not built again"
+    toml_recipe_file = tmp_path / "recipe.toml"
+    toml_recipe_file.write_text('name = "filed"\nsetup = ["touch /y"]\nmemoryMB = 128\n')
+    assert check_succeeded(run("template", "build", "-f", str(toml_recipe_file), "--json")).json["recipe"]["setup"] == [
         "touch /y"
     ]
-    json_recipe = tmp_path / "recipe.json"
-    json_recipe.write_text('{"setup": ["touch /z"]}')
-    assert check_succeeded(run("template", "build", "named", "-f", str(json_recipe), "--json")).json["names"] == [
+    json_recipe_file = tmp_path / "recipe.json"
+    json_recipe_file.write_text('{"setup": ["touch /z"]}')
+    assert check_succeeded(run("template", "build", "named", "-f", str(json_recipe_file), "--json")).json["names"] == [
         "named"
     ]
-    failed_build = run("template", "build", "bad", "--setup", "fail")
-    assert failed_build.code == 1 and "exit code 1" in failed_build.err and "fix the recipe" in failed_build.err
+    failed_outcome = run("template", "build", "bad", "--setup", "fail")
+    assert failed_outcome.code == 1 and "exit code 1" in failed_outcome.err and "fix the recipe" in failed_outcome.err
     check_succeeded(run("template", "delete", "web", "filed", "named"))
     assert run("template", "show", "web").code == 3
 
@@ -199,22 +201,22 @@ def test_failures_have_a_message_and_an_exit_code(run: Run, args: tuple[str, ...
     assert outcome.err.startswith("sandboxctl: ") and "Traceback" not in outcome.err
 
 
-def test_wrong_usage_exits_with_2(run: Run) -> None:
+def test_usage_errors_exit_with_code_2(run: Run) -> None:
     for args in (("nonsense",), ("create",), ("list", "--nope"), ("clone", "one", "-n", "0"), ("exec", "one")):
         assert run(*args).code == 2
 
 
 def test_best_effort_keeps_the_successful_forks(memory_gateway: MemoryGateway, run: Run) -> None:
     run("create", "base", "--name", "one")
-    memory_gateway.host.failing = {"b"}
-    partial_clone = run("clone", "one", "--names", "a,b", "--best-effort")
+    memory_gateway.host.failing_names = {"b"}
+    partial_outcome = run("clone", "one", "--names", "a,b", "--best-effort")
     assert (
-        partial_clone.code == 1
-        and "a" in partial_clone.out
-        and "b was not created: no machine for b" in partial_clone.err
+        partial_outcome.code == 1
+        and "a" in partial_outcome.out
+        and "b was not created: no machine for b" in partial_outcome.err
     )
-    failed_clone = run("clone", "one", "--names", "c,b")
-    assert failed_clone.code == 1 and failed_clone.out == ""
+    failed_outcome = run("clone", "one", "--names", "c,b")
+    assert failed_outcome.code == 1 and failed_outcome.out == ""
     assert run("show", "c").code == 3
     assert run("kill", "--ignore-missing", "c", "a").code == 0
 
@@ -224,9 +226,9 @@ def test_a_key_is_required_over_tcp(memory_gateway: MemoryGateway, run: Run, tmp
     assert outcome.code == 5 and "SANDBOX_GATEWAY_TOKEN" in outcome.err
     assert run("list", url=memory_gateway.url, token=READ_KEY).code == 0
     assert run("create", "base", url=memory_gateway.url, token=READ_KEY).code == 5
-    file = tmp_path / "key"
-    file.write_text(f"{ADMIN_KEY}\n")
-    assert run("--token-file", str(file), "create", "base", url=memory_gateway.url).code == 0
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{ADMIN_KEY}\n")
+    assert run("--token-file", str(key_file), "create", "base", url=memory_gateway.url).code == 0
     assert run("--token-file", str(tmp_path / "none"), "list", url=memory_gateway.url).code == 2
 
 
@@ -248,14 +250,16 @@ def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.Monk
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    remove_empty = client._remove_empty
+    original_remove_empty = client._remove_empty
     monkeypatch.setattr(
-        client, "_remove_empty", lambda params: remove_empty({**params, "limit": 2} if "limit" in params else params)
+        client,
+        "_remove_empty",
+        lambda params: original_remove_empty({**params, "limit": 2} if "limit" in params else params),
     )
     assert len(check_succeeded(run("list", "--json")).json) == 5
 
 
-def test_a_gateway_with_tls_is_trusted_only_with_its_authority(
+def test_a_gateway_with_tls_is_trusted_only_with_its_certificate_authority(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = create_certificate(tmp_path)
@@ -274,22 +278,22 @@ def test_a_gateway_with_tls_is_trusted_only_with_its_authority(
 def test_help_is_quick_and_complete() -> None:
     started_at = time.monotonic()
     result = subprocess.run(
-        [*SANDBOXCTL, "--help"],
+        [*SANDBOXCTL_COMMAND, "--help"],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    seconds = time.monotonic() - started_at
+    elapsed_seconds = time.monotonic() - started_at
     for word in ("template", "create", "exec", "rollback", "clone", "promote", "tree", "events", "Exit codes"):
         assert word in result.stdout
-    assert seconds < 5
+    assert elapsed_seconds < 5
 
 
 def test_events_are_printed_as_json_lines(memory_gateway: MemoryGateway, run: Run) -> None:
     queue_count = len(memory_gateway.engine.events._queues)
     watcher = subprocess.Popen(
-        [*SANDBOXCTL, "--url", memory_gateway.unix_url, "events", "--json"],
+        [*SANDBOXCTL_COMMAND, "--url", memory_gateway.unix_url, "events", "--json"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -313,11 +317,22 @@ def test_progress_is_shown_on_a_terminal(memory_gateway: MemoryGateway, run: Run
     import pty
 
     run("create", "base", "--name", "one")
-    memory_gateway.host.slow = 0.2
+    memory_gateway.host.fork_seconds = 0.2
     screen, terminal = pty.openpty()
     try:
         result = subprocess.run(
-            [*SANDBOXCTL, "--url", memory_gateway.unix_url, "clone", "one", "-n", "3", "--concurrency", "1", "--json"],
+            [
+                *SANDBOXCTL_COMMAND,
+                "--url",
+                memory_gateway.unix_url,
+                "clone",
+                "one",
+                "-n",
+                "3",
+                "--concurrency",
+                "1",
+                "--json",
+            ],
             stdout=subprocess.PIPE,
             stderr=terminal,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
@@ -352,7 +367,7 @@ def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: Me
         outcome = run("create", "base", "--name", "one", "--cold-start")
         assert outcome.code == 1 and outcome.out == ""
         assert outcome.err.endswith("The end of its console:\n  Loading\n  Kernel panic: no init found\n")
-        build = run("template", "build", "unbootable")
-        assert build.code == 1 and build.err.count("Kernel panic: no init found") >= 1
+        build_outcome = run("template", "build", "unbootable")
+        assert build_outcome.code == 1 and build_outcome.err.count("Kernel panic: no init found") >= 1
     finally:
         memory_gateway.host.dead_console = None

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-ALIVE = b"WATCHDOG=1"
-# SIGUSR1 blocks its event loop for three seconds. Its second argument: seconds that its host takes to open.
+WATCHDOG_NOTIFICATION = b"WATCHDOG=1"
+# SIGUSR1 blocks the daemon's event loop for three seconds. The second argument is the number of seconds that the host
+# takes to open.
 DAEMON_SCRIPT = """
 import asyncio, signal, sys, time
 from pathlib import Path
@@ -29,41 +30,41 @@ class SlowHost(MemoryHost):
         await asyncio.sleep(float(sys.argv[2]))
 
 signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3))
-supervisor._START_INTERVAL = 0.2
+supervisor._EXTENSION_INTERVAL_SECONDS = 0.2
 serving.make_host = lambda config: SlowHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
 
 
-class Manager:
+class ServiceManager:
     """A service manager that starts the daemon and receives its notifications."""
 
-    def __init__(self, run: Path, environment: dict[str, str], opens_in: float) -> None:
-        config, notify_path = run / "config.toml", run / "notify.sock"
-        config.write_text(f'[server]\nsocket = "{run / "gateway.sock"}"\n[host]\nstate_root = "{run}"\n')
+    def __init__(self, run_dir: Path, environment: dict[str, str], open_seconds: float) -> None:
+        config_file, notify_path = run_dir / "config.toml", run_dir / "notify.sock"
+        config_file.write_text(f'[server]\nsocket = "{run_dir / "gateway.sock"}"\n[host]\nstate_root = "{run_dir}"\n')
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(notify_path))
         self.socket.settimeout(60)
-        paths = {"NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+        path_variables = {"NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DAEMON_SCRIPT, str(config), str(opens_in)],
+            [sys.executable, "-c", DAEMON_SCRIPT, str(config_file), str(open_seconds)],
             stderr=subprocess.PIPE,
-            env={**os.environ, **paths, **environment},
+            env={**os.environ, **path_variables, **environment},
         )
 
     def receive(self) -> bytes:
         return self.socket.recv(100)
 
     def receive_until(self, state: bytes) -> list[bytes]:
-        """Wait for the notification ``state``, and return those that arrived before it."""
+        """Wait for the notification ``state``, and return the notifications that arrived before it."""
         states: list[bytes] = []
         while (state_received := self.receive()) != state:
             states.append(state_received)
         return states
 
-    def stop(self, number: signal.Signals) -> str:
+    def stop(self, signal_number: signal.Signals) -> str:
         """Send a signal to the daemon, wait until it exits, and return its standard error."""
-        self.process.send_signal(number)
+        self.process.send_signal(signal_number)
         try:
             return self.process.communicate(timeout=60)[1].decode()
         finally:
@@ -81,43 +82,45 @@ def run_dir() -> Iterator[Path]:
 
 
 def test_the_watchdog_is_notified_only_while_the_event_loop_runs(run_dir: Path) -> None:
-    manager = Manager(run_dir, {"WATCHDOG_USEC": "400000"}, 0)
+    manager = ServiceManager(run_dir, {"WATCHDOG_USEC": "400000"}, 0)
     try:
         manager.receive_until(b"READY=1")
         for _ in range(5):
-            assert manager.receive() == ALIVE
-        times = [time.monotonic()]
+            assert manager.receive() == WATCHDOG_NOTIFICATION
+        notification_times = [time.monotonic()]
         manager.process.send_signal(signal.SIGUSR1)
         for _ in range(15):
-            assert manager.receive() == ALIVE
-            times.append(time.monotonic())
-        assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 2
+            assert manager.receive() == WATCHDOG_NOTIFICATION
+            notification_times.append(time.monotonic())
+        assert max(later - earlier for earlier, later in itertools.pairwise(notification_times)) > 2
     finally:
         log = manager.stop(signal.SIGTERM)
     assert manager.process.returncode == 0 and "Traceback" not in log
 
 
 def test_notifications_continue_until_the_daemon_has_stopped(run_dir: Path) -> None:
-    manager = Manager(run_dir, {"WATCHDOG_USEC": "100000"}, 0)
+    manager = ServiceManager(run_dir, {"WATCHDOG_USEC": "100000"}, 0)
     try:
         manager.receive_until(b"READY=1")
         manager.process.send_signal(signal.SIGTERM)
-        assert set(manager.receive_until(b"STOPPING=1")) <= {ALIVE}
+        assert set(manager.receive_until(b"STOPPING=1")) <= {WATCHDOG_NOTIFICATION}
     finally:
         manager.stop(signal.SIGTERM)
 
 
 def test_a_hung_daemon_prints_its_stack_when_killed(run_dir: Path) -> None:
-    manager = Manager(run_dir, {"WATCHDOG_USEC": "400000"}, 0)
+    manager = ServiceManager(run_dir, {"WATCHDOG_USEC": "400000"}, 0)
     manager.receive_until(b"READY=1")
     log = manager.stop(signal.SIGABRT)
     assert manager.process.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log and "asyncio" in log
 
 
-@pytest.mark.parametrize("watched", [{}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "x"}])
-def test_without_a_watchdog_no_notifications_are_sent(run_dir: Path, watched: dict[str, str]) -> None:
-    manager = Manager(run_dir, watched, 0)
+@pytest.mark.parametrize(
+    "watchdog_variables", [{}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "x"}]
+)
+def test_without_a_watchdog_no_notifications_are_sent(run_dir: Path, watchdog_variables: dict[str, str]) -> None:
+    manager = ServiceManager(run_dir, watchdog_variables, 0)
     try:
         manager.receive_until(b"READY=1")
         manager.socket.settimeout(1)
@@ -128,7 +131,7 @@ def test_without_a_watchdog_no_notifications_are_sent(run_dir: Path, watched: di
 
 
 def test_a_slow_startup_requests_more_time(run_dir: Path) -> None:
-    manager = Manager(run_dir, {}, 2)
+    manager = ServiceManager(run_dir, {}, 2)
     try:
         notifications = manager.receive_until(b"READY=1")
         assert len(notifications) >= 2 and set(notifications) == {b"EXTEND_TIMEOUT_USEC=60000000"}

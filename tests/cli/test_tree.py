@@ -1,4 +1,4 @@
-"""`sandboxctl tree` shows chains of any length."""
+"""Test that `sandboxctl tree` shows chains of any length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from sandbox_gateway.cli import render
 
 
-def test_a_chain_of_a_thousand_snapshots_is_indented_only_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_indentation_of_a_long_chain_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [
         {"kind": "snapshot", "names": [f"s{depth}"], "id": f"{depth:012x}", "depth": depth} for depth in range(1000)
     ]
@@ -21,8 +21,10 @@ def test_a_chain_of_a_thousand_snapshots_is_indented_only_to_a_limit(capsys: pyt
 
 
 def test_siblings_are_shown_below_their_parent(capsys: pytest.CaptureFixture[str]) -> None:
-    depths = [("a", 0), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
-    render.print_tree([{"kind": "sandbox", "names": [name], "id": name * 12, "depth": depth} for name, depth in depths])
+    names_and_depths = [("a", 0), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]
+    render.print_tree(
+        [{"kind": "sandbox", "names": [name], "id": name * 12, "depth": depth} for name, depth in names_and_depths]
+    )
     assert [line.split("sandbox")[0] for line in capsys.readouterr().out.splitlines()] == [
         "", "├── ", "│   └── ", "└── ", ""
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.cli.running import Run, check_succeeded
 
 
-def test_the_life_cycle_of_a_volume(run: Run) -> None:
+def test_a_volume_is_created_mounted_rolled_back_and_deleted(run: Run) -> None:
     assert re.search(r"data +1 GiB +0 B +- +- +\d+ s", check_succeeded(run("volume", "create", "data")).out)
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
     assert re.search(r"data +2 GiB +0 B +one", check_succeeded(run("volume", "grow", "data", "2G")).out)
@@ -70,23 +70,31 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
     assert [part["name"] for part in snapshot["volumes"]] == ["data", "lib"]
     assert f"data@{snapshot['volumes'][0]['snapshotID']}" in check_succeeded(run("snapshot", "show", "s1")).out
 
-    def fork_mounts(*args: str) -> Any:
+    def fork_and_list_mounts(*args: str) -> Any:
         sandboxes = check_succeeded(run(*args, "--json")).json["sandboxes"]
         return [formats.format_mount(mount) for mount in sandboxes[0]["volumeMounts"]]
 
     captured_mounts = ["data:/srv/data", "lib:/srv/lib:ro"]
-    assert fork_mounts("snapshot", "fork", "s1") == fork_mounts("clone", "one") == captured_mounts
-    assert fork_mounts("snapshot", "fork", "s1", "--no-volumes") == fork_mounts("clone", "one", "--no-volumes") == []
-    assert fork_mounts("clone", "one", "--volume", "lib:/opt/lib") == ["lib:/opt/lib"]
-    cloned_mounts = fork_mounts("snapshot", "fork", "s1", "--names", "mine", "--volume", "data:/srv/data:ro:clone")
+    assert fork_and_list_mounts("snapshot", "fork", "s1") == fork_and_list_mounts("clone", "one") == captured_mounts
+    assert (
+        fork_and_list_mounts("snapshot", "fork", "s1", "--no-volumes")
+        == fork_and_list_mounts("clone", "one", "--no-volumes")
+        == []
+    )
+    assert fork_and_list_mounts("clone", "one", "--volume", "lib:/opt/lib") == ["lib:/opt/lib"]
+    cloned_mounts = fork_and_list_mounts(
+        "snapshot", "fork", "s1", "--names", "mine", "--volume", "data:/srv/data:ro:clone"
+    )
     assert cloned_mounts == ["mine-data:/srv/data:ro"]
-    assert fork_mounts("clone", "one", "--names", "twin", "--volume", "data:/srv/data:clone") == ["twin-data:/srv/data"]
+    assert fork_and_list_mounts("clone", "one", "--names", "twin", "--volume", "data:/srv/data:clone") == [
+        "twin-data:/srv/data"
+    ]
     sandbox = check_succeeded(run("create", "s1", "--name", "plain", "--no-volumes", "--json")).json
     assert sandbox["volumeMounts"] == []
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "sentence"),
+    ("args", "code", "words"),
     [
         (("volume", "show", "nothing"), 3, "`sandboxctl volume list` shows"),
         (("volume", "create", "copy", "--from", "data@never"), 3, "`sandboxctl volume snapshots data` shows"),
@@ -110,7 +118,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "leave one of them out"),
     ],
 )
-def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, sentence: str) -> None:
+def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
     for name in ("data", "held"):
         check_succeeded(run("volume", "create", name))
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "held:/srv/held"))
@@ -120,7 +128,7 @@ def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], cod
     check_succeeded(run("volume", "detach", "one", "held"))
     outcome = run(*args)
     assert outcome.code == code, outcome.err
-    assert sentence in outcome.err and outcome.out == ""
+    assert words in outcome.err and outcome.out == ""
     assert outcome.err.startswith("sandboxctl: ") and "Traceback" not in outcome.err
 
 
@@ -163,8 +171,8 @@ def test_a_read_only_key_cannot_delete_a_volume(memory_gateway: MemoryGateway, r
     ],
 )
 def test_mounts_are_parsed(text: str, path: str, flags: str) -> None:
-    expected = {"name": "data", "path": path, "readOnly": "ro" in flags.split(), "clone": "clone" in flags}
-    assert formats.parse_mount(text) == expected
+    expected_mount = {"name": "data", "path": path, "readOnly": "ro" in flags.split(), "clone": "clone" in flags}
+    assert formats.parse_mount(text) == expected_mount
 
 
 @pytest.mark.parametrize("text", ["", "data", ":/srv", "data:", "data:srv", "data::ro", "/srv:data", "ro"])

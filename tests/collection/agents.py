@@ -1,7 +1,7 @@
 """A real gateway with real agents, but without virtual machines.
 
 Each sandbox is an agent process, which listens on a loopback address and uses this machine's files and users. The data
-plane works as on any host.
+plane works as it does on any host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _next_address
 from tests.support.session import REPOSITORY
 
-SOURCE = REPOSITORY / "gateway" / "src"
+GATEWAY_SOURCE = REPOSITORY / "gateway" / "src"
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_TIMEOUT_SECONDS = 20
 
@@ -33,7 +33,7 @@ class AgentMachine(Machine):
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "sandbox_agent", *options),
-            env={"PYTHONPATH": str(SOURCE), "PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
+            env={"PYTHONPATH": str(GATEWAY_SOURCE), "PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -1,4 +1,4 @@
-"""A test double of AWX: the parts of ``/api/v2`` that are needed to run declare.yml and to launch its jobs.
+"""A test double of AWX with the parts of ``/api/v2`` that are needed to run declare.yml and to launch its jobs.
 
 It rejects invalid requests. It accepts only fields for which the modules of awx.awx have options, with the same types
 and choices. Referenced objects must exist, names must be unique, surveys and credential types must follow AWX's rules,
@@ -23,8 +23,8 @@ import jinja2
 from tests.collection import awx_collection, awx_survey
 
 TOKEN = "an-oauth-token-of-awx"
-ENCRYPTED = "$encrypted$"
-MODULES = {
+ENCRYPTED_PLACEHOLDER = "$encrypted$"
+MODULES_BY_ENDPOINT = {
     "organizations": "organization",
     "execution_environments": "execution_environment",
     "credential_types": "credential_type",
@@ -60,7 +60,7 @@ REFERENCE_FIELDS = {
     "unified_job_template": "job_templates",
 }
 """Fields that contain the id of another object, with the endpoint of that object."""
-REQUIRED = {
+REQUIRED_FIELDS = {
     "organizations": ("name",),
     "execution_environments": ("name", "image"),
     "credential_types": ("name", "kind"),
@@ -72,13 +72,15 @@ REQUIRED = {
     "job_templates": ("name", "inventory", "project", "playbook"),
     "schedules": ("name", "rrule", "unified_job_template"),
 }
-NULLABLE = {"host_filter"}
+NULLABLE_FIELDS = {"host_filter"}
 """Text fields that are null if they are not set. Other text fields are empty."""
-UNIQUE_TOGETHER = ("organization", "inventory", "credential_type", "unified_job_template")
+FIELDS_UNIQUE_WITH_NAME = ("organization", "inventory", "credential_type", "unified_job_template")
 """Fields that must be unique together with the name."""
-TEXT_MAPPINGS = ("variables", "extra_vars", "source_vars")
+TEXT_MAPPING_FIELDS = ("variables", "extra_vars", "source_vars")
 """Fields that contain a mapping as text, in JSON or YAML."""
-RRULE = re.compile(r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+")
+RRULE_PATTERN = re.compile(
+    r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+"
+)
 INPUT_KEYS = {
     "id",
     "label",
@@ -99,7 +101,7 @@ class RefusedRequest(Exception):
         self.status, self.body = status, body
 
 
-def validation_error(field: str, message: str) -> RefusedRequest:
+def make_validation_error(field: str, message: str) -> RefusedRequest:
     return RefusedRequest(400, {field: [message]})
 
 
@@ -112,9 +114,9 @@ class Awx:
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
-        self.tables: dict[str, dict[int, dict[str, Any]]] = {endpoint: {} for endpoint in MODULES}
+        self.tables: dict[str, dict[int, dict[str, Any]]] = {endpoint: {} for endpoint in MODULES_BY_ENDPOINT}
         self.surveys: dict[int, dict[str, Any]] = {}
-        self.attached: dict[int, list[int]] = {}
+        self.attached_credential_ids: dict[int, list[int]] = {}
         """The ids of the credentials of each job template."""
         self.updates: dict[int, int] = {}
         """How often clients have requested an update of each project."""
@@ -123,117 +125,132 @@ class Awx:
         self._lock = threading.RLock()
         # The objects of a new AWX, and a credential that was created by hand.
         self._store("organizations", {"name": "Default"})
-        machine = self._store(
+        machine_credential_type = self._store(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
         )
-        self._store("credentials", {"name": "Root of the hosts", "credential_type": machine["id"], "inputs": {}})
+        self._store(
+            "credentials", {"name": "Root of the hosts", "credential_type": machine_credential_type["id"], "inputs": {}}
+        )
 
     # Requests
 
     def handle_request(self, method: str, target: str, body: Any, token: str) -> tuple[int, Any]:
-        parts = urlsplit(target)
+        url = urlsplit(target)
         with self._lock:
             try:
                 if token != TOKEN:
                     raise RefusedRequest(401, {"detail": "Authentication credentials were not provided."})
-                segments = parts.path.strip("/").split("/")
-                if segments[:2] != ["api", "v2"] or not parts.path.endswith("/"):
+                segments = url.path.strip("/").split("/")
+                if segments[:2] != ["api", "v2"] or not url.path.endswith("/"):
                     raise RefusedRequest(404, {"detail": "Not found."})
-                status, data = self._route(method, segments[2:], dict(parse_qsl(parts.query)), body)
+                status, data = self._route(method, segments[2:], dict(parse_qsl(url.query)), body)
             except RefusedRequest as refused:
                 return refused.status, refused.body
             if method != "GET":
-                self.writes.append((method, parts.path))
+                self.writes.append((method, url.path))
             return status, data
 
     def _route(self, method: str, segments: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
         match (method, *segments):
             case ("GET", "unified_job_templates"):
                 return 200, self._list_page("job_templates", query)
-            case ("GET", "project_updates", ident):
-                return 200, self._update_project(int(ident))
-            case ("GET", endpoint) if endpoint in MODULES:
+            case ("GET", "project_updates", item_id):
+                return 200, self._update_project(int(item_id))
+            case ("GET", endpoint) if endpoint in MODULES_BY_ENDPOINT:
                 return 200, self._list_page(endpoint, query)
-            case ("POST", endpoint) if endpoint in MODULES:
-                return 201, self._show(endpoint, self._write(endpoint, None, body))
-            case ("GET", endpoint, ident) if endpoint in MODULES:
-                return 200, self._show(endpoint, self._find(endpoint, ident))
-            case ("PATCH", endpoint, ident) if endpoint in MODULES:
-                return 200, self._show(endpoint, self._write(endpoint, self._find(endpoint, ident), body))
-            case (_, "job_templates", ident, "survey_spec"):
-                return 200, self._handle_survey(method, self._find("job_templates", ident)["id"], body)
-            case (_, "job_templates", ident, "credentials"):
-                return self._attach(method, self._find("job_templates", ident)["id"], body)
+            case ("POST", endpoint) if endpoint in MODULES_BY_ENDPOINT:
+                return 201, self._render_item(endpoint, self._write(endpoint, None, body))
+            case ("GET", endpoint, item_id) if endpoint in MODULES_BY_ENDPOINT:
+                return 200, self._render_item(endpoint, self._find_item(endpoint, item_id))
+            case ("PATCH", endpoint, item_id) if endpoint in MODULES_BY_ENDPOINT:
+                return 200, self._render_item(endpoint, self._write(endpoint, self._find_item(endpoint, item_id), body))
+            case (_, "job_templates", item_id, "survey_spec"):
+                return 200, self._handle_survey(method, self._find_item("job_templates", item_id)["id"], body)
+            case (_, "job_templates", item_id, "credentials"):
+                return self._handle_credentials(method, self._find_item("job_templates", item_id)["id"], body)
         raise RefusedRequest(404, {"detail": "Not found."})
 
-    def _find(self, endpoint: str, ident: Any) -> dict[str, Any]:
-        item = self.tables[endpoint].get(int(ident))
+    def _find_item(self, endpoint: str, item_id: Any) -> dict[str, Any]:
+        item = self.tables[endpoint].get(int(item_id))
         if item is None:
             raise RefusedRequest(404, {"detail": "Not found."})
         return item
 
     def _list_page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
-        unknown = query.keys() - {"id", *self.writable_fields(endpoint)}
-        if unknown:
-            raise RefusedRequest(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown))}"})
+        unknown_fields = query.keys() - {"id", *self.get_writable_fields(endpoint)}
+        if unknown_fields:
+            raise RefusedRequest(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown_fields))}"})
         items = [
-            self._show(endpoint, item)
+            self._render_item(endpoint, item)
             for item in self.tables[endpoint].values()
             if all(str(item.get(key)) == value for key, value in query.items())
         ]
         return {"count": len(items), "next": None, "previous": None, "results": items}
 
-    def _show(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
+    def _render_item(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
         url = f"/api/v2/{endpoint}/{item['id']}/"
-        related = {"survey_spec": f"{url}survey_spec/"} if endpoint == "job_templates" else {}
-        data = {**item, "type": MODULES[endpoint], "url": url, "related": related, "summary_fields": {}}
+        related_urls = {"survey_spec": f"{url}survey_spec/"} if endpoint == "job_templates" else {}
+        data = {
+            **item,
+            "type": MODULES_BY_ENDPOINT[endpoint],
+            "url": url,
+            "related": related_urls,
+            "summary_fields": {},
+        }
         if endpoint == "projects":
             data["scm_revision"] = "" if self.updates[item["id"]] < 2 else "0" * 40
             if self.updates[item["id"]] < 2:
                 data["summary_fields"] = {"current_update": {"id": item["id"]}}
         if endpoint == "credentials":
-            secret = self._secrets(item)
-            data["inputs"] = {key: ENCRYPTED if key in secret else value for key, value in item["inputs"].items()}
+            secret_inputs = self._find_secret_inputs(item)
+            data["inputs"] = {
+                key: ENCRYPTED_PLACEHOLDER if key in secret_inputs else value for key, value in item["inputs"].items()
+            }
         return data
 
     # Writable fields
 
-    def writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
+    def get_writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
         """Return the writable fields with their types, taken from the options of the corresponding module."""
         fields = {
             name: option
-            for name, option in awx_collection.module_options(MODULES[endpoint]).items()
+            for name, option in awx_collection.read_module_options(MODULES_BY_ENDPOINT[endpoint]).items()
             if name not in MODULE_ONLY_OPTIONS and option.get("type", "str") != "list"
         }
         return {**fields, "managed": {"type": "bool"}} if endpoint == "credential_types" else fields
 
     def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
-        fields = self.writable_fields(endpoint)
+        fields = self.get_writable_fields(endpoint)
         if not isinstance(body, dict):
             raise RefusedRequest(400, {"detail": "JSON parse error"})
         for name, value in body.items():
             if name not in fields:
-                raise validation_error(name, "AWX has no such field")
+                raise make_validation_error(name, "AWX has no such field")
             self._check_value(name, value, fields[name])
         empty_values = {"bool": False, "int": 0, "dict": {}, "str": ""}
         defaults = {name: empty_values.get(each.get("type", "str"), "") for name, each in fields.items()}
-        defaults |= dict.fromkeys(fields.keys() & (REFERENCE_FIELDS.keys() | NULLABLE))
+        defaults |= dict.fromkeys(fields.keys() & (REFERENCE_FIELDS.keys() | NULLABLE_FIELDS))
         new_item = {
             **(old or defaults),
             **{name: defaults[name] if value is None else value for name, value in body.items()},
         }
         if endpoint == "credentials" and old:
             new_item["inputs"] = {
-                k: old["inputs"].get(k) if v == ENCRYPTED else v for k, v in new_item["inputs"].items()
+                k: old["inputs"].get(k) if v == ENCRYPTED_PLACEHOLDER else v for k, v in new_item["inputs"].items()
             }
-        for name in REQUIRED[endpoint]:
+        for name in REQUIRED_FIELDS[endpoint]:
             if new_item[name] in ("", None):
-                raise validation_error(name, "This field is required.")
-        unique_fields = [name for name in ("name", *UNIQUE_TOGETHER) if name in fields]
+                raise make_validation_error(name, "This field is required.")
+        unique_fields = [name for name in ("name", *FIELDS_UNIQUE_WITH_NAME) if name in fields]
         for item in self.tables[endpoint].values():
             if item is not old and all(item.get(name) == new_item[name] for name in unique_fields):
                 raise RefusedRequest(
-                    400, {"__all__": [f"{MODULES[endpoint]} with these {', '.join(unique_fields)} already exists."]}
+                    400,
+                    {
+                        "__all__": [
+                            f"{MODULES_BY_ENDPOINT[endpoint]} with these {', '.join(unique_fields)} already exists."
+                        ]
+                    },
                 )
         check = getattr(self, f"_check_{endpoint}", None)
         if check:
@@ -252,117 +269,132 @@ class Awx:
             return
         if name in REFERENCE_FIELDS:
             if not isinstance(value, int) or value not in self.tables[REFERENCE_FIELDS[name]]:
-                raise validation_error(name, f'Invalid pk "{value}" - object does not exist.')
+                raise make_validation_error(name, f'Invalid pk "{value}" - object does not exist.')
             return
-        if name in TEXT_MAPPINGS:
+        if name in TEXT_MAPPING_FIELDS:
             if not isinstance(value, str) or not isinstance(json.loads(value), dict):
-                raise validation_error(name, "Cannot parse as JSON: the text of a mapping is required")
+                raise make_validation_error(name, "Cannot parse as JSON: the text of a mapping is required")
             return
-        kind = {"bool": bool, "int": int, "dict": dict}.get(option.get("type", "str"), str)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise validation_error(name, f"Not a valid {kind.__name__}: {value!r}")
+        expected_type = {"bool": bool, "int": int, "dict": dict}.get(option.get("type", "str"), str)
+        if not isinstance(value, expected_type) or (expected_type is int and isinstance(value, bool)):
+            raise make_validation_error(name, f"Not a valid {expected_type.__name__}: {value!r}")
         if option.get("choices") and value not in (*option["choices"], ""):
-            raise validation_error(name, f'"{value}" is not a valid choice.')
+            raise make_validation_error(name, f'"{value}" is not a valid choice.')
 
     def _check_credential_types(self, item: dict[str, Any]) -> None:
         if item["kind"] not in ("cloud", "net") and not item.get("managed"):
-            raise validation_error("kind", "Must be 'cloud' or 'net'")
+            raise make_validation_error("kind", "Must be 'cloud' or 'net'")
         inputs, injectors = item["inputs"], item["injectors"]
-        known = [field.get("id") for field in inputs.get("fields", [])]
-        malformed = [field for field in inputs.get("fields", []) if field.keys() - INPUT_KEYS or not field.get("label")]
-        if inputs.keys() - {"fields", "required"} or malformed or not set(inputs.get("required", [])) <= set(known):
-            raise validation_error("inputs", "Additional properties are not allowed")
+        field_ids = [field.get("id") for field in inputs.get("fields", [])]
+        malformed_fields = [
+            field for field in inputs.get("fields", []) if field.keys() - INPUT_KEYS or not field.get("label")
+        ]
+        if (
+            inputs.keys() - {"fields", "required"}
+            or malformed_fields
+            or not set(inputs.get("required", [])) <= set(field_ids)
+        ):
+            raise make_validation_error("inputs", "Additional properties are not allowed")
         if injectors.keys() - {"env", "extra_vars", "file"}:
-            raise validation_error("injectors", "Additional properties are not allowed")
+            raise make_validation_error("injectors", "Additional properties are not allowed")
         for name, text in injectors.get("env", {}).items():
             if not re.fullmatch(r"[a-zA-Z_]\w*", name) or name.startswith("ANSIBLE_"):
-                raise validation_error(
+                raise make_validation_error(
                     "injectors", f"Environment variable {name} is not allowed to be used in credentials."
                 )
-            self._substitute(text, dict.fromkeys(known, "EXAMPLE"))
+            self._substitute(text, dict.fromkeys(field_ids, "EXAMPLE"))
 
     def _substitute(self, text: str, inputs: dict[str, Any]) -> str:
         try:
             return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(inputs)
         except jinja2.UndefinedError as error:
-            raise validation_error("injectors", f"uses an undefined field ({error})") from None
+            raise make_validation_error("injectors", f"uses an undefined field ({error})") from None
 
-    def _credential_type(self, credential: dict[str, Any]) -> dict[str, Any]:
+    def _find_credential_type(self, credential: dict[str, Any]) -> dict[str, Any]:
         return self.tables["credential_types"][credential["credential_type"]]
 
-    def _secrets(self, credential: dict[str, Any]) -> set[str]:
-        return {field["id"] for field in self._credential_type(credential)["inputs"]["fields"] if field.get("secret")}
+    def _find_secret_inputs(self, credential: dict[str, Any]) -> set[str]:
+        return {
+            field["id"] for field in self._find_credential_type(credential)["inputs"]["fields"] if field.get("secret")
+        }
 
     def _check_credentials(self, item: dict[str, Any]) -> None:
-        inputs = self._credential_type(item)["inputs"]
-        unknown = item["inputs"].keys() - {field["id"] for field in inputs["fields"]}
-        missing = [name for name in inputs.get("required", []) if not item["inputs"].get(name)]
-        if unknown or missing:
-            raise validation_error("inputs", f"unknown: {sorted(unknown)}; required: {missing}")
+        inputs = self._find_credential_type(item)["inputs"]
+        unknown_inputs = item["inputs"].keys() - {field["id"] for field in inputs["fields"]}
+        missing_inputs = [name for name in inputs.get("required", []) if not item["inputs"].get(name)]
+        if unknown_inputs or missing_inputs:
+            raise make_validation_error("inputs", f"unknown: {sorted(unknown_inputs)}; required: {missing_inputs}")
 
     def _check_inventory_sources(self, item: dict[str, Any]) -> None:
         if item["source"] == "scm" and not item["source_project"]:
-            raise validation_error("source_project", "Project required for scm type sources.")
+            raise make_validation_error("source_project", "Project required for scm type sources.")
         if not (self.tree / item["source_path"]).is_file():
-            raise validation_error("source_path", "the project has no such file")
+            raise make_validation_error("source_path", "the project has no such file")
         if (
             item["credential"]
-            and self._credential_type(self.tables["credentials"][item["credential"]])["kind"] != "cloud"
+            and self._find_credential_type(self.tables["credentials"][item["credential"]])["kind"] != "cloud"
         ):
-            raise validation_error(
+            raise make_validation_error(
                 "credential", "Credentials of type machine, source control, insights and vault are disallowed"
             )
 
     def _check_job_templates(self, item: dict[str, Any]) -> None:
         if self.updates[item["project"]] < 2:
-            raise validation_error("playbook", "the project has not been updated yet")
-        known = {str(path.relative_to(self.tree)) for path in self.tree.glob("playbooks/*.yml")}
-        if item["playbook"] not in known:
-            raise validation_error("playbook", "Playbook not found for project.")
+            raise make_validation_error("playbook", "the project has not been updated yet")
+        playbooks = {str(path.relative_to(self.tree)) for path in self.tree.glob("playbooks/*.yml")}
+        if item["playbook"] not in playbooks:
+            raise make_validation_error("playbook", "Playbook not found for project.")
 
     def _check_schedules(self, item: dict[str, Any]) -> None:
-        if not RRULE.fullmatch(item["rrule"]):
-            raise validation_error("rrule", "DTSTART and one RRULE are required.")
+        if not RRULE_PATTERN.fullmatch(item["rrule"]):
+            raise make_validation_error("rrule", "DTSTART and one RRULE are required.")
         problems = self._check_answers(item["unified_job_template"], item["extra_data"])
         if problems:
             raise RefusedRequest(400, {"variables_needed_to_start": problems})
 
-    def _check_answers(self, template: int, answers: dict[str, Any]) -> list[str]:
-        allow_others = self.tables["job_templates"][template]["ask_variables_on_launch"]
-        survey = self.surveys[template]
+    def _check_answers(self, template_id: int, answers: dict[str, Any]) -> list[str]:
+        allow_other_variables = self.tables["job_templates"][template_id]["ask_variables_on_launch"]
+        survey = self.surveys[template_id]
         return awx_survey.check_answers(
-            survey, {**awx_survey.default_answers(survey), **answers}, allow_others=allow_others
+            survey,
+            {**awx_survey.collect_default_answers(survey), **answers},
+            allow_other_variables=allow_other_variables,
         )
 
-    def _handle_survey(self, method: str, template: int, body: Any) -> Any:
+    def _handle_survey(self, method: str, template_id: int, body: Any) -> Any:
         if method == "POST":
             if problem := awx_survey.find_problem(body):
                 raise RefusedRequest(400, {"error": problem})
-            self.surveys[template] = body
-        return self.surveys.get(template, {})
+            self.surveys[template_id] = body
+        return self.surveys.get(template_id, {})
 
-    def _attach(self, method: str, template: int, body: Any) -> tuple[int, Any]:
-        attached = self.attached.setdefault(template, [])
+    def _handle_credentials(self, method: str, template_id: int, body: Any) -> tuple[int, Any]:
+        attached_credential_ids = self.attached_credential_ids.setdefault(template_id, [])
         if method == "GET":
-            credentials = [self._show("credentials", self.tables["credentials"][ident]) for ident in attached]
+            credentials = [
+                self._render_item("credentials", self.tables["credentials"][item_id])
+                for item_id in attached_credential_ids
+            ]
             return 200, {"count": len(credentials), "next": None, "previous": None, "results": credentials}
         if body.keys() - {"id", "disassociate"}:
-            raise validation_error("id", "unknown keys")
-        credential = self._find("credentials", body["id"])
+            raise make_validation_error("id", "unknown keys")
+        credential = self._find_item("credentials", body["id"])
         if body.get("disassociate"):
-            attached.remove(credential["id"])
+            attached_credential_ids.remove(credential["id"])
             return 204, None
-        if credential["credential_type"] in [self.tables["credentials"][each]["credential_type"] for each in attached]:
+        if credential["credential_type"] in [
+            self.tables["credentials"][each]["credential_type"] for each in attached_credential_ids
+        ]:
             raise RefusedRequest(400, {"error": "Cannot assign multiple credentials of one type."})
-        attached.append(credential["id"])
+        attached_credential_ids.append(credential["id"])
         return 204, None
 
-    def _update_project(self, project: int) -> dict[str, Any]:
-        self._find("projects", project)
-        self.updates[project] += 1
-        return {"id": project, "status": "successful" if self.updates[project] > 1 else "running"}
+    def _update_project(self, project_id: int) -> dict[str, Any]:
+        self._find_item("projects", project_id)
+        self.updates[project_id] += 1
+        return {"id": project_id, "status": "successful" if self.updates[project_id] > 1 else "running"}
 
-    # The launch of jobs
+    # Launching jobs
 
     def find_by_name(self, endpoint: str, name: str) -> dict[str, Any]:
         (item,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
@@ -375,14 +407,14 @@ class Awx:
         if problems:
             raise RefusedRequest(400, {"variables_needed_to_start": problems})
         env = {}
-        for ident in self.attached.get(template["id"], []):
-            credential = self.tables["credentials"][ident]
-            for variable, text in self._credential_type(credential).get("injectors", {}).get("env", {}).items():
+        for item_id in self.attached_credential_ids.get(template["id"], []):
+            credential = self.tables["credentials"][item_id]
+            for variable, text in self._find_credential_type(credential).get("injectors", {}).get("env", {}).items():
                 env[variable] = self._substitute(text, credential["inputs"])
         inventory = self.tables["inventories"][template["inventory"]]
         return {
             "playbook": template["playbook"],
-            "extra_vars": {**awx_survey.default_answers(self.surveys[template["id"]]), **answers},
+            "extra_vars": {**awx_survey.collect_default_answers(self.surveys[template["id"]]), **answers},
             "env": env,
             "inventory": inventory["name"],
             "hosts": {
@@ -399,9 +431,11 @@ class _Handler(BaseHTTPRequestHandler):
     awx: Awx
 
     def _serve(self) -> None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        raw_body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        status, data = self.awx.handle_request(self.command, self.path, json.loads(raw) if raw else None, token)
+        status, data = self.awx.handle_request(
+            self.command, self.path, json.loads(raw_body) if raw_body else None, token
+        )
         payload = b"" if data is None else json.dumps(data).encode()
         self.send_response(status)
         self.send_header("X-API-Product-Name", "AWX")

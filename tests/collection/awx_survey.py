@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TYPES: dict[str, type | tuple[type, ...]] = {
+ANSWER_TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str,
     "textarea": str,
     "password": str,
@@ -13,7 +13,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "integer": int,
     "float": (float, int),
 }
-KEYS = {
+QUESTION_KEYS = {
     *("type", "question_name", "question_description", "variable", "required"),
     *("default", "choices", "min", "max", "new_question"),
 }
@@ -33,12 +33,12 @@ def find_problem(survey: Any) -> str:
 
 def _check_question(question: dict[str, Any]) -> str:
     name = question.get("variable")
-    if unknown := question.keys() - KEYS:
+    if unknown := question.keys() - QUESTION_KEYS:
         return f"{name}: unknown {sorted(unknown)}"
     for key, kind in (("type", str), ("question_name", str), ("variable", str), ("required", bool)):
         if not isinstance(question.get(key), kind):
             return f"'{key}' missing from survey question {name}, or of another type"
-    if question["type"] not in TYPES:
+    if question["type"] not in ANSWER_TYPES:
         return f"{name}: {question['type']} is not one of the allowed question types"
     if any(not isinstance(question.get(key), int | None) for key in ("min", "max")):
         return f"{name}: the limit is expected to be integer"
@@ -48,13 +48,13 @@ def _check_question(question: dict[str, Any]) -> str:
     default = question.get("default", "")
     if default == "":
         return ""
-    if not isinstance(default, TYPES[question["type"]]) or isinstance(default, bool):
+    if not isinstance(default, ANSWER_TYPES[question["type"]]) or isinstance(default, bool):
         return f"{name}: default value {default!r} is of another type"
     return "; ".join(check_answer(question, default))
 
 
-def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, allow_others: bool) -> list[str]:
-    """Return the errors in the answers. ``allow_others``: whether variables outside the survey are allowed."""
+def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, allow_other_variables: bool) -> list[str]:
+    """Return the errors in the answers. ``allow_other_variables`` allows variables outside the survey."""
     errors = []
     for question in survey["spec"]:
         name = question["variable"]
@@ -65,7 +65,7 @@ def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, allow_othe
     survey_variables = {question["variable"] for question in survey["spec"]}
     return (
         errors
-        if allow_others
+        if allow_other_variables
         else errors + [f"Variables {name} are not allowed on launch" for name in answers.keys() - survey_variables]
     )
 
@@ -79,7 +79,7 @@ def check_answer(question: dict[str, Any], answer: Any) -> list[str]:
             for each in values
             if each not in question["choices"]
         ]
-    if not isinstance(answer, TYPES[kind]) or isinstance(answer, bool):
+    if not isinstance(answer, ANSWER_TYPES[kind]) or isinstance(answer, bool):
         return [f"Value {answer!r} for '{name}' expected to be {kind}"]
     size = len(answer) if isinstance(answer, str) else answer
     minimum, maximum = question.get("min"), question.get("max")
@@ -87,5 +87,5 @@ def check_answer(question: dict[str, Any], answer: Any) -> list[str]:
     return errors + ([f"'{name}' is too large"] if maximum is not None and size > maximum else [])
 
 
-def default_answers(survey: dict[str, Any]) -> dict[str, Any]:
+def collect_default_answers(survey: dict[str, Any]) -> dict[str, Any]:
     return {each["variable"]: each["default"] for each in survey["spec"] if "default" in each}

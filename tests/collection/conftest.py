@@ -38,21 +38,21 @@ _EXECUTION_KEYWORDS: dict[str, dict[str, Any]] = {"in process": {}, "as a module
 each_execution = pytest.mark.parametrize(
     ("target", "keywords"), [("memory", "in process"), ("memory", "as a module"), ("real", "in process")], indirect=True
 )
-"""For tests that do not depend on where a task runs. The code is the same, so one is enough for the real gateway."""
+"""Runs a test in process and as a module, but only in process on the real gateway, because the code is the same."""
 
 
 @pytest.fixture(params=_EXECUTION_KEYWORDS)
 def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Play keywords with which tasks run as the action plugin or, if ``environment`` is set, as the module."""
+    """Play keywords that make tasks run in the action plugin or, if ``environment`` is set, as a module."""
     return _EXECUTION_KEYWORDS[request.param]
 
 
 @pytest.fixture(params=["memory", "real"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
-    """Two targets: a gateway backed by an in-memory host, and a gateway with real machines.
+    """Each of two targets in turn: a gateway backed by an in-memory host, and a gateway with real machines.
 
-    The latter is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE. If the URL is not set, it
-    is a gateway that the test run starts.
+    The real gateway is the one at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE. If the URL is not set,
+    the test run starts a gateway.
     """
     if request.param == "memory":
         yield request.getfixturevalue("memory_target")
@@ -66,14 +66,14 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
         url, token = request.getfixturevalue("shared_gateway").url, ""
     real_target = Target(url, tmp_path, token=token, template=template, prefix=prefix)
     yield real_target
-    for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
+    for kind, id_field in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
         for resource in list(real_target.client.list_all(f"/{kind}")):
             names = [resource.get("name"), *(resource.get("names") or [])]
             # The list of templates may contain failed builds.
             if resource.get("buildStatus", "ready") == "ready" and any(
                 name and name.startswith(prefix) for name in names
             ):
-                real_target.client.delete(f"/{kind}/{resource[ident]}")
+                real_target.client.delete(f"/{kind}/{resource[id_field]}")
     for volume in list(real_target.client.list_all("/volumes")):
         if volume["name"].startswith(prefix):
             real_target.client.delete(f"/volumes/{volume['name']}", withSnapshots=True)

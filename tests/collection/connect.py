@@ -1,7 +1,7 @@
 """Call the connection plugin in a separate process, as Ansible would, and print the results.
 
 `python connect.py COLLECTIONS` reads ``{variables, gateways, become, calls: [[method, argument…]…]}`` as JSON and
-writes ``{results: [{value} | {error, message}…], growth}``. Bytes are encoded as base64. ``growth`` is the increase of
+writes ``{results: [{value} | {error, message}…], growth}``. Bytes are encoded as base64. ``growth`` is the increase in
 the process's peak memory during the calls, in KiB.
 """
 
@@ -30,17 +30,17 @@ def main() -> None:
         _gateways.store_gateway(sandbox, _gateways.Gateway(**gateway))
     set_inventory_variables(connection, request["variables"])
     if request.get("become"):
-        become = become_loader.get(request["become"].pop("method"))
-        become.set_options(direct=request["become"])
-        connection.set_become_plugin(become)
-    memory_before, results = _peak_memory(), []
+        become_plugin = become_loader.get(request["become"].pop("method"))
+        become_plugin.set_options(direct=request["become"])
+        connection.set_become_plugin(become_plugin)
+    memory_before, results = _read_peak_memory_kib(), []
     for method, *arguments in request["calls"]:
         try:
-            results.append({"value": call(connection, method, arguments)})
+            results.append({"value": call_method(connection, method, arguments)})
         except AnsibleError as error:
             (kind, *_) = (each.__name__ for each in type(error).__mro__ if each.__module__ == "ansible.errors")
             results.append({"error": kind, "message": str(error)})
-    json.dump({"results": results, "growth": _peak_memory() - memory_before}, sys.stdout)
+    json.dump({"results": results, "growth": _read_peak_memory_kib() - memory_before}, sys.stdout)
 
 
 def set_inventory_variables(connection: Any, variables: dict[str, Any]) -> None:
@@ -55,15 +55,15 @@ def set_inventory_variables(connection: Any, variables: dict[str, Any]) -> None:
     host = inventory.get_host("one")
     for name, value in variables.items():
         host.set_variable(name, value)
-    manager = VariableManager(loader, inventory)
-    HostVars(inventory, manager, loader)
+    variable_manager = VariableManager(loader, inventory)
+    HostVars(inventory, variable_manager, loader)
     # As in a worker process.
     multiprocessing.current_process()._host = host  # type: ignore[attr-defined]
     connection.set_options(var_options=variables)
-    connection.update_vars(manager.get_vars(host=host))
+    connection.update_vars(variable_manager.get_vars(host=host))
 
 
-def call(connection: Any, method: str, arguments: list[Any]) -> Any:
+def call_method(connection: Any, method: str, arguments: list[Any]) -> Any:
     if method == "become":
         return exec_command(connection, connection.become.build_become_command(arguments[0], connection._shell))
     if method == "exec_command":
@@ -76,7 +76,7 @@ def exec_command(connection: Any, command: str, data: bytes | None = None) -> li
     return [code, base64.b64encode(out).decode(), base64.b64encode(err).decode()]
 
 
-def _peak_memory() -> int:
+def _read_peak_memory_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

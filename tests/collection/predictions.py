@@ -18,7 +18,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils import (
     _template,
     _volume,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._module import COMMON
+from ansible_collections.grove.sandbox.plugins.module_utils._module import COMMON_ARGUMENTS
 
 from tests.collection.runner import Task
 from tests.support.session import REPOSITORY
@@ -55,7 +55,7 @@ class Case:
     error_kind: str = ""
     unpredicted_error: str = ""
 
-    def covered_items(self) -> set[tuple[str, str, str]]:
+    def list_covered_items(self) -> set[tuple[str, str, str]]:
         """Return the states and options that this case covers, as (module, "state" or "option", value or name)."""
         spec = RESOURCE_KINDS[self.module].ARGUMENTS
         items = {(self.module, "option", name) for name in self.options}
@@ -64,18 +64,18 @@ class Case:
         return items or {(self.module, "option", "")}
 
 
-def required_items() -> set[tuple[str, str, str]]:
+def list_required_items() -> set[tuple[str, str, str]]:
     """Return the items that the cases must cover together, according to the modules' argument specifications."""
     items: set[tuple[str, str, str]] = set()
     for module, resource_kind in RESOURCE_KINDS.items():
         spec = resource_kind.ARGUMENTS
-        items |= {(module, "option", name) for name in spec if name not in COMMON}
+        items |= {(module, "option", name) for name in spec if name not in COMMON_ARGUMENTS}
         if "state" in spec and spec["state"]["type"] == "str":
             items |= {(module, "state", state) for state in spec["state"]["choices"]}
     return items
 
 
-def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
+def make_task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
     return {f"grove.sandbox.{module}": insert_prefix(dict(options), prefix)}
 
 
@@ -90,20 +90,20 @@ def insert_prefix(value: Any, prefix: str) -> Any:
     return value
 
 
-TARBALL = str(REPOSITORY / "galaxy.yml")
+TARBALL_PATH = str(REPOSITORY / "galaxy.yml")
 """Any existing file, because the in-memory host does not unpack it."""
 BOX = ("sandbox", {"name": "%box", "template": "base"})
-GOLDEN = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box"})
+GOLDEN_SNAPSHOT = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box"})
 THREE_FORKS = ("sandbox_fork", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"})
-DATA = ("sandbox_volume", {"name": "%data", "size_mb": 64})
-DATA_WITH_SNAPSHOT = ("sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"]})
+DATA_VOLUME = ("sandbox_volume", {"name": "%data", "size_mb": 64})
+VOLUME_WITH_SNAPSHOT = ("sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"]})
 MOUNT = {"name": "%data", "path": "/srv/data"}
 BOX_WITH_VOLUME = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
-GOLDEN_WITH_VOLUME = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
-WEB = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
-CHANGED_BOX = (("write", "%box"),)
+GOLDEN_SNAPSHOT_WITH_VOLUME = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
+WEB_TEMPLATE = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
+BOX_CHANGES = (("write", "%box"),)
 
-SANDBOX = (
+SANDBOX_CASES = (
     Case("sandbox", "state: present", {"name": "%box", "template": "base", "state": "present"}),
     Case("sandbox", "state: running", {"name": "%box", "template": "base", "state": "running"}),
     Case("sandbox", "state: running, for a paused sandbox", {"name": "%box", "state": "running"},
@@ -115,13 +115,13 @@ SANDBOX = (
     Case("sandbox", "state: absent", {"name": "%box", "state": "absent"}, (BOX,)),
     Case("sandbox", "several names", {"name": ["%a", "%b"], "template": "base"},
          (("sandbox", {"name": "%a", "template": "base"}),)),
-    Case("sandbox", "snapshot", {"name": "%new", "snapshot": "%golden"}, (BOX, GOLDEN)),
+    Case("sandbox", "snapshot", {"name": "%new", "snapshot": "%golden"}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox", "metadata", {"name": "%box", "metadata": {"team": "red", "size": 3}},
          (("sandbox", {"name": "%box", "template": "base", "metadata": {"team": "blue"}}),)),
     Case("sandbox", "timeout", {"name": "%box", "timeout": 3600}, (BOX,)),
     Case("sandbox", "network", {"name": "%box", "network": {"allow_internet": False, "allow_out": ["10.0.0.9/24"]}},
          (BOX,)),
-    Case("sandbox", "volumes", {"name": "%box", "volumes": [MOUNT]}, (DATA, BOX)),
+    Case("sandbox", "volumes", {"name": "%box", "volumes": [MOUNT]}, (DATA_VOLUME, BOX)),
     Case("sandbox", "env, set only at creation", {"name": "%box", "template": "base", "env": {"A": "b"}}),
     Case("sandbox", "cpus, memory_mb and disk_mb for a new sandbox, cold_start",
          {"name": "%box", "template": "base", "cpus": 2, "memory_mb": 512, "disk_mb": 4096, "cold_start": True}),
@@ -134,29 +134,29 @@ SANDBOX = (
          (BOX,), error_kind="conflict"),
 )  # fmt: skip
 
-TEMPLATE = (
+TEMPLATE_CASES = (
     Case("sandbox_template", "state: present", {"name": "%web", "state": "present", "packages": ["nginx", "curl"]}),
-    Case("sandbox_template", "state: absent", {"name": "%web", "state": "absent"}, (WEB,)),
+    Case("sandbox_template", "state: absent", {"name": "%web", "state": "absent"}, (WEB_TEMPLATE,)),
     Case("sandbox_template", "state: absent, while in use", {"name": "%web", "state": "absent"},
-         (WEB, ("sandbox", {"name": "%box", "template": "%web"})), error_kind="in_use"),
+         (WEB_TEMPLATE, ("sandbox", {"name": "%box", "template": "%web"})), error_kind="in_use"),
     Case("sandbox_template", "state: absent, when_unused", {"name": "%web", "state": "absent", "when_unused": True},
-         (WEB, ("sandbox", {"name": "%box", "template": "%web"}))),
+         (WEB_TEMPLATE, ("sandbox", {"name": "%box", "template": "%web"}))),
     Case("sandbox_template", "different recipe",
          {"name": "%web", "packages": ["curl"], "setup": ["echo hello"], "start_command": "sleep 1",
           "ready_probe": "true", "ready_timeout": 30, "setup_timeout": 60, "cpus": 2, "memory_mb": 512,
-          "disk_mb": 4096}, (WEB,)),
+          "disk_mb": 4096}, (WEB_TEMPLATE,)),
     Case("sandbox_template", "same recipe, outdated by an upgrade of the gateway",
-         {"name": "%web", "packages": ["curl"]}, (WEB,), (("outdate", "%web"),)),
+         {"name": "%web", "packages": ["curl"]}, (WEB_TEMPLATE,), (("outdate", "%web"),)),
     Case("sandbox_template", "same recipe, outdated, rebuild_outdated: false",
-         {"name": "%web", "packages": ["curl"], "rebuild_outdated": False}, (WEB,), (("outdate", "%web"),)),
+         {"name": "%web", "packages": ["curl"], "rebuild_outdated": False}, (WEB_TEMPLATE,), (("outdate", "%web"),)),
     Case("sandbox_template", "prewarm, for a new template", {"name": "%web", "prewarm": 1}),
     Case("sandbox_template", "prewarm, for an existing template",
-         {"name": "%web", "packages": ["curl"], "prewarm": 1}, (WEB,)),
+         {"name": "%web", "packages": ["curl"], "prewarm": 1}, (WEB_TEMPLATE,)),
     Case("sandbox_template", "different recipe, for a prewarmed template",
          {"name": "%web", "packages": ["curl"]}, (("sandbox_template", {"name": "%web", "prewarm": 1}),)),
     Case("sandbox_template", "from: debootstrap, suite and mirror",
          {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
-    Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL}),
+    Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL_PATH}),
     Case("sandbox_template", "from: rootfs, with a missing path",
          {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unpredicted_error="invalid"),
     Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
@@ -166,21 +166,22 @@ TEMPLATE = (
          {"name": ["%box", "%web"], "continue_on_error": True}, (BOX,), error_kind="name_taken"),
 )  # fmt: skip
 
-SNAPSHOT = (
+SNAPSHOT_CASES = (
     Case("sandbox_snapshot", "state: present", {"name": "%golden", "sandbox": "%box", "state": "present"}, (BOX,)),
-    Case("sandbox_snapshot", "state: absent", {"name": "%golden", "state": "absent"}, (BOX, GOLDEN)),
+    Case("sandbox_snapshot", "state: absent", {"name": "%golden", "state": "absent"}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_snapshot", "state: absent, while in use", {"name": "%golden", "state": "absent"},
-         (BOX, GOLDEN, THREE_FORKS), error_kind="in_use"),
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS), error_kind="in_use"),
     Case("sandbox_snapshot", "state: absent, when_unused",
-         {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN, THREE_FORKS)),
+         {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_snapshot", "several names and sandboxes", {"name": ["%one", "%two"], "sandbox": ["%box", "%b"]},
          (BOX, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_snapshot", "description, memory: none",
          {"name": "%golden", "sandbox": "%box", "description": "a fork point", "memory": "none"}, (BOX,)),
     Case("sandbox_snapshot", "different description for an existing snapshot",
-         {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), error_kind="conflict"),
+         {"name": "%golden", "sandbox": "%box", "description": "another"},
+         (BOX, GOLDEN_SNAPSHOT), error_kind="conflict"),
     Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]},
-         (DATA, BOX_WITH_VOLUME)),
+         (DATA_VOLUME, BOX_WITH_VOLUME)),
     Case("sandbox_snapshot", "expires_in, retention",
          {"name": "%golden", "sandbox": "%box", "expires_in": 86400, "retention": {"keep_last": 3, "max_age": 864000}},
          (BOX,)),
@@ -192,111 +193,116 @@ SNAPSHOT = (
     Case("sandbox_snapshot", "prewarm, for a snapshot without memory",
          {"name": "%golden", "sandbox": "%box", "memory": "none", "prewarm": 1}, (BOX,), error_kind="unsupported"),
     Case("sandbox_snapshot", "when_changed, for a changed sandbox",
-         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), CHANGED_BOX),
+         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN_SNAPSHOT), BOX_CHANGES),
     Case("sandbox_snapshot", "when_changed, for an unchanged sandbox",
-         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN)),
+         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_snapshot", "continue_on_error, one of two refused",
          {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
          (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), error_kind="conflict"),
 )  # fmt: skip
 
-FORK = (
+FORK_CASES = (
     Case("sandbox_fork", "state: present, count and name_prefix",
-         {"snapshot": "%golden", "state": "present", "count": 3, "name_prefix": "%ci"}, (BOX, GOLDEN)),
+         {"snapshot": "%golden", "state": "present", "count": 3, "name_prefix": "%ci"}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_fork", "state: absent, name_prefix",
-         {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN, THREE_FORKS)),
-    Case("sandbox_fork", "names", {"snapshot": "%golden", "names": ["%red", "%blue"]}, (BOX, GOLDEN)),
+         {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
+    Case("sandbox_fork", "names", {"snapshot": "%golden", "names": ["%red", "%blue"]}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_fork", "smaller count", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE_FORKS)),
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_fork", "larger count", {"snapshot": "%golden", "count": 4, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE_FORKS)),
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_fork", "smaller count, exact",
-         {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True}, (BOX, GOLDEN, THREE_FORKS)),
+         {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True}, (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_fork", "sibling whose machine terminated", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE_FORKS), (("end", "%ci-2"),)),
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS), (("end", "%ci-2"),)),
     Case("sandbox_fork", "sandbox (clones)", {"sandbox": "%box", "names": ["%twin"]}, (BOX,)),
     Case("sandbox_fork", "metadata, paused",
          {"snapshot": "%golden", "count": 3, "name_prefix": "%ci", "metadata": {"run": 7}, "paused": True},
-         (BOX, GOLDEN, THREE_FORKS)),
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_fork", "timeout, with one sibling missing",
-         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600}, (BOX, GOLDEN, THREE_FORKS)),
+         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600},
+         (BOX, GOLDEN_SNAPSHOT, THREE_FORKS)),
     Case("sandbox_fork", "concurrency, atomic: false",
-         {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN)),
+         {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_fork", "cpus and memory_mb, cold_start",
-         {"snapshot": "%golden", "names": ["%big"], "cpus": 2, "memory_mb": 512, "cold_start": True}, (BOX, GOLDEN)),
+         {"snapshot": "%golden", "names": ["%big"], "cpus": 2, "memory_mb": 512, "cold_start": True},
+         (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_fork", "volumes", {"snapshot": "%golden", "names": ["%reader"],
                                      "volumes": [{**MOUNT, "path": "/srv/ro", "read_only": True}]},
-         (DATA, BOX_WITH_VOLUME, GOLDEN_WITH_VOLUME)),
+         (DATA_VOLUME, BOX_WITH_VOLUME, GOLDEN_SNAPSHOT_WITH_VOLUME)),
     Case("sandbox_fork", "volumes, clone", {"snapshot": "%golden", "names": ["%own"],
                                             "volumes": [{**MOUNT, "clone": True}]},
-         (DATA, BOX_WITH_VOLUME, GOLDEN_WITH_VOLUME)),
-    Case("sandbox_fork", "name already taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
+         (DATA_VOLUME, BOX_WITH_VOLUME, GOLDEN_SNAPSHOT_WITH_VOLUME)),
+    Case("sandbox_fork", "name already taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN_SNAPSHOT),
          error_kind="conflict"),
     Case("sandbox_fork", "name already taken, recreate",
-         {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN)),
+         {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_fork", "continue_on_error, one of two refused",
-         {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN),
+         {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN_SNAPSHOT),
          error_kind="conflict"),
 )  # fmt: skip
 
-VOLUME = (
+VOLUME_CASES = (
     Case("sandbox_volume", "state: present", {"name": "%data", "state": "present", "size_mb": 64}),
-    Case("sandbox_volume", "state: absent", {"name": "%data", "state": "absent"}, (DATA,)),
+    Case("sandbox_volume", "state: absent", {"name": "%data", "state": "absent"}, (DATA_VOLUME,)),
     Case("sandbox_volume", "state: absent, while in use", {"name": "%data", "state": "absent"},
-         (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME),
+         (VOLUME_WITH_SNAPSHOT, BOX_WITH_VOLUME),
          error_kind="in_use"),
     Case("sandbox_volume", "state: absent, purge, attachments: []",
-         {"name": "%data", "state": "absent", "purge": True, "attachments": []}, (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME)),
-    Case("sandbox_volume", "size_mb, larger", {"name": "%data", "size_mb": 128}, (DATA,)),
+         {"name": "%data", "state": "absent", "purge": True, "attachments": []},
+         (VOLUME_WITH_SNAPSHOT, BOX_WITH_VOLUME)),
+    Case("sandbox_volume", "size_mb, larger", {"name": "%data", "size_mb": 128}, (DATA_VOLUME,)),
     Case("sandbox_volume", "size_mb, smaller", {"name": "%data", "size_mb": 64},
          (("sandbox_volume", {"name": "%data", "size_mb": 128}),), error_kind="conflict"),
     Case("sandbox_volume", "attachments",
          {"name": "%data", "attachments": [{"sandbox": "%b", "path": "/srv/b", "read_only": True}]},
-         (DATA, BOX_WITH_VOLUME, ("sandbox", {"name": "%b", "template": "base"}))),
-    Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (DATA_WITH_SNAPSHOT,)),
+         (DATA_VOLUME, BOX_WITH_VOLUME, ("sandbox", {"name": "%b", "template": "base"}))),
+    Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True},
-         (DATA_WITH_SNAPSHOT,)),
+         (VOLUME_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge, for the origin of another volume on a jail host",
          {"name": "%data", "snapshots": [], "purge": True},
-         (DATA_WITH_SNAPSHOT, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep",
+         (VOLUME_WITH_SNAPSHOT, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep",
          "%data"),),
          unpredicted_error="in_use"),
-    Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"}, (DATA_WITH_SNAPSHOT,)),
-    Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (DATA_WITH_SNAPSHOT,),
+    Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"},
+         (VOLUME_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (VOLUME_WITH_SNAPSHOT,),
          repeated_actions="changes since then cannot be detected"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes", {"name": "%data", "rollback_to": "monday"},
-         (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME), error_kind="in_use"),
+         (VOLUME_WITH_SNAPSHOT, BOX_WITH_VOLUME), error_kind="in_use"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
-         {"name": "%data", "rollback_to": "monday", "force": True}, (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME),
+         {"name": "%data", "rollback_to": "monday", "force": True}, (VOLUME_WITH_SNAPSHOT, BOX_WITH_VOLUME),
          repeated_actions="changes since then cannot be detected"),
     Case("sandbox_volume", "continue_on_error, one of two refused",
          {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
          (("sandbox_volume", {"name": "%data", "size_mb": 128}),), error_kind="conflict"),
 )  # fmt: skip
 
-ROLLBACK = (
+ROLLBACK_CASES = (
     Case("sandbox_rollback", "changed sandbox", {"sandbox": "%box", "snapshot": "%golden"},
-         (BOX, GOLDEN), CHANGED_BOX),
-    Case("sandbox_rollback", "unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
+         (BOX, GOLDEN_SNAPSHOT), BOX_CHANGES),
+    Case("sandbox_rollback", "unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN_SNAPSHOT)),
     Case("sandbox_rollback", "backup_name",
-         {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), CHANGED_BOX),
+         {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN_SNAPSHOT), BOX_CHANGES),
     Case("sandbox_rollback", "unless_clean: false",
-         {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN),
+         {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN_SNAPSHOT),
          repeated_actions="intended"),
     Case("sandbox_rollback", "continue_on_error, one of two missing",
-         {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), CHANGED_BOX,
+         {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True},
+         (BOX, GOLDEN_SNAPSHOT), BOX_CHANGES,
          error_kind="not_found"),
 )  # fmt: skip
 
-INFO = (
+INFO_CASES = (
     Case("sandbox_info", "all filters",
          {"name": ["%box"], "state": ["running"], "metadata": {"team": "blue"}, "template": "base", "snapshot": "base",
           "started_after": "2020-01-01T00:00:00Z", "diverged": True},
          (("sandbox", {"name": "%box", "template": "base", "metadata": {"team": "blue"}}),)),
     Case("sandbox_template_info", "all filters", {"name": ["base"]}),
     Case("sandbox_snapshot_info", "all filters", {"name": ["%golden"], "sandbox": "%box", "template": "base"},
-         (BOX, GOLDEN)),
-    Case("sandbox_volume_info", "all filters", {"name": ["%data"]}, (DATA,)),
+         (BOX, GOLDEN_SNAPSHOT)),
+    Case("sandbox_volume_info", "all filters", {"name": ["%data"]}, (DATA_VOLUME,)),
 )  # fmt: skip
 
-CASES = (*SANDBOX, *TEMPLATE, *SNAPSHOT, *FORK, *VOLUME, *ROLLBACK, *INFO)
+CASES = (*SANDBOX_CASES, *TEMPLATE_CASES, *SNAPSHOT_CASES, *FORK_CASES, *VOLUME_CASES, *ROLLBACK_CASES, *INFO_CASES)

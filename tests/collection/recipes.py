@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tests.collection.runner import ansible_playbook
+from tests.collection.runner import find_ansible_playbook
 from tests.support import session
 from tests.support.roles import environment
 
@@ -26,13 +26,13 @@ class PlaybookRun:
     failed: bool
 
     @property
-    def changed_tasks(self) -> int:
+    def changed_task_count(self) -> int:
         """The number of changed tasks on all hosts."""
         return sum(map(int, re.findall(r" changed=(\d+) ", self.output)))
 
 
 @cache
-def plays_by_playbook() -> dict[str, dict[str, Any]]:
+def load_plays_by_playbook() -> dict[str, dict[str, Any]]:
     """Return the plays on the pages, keyed by the playbook that they import."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -41,14 +41,14 @@ def plays_by_playbook() -> dict[str, dict[str, Any]]:
 
 
 class PlaybookRunner:
-    """Runs playbooks against the gateway at ``url``, from the directory ``scratch``."""
+    """Runs playbooks against the gateway at ``url``, in the directory ``scratch``."""
 
     def __init__(self, scratch: Path, url: str = "unix:///nowhere", inventory: str = "localhost,") -> None:
         self.scratch, self.url, self.inventory = scratch, url, inventory
 
-    def run_page(self, name: str, *options: str, **variables: Any) -> PlaybookRun:
+    def run_documented_play(self, name: str, *options: str, **variables: Any) -> PlaybookRun:
         """Run the play that imports ``grove.sandbox.<name>``. ``variables`` extend or override its variables."""
-        play = plays_by_playbook()[f"grove.sandbox.{name}"]
+        play = load_plays_by_playbook()[f"grove.sandbox.{name}"]
         playbook = self.scratch / f"{name}.yml"
         playbook.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
         return self._run(str(playbook), *options)
@@ -63,7 +63,7 @@ class PlaybookRunner:
 def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRun:
     """Run ``ansible-playbook`` in ``scratch``. ``variables`` are environment variables."""
     result = subprocess.run(
-        [ansible_playbook(), *arguments],
+        [find_ansible_playbook(), *arguments],
         env={**environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},
         cwd=scratch,
         stdin=subprocess.DEVNULL,
@@ -78,7 +78,7 @@ def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRu
 def check_success(run: PlaybookRun, changed: int | None = None) -> str:
     assert not run.failed, run.output
     if changed is not None:
-        assert run.changed_tasks == changed, run.output
+        assert run.changed_task_count == changed, run.output
     return run.output
 
 

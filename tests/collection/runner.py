@@ -20,9 +20,9 @@ Task = dict[str, Any]
 Result = dict[str, Any]
 
 
-def ansible_playbook() -> str:
-    sibling = Path(sys.executable).with_name("ansible-playbook")
-    program = str(sibling) if sibling.exists() else shutil.which("ansible-playbook")
+def find_ansible_playbook() -> str:
+    adjacent_program = Path(sys.executable).with_name("ansible-playbook")
+    program = str(adjacent_program) if adjacent_program.exists() else shutil.which("ansible-playbook")
     assert program, "ansible-playbook is needed: run the tests with ./dev test, which installs it"
     return program
 
@@ -39,7 +39,7 @@ class Target:
         self.client = Client(url, token, timeout=TIMEOUT_SECONDS)
         self.output = ""
 
-    def name(self, stem: str) -> str:
+    def make_name(self, stem: str) -> str:
         """Return a name that is unique to this test run."""
         return f"{self.prefix}{stem}"
 
@@ -61,9 +61,9 @@ class Target:
         playbook, record = self.scratch / "play.yml", self.scratch / "results.jsonl"
         playbook.write_text(json.dumps([play]))
         record.write_text("")
-        completed = subprocess.run(
+        process = subprocess.run(
             [
-                ansible_playbook(),
+                find_ansible_playbook(),
                 "-i",
                 "target,",
                 "-e",
@@ -71,19 +71,19 @@ class Target:
                 *options,
                 playbook,
             ],
-            env={**os.environ, **self._environment(record), **(environment or {})},
+            env={**os.environ, **self._make_environment(record), **(environment or {})},
             cwd=self.scratch,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
         )
-        self.output = completed.stdout + completed.stderr
+        self.output = process.stdout + process.stderr
         results = [json.loads(line) for line in record.read_text().splitlines()]
         assert len(results) == len(tasks), self.output
         return results
 
-    def _environment(self, record: Path) -> dict[str, str]:
+    def _make_environment(self, record: Path) -> dict[str, str]:
         return {
             "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
             "ANSIBLE_HOME": str(self.scratch / "home"),
@@ -103,8 +103,8 @@ class Target:
 
         Returns the results of the real runs.
         """
-        tasks_three_times = [{**task, **keywords} for task in tasks for keywords in ({"check_mode": True}, {}, {})]
-        results = self.play(*tasks_three_times, options=("--diff",), **options)
+        task_runs = [{**task, **keywords} for task in tasks for keywords in ({"check_mode": True}, {}, {})]
+        results = self.play(*task_runs, options=("--diff",), **options)
         actual_results = []
         for number, task in enumerate(tasks):
             predicted, actual, repeated = results[3 * number : 3 * number + 3]
@@ -118,7 +118,7 @@ class Target:
         return actual_results
 
 
-RESULT_LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
+RESULT_LIST_KEYS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
 
 
 def check_prediction(predicted: Result, actual: Result) -> None:
@@ -126,12 +126,12 @@ def check_prediction(predicted: Result, actual: Result) -> None:
     assert predicted["changed"] == actual["changed"]
     assert predicted["diff"] == actual["diff"]
     assert predicted["outcomes"] == actual["outcomes"]
-    for key in RESULT_LISTS:
+    for key in RESULT_LIST_KEYS:
         assert (key in predicted) == (key in actual)
         for expected, shape in zip(predicted.get(key, []), actual.get(key, []), strict=True):
             assert_matches(expected, shape)
     for name, view in actual["diff"]["after"].items():
-        for key in RESULT_LISTS:
+        for key in RESULT_LIST_KEYS:
             for resource in actual.get(key, []):
                 if resource["name"] == name:
                     assert_matches({field: value for field, value in view.items() if field in resource}, resource)

@@ -16,23 +16,23 @@ from tests.support import faulty_gateway, session
 from tests.support.faulty_gateway import TEMPLATE
 from tests.support.roles import environment
 
-_BIN = Path(sys.executable).parent
-_MODULES = sorted(path.stem for path in (session.REPOSITORY / "plugins" / "modules").glob("*.py"))
-_TARGETS = session.REPOSITORY / "tests" / "integration" / "targets"
+_BIN_DIR = Path(sys.executable).parent
+_MODULE_NAMES = sorted(path.stem for path in (session.REPOSITORY / "plugins" / "modules").glob("*.py"))
+_TARGETS_DIR = session.REPOSITORY / "tests" / "integration" / "targets"
 
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new repository with the tracked files, at the path that ansible-test requires for a collection."""
+    """A new repository with all files that Git does not ignore, at the path that ansible-test requires."""
     collection = tmp_path_factory.mktemp("collections") / "ansible_collections" / "grove" / "sandbox"
-    listed = subprocess.run(
+    listing = subprocess.run(
         ["git", "-C", str(session.REPOSITORY), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    for name in filter(None, listed.stdout.split("\0")):
+    for name in filter(None, listing.stdout.split("\0")):
         if (session.REPOSITORY / name).is_file():
             (collection / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(session.REPOSITORY / name, collection / name)
@@ -41,45 +41,45 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def gateway(collection: Path) -> Iterator[str]:
-    """Configure the targets for the gateway at SANDBOX_GATEWAY_URL, or else for one backed by an in-memory host."""
-    config = collection / "tests" / "integration" / "integration_config.yml"
+def gateway_url(collection: Path) -> Iterator[str]:
+    """The URL of the gateway that the targets use. Without SANDBOX_GATEWAY_URL, the gateway has an in-memory host."""
+    config_file = collection / "tests" / "integration" / "integration_config.yml"
     template = os.environ.get("SANDBOX_TEST_TEMPLATE", TEMPLATE)
     if url := os.environ.get("SANDBOX_GATEWAY_URL"):
         token = os.environ.get("SANDBOX_GATEWAY_TOKEN", "")
-        config.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
+        config_file.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
         yield url
         return
     with faulty_gateway.serve() as server:
         server.token = "of-the-targets"
-        settings = {"gateway_url": server.url, "gateway_token": server.token, "gateway_template": TEMPLATE}
-        config.write_text(json.dumps(settings))
+        integration_settings = {"gateway_url": server.url, "gateway_token": server.token, "gateway_template": TEMPLATE}
+        config_file.write_text(json.dumps(integration_settings))
         yield server.url
-        remaining = {kind: server.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
-        expected = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
-        assert remaining == expected, "the targets must remove all resources that they create"
+        remaining_names = {kind: server.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        expected_names = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
+        assert remaining_names == expected_names, "the targets must remove all resources that they create"
 
 
 def test_unit_tests_pass(collection: Path) -> None:
-    output = _ansible_test(collection, "units", "--local", "--python", "3.11", "tests/unit/plugins/")
+    output = _run_ansible_test(collection, "units", "--local", "--python", "3.11", "tests/unit/plugins/")
     assert " passed" in output
     assert " skipped" not in output
 
 
-def test_integration_targets_pass(collection: Path, gateway: str) -> None:
-    output = _ansible_test(collection, "integration", "--local", "--allow-unsupported", "--color", "no")
-    assert [name for name in _MODULES if f"Running {name} integration test role" not in output] == []
+def test_integration_targets_pass(collection: Path, gateway_url: str) -> None:
+    output = _run_ansible_test(collection, "integration", "--local", "--allow-unsupported", "--color", "no")
+    assert [name for name in _MODULE_NAMES if f"Running {name} integration test role" not in output] == []
 
 
 def test_every_module_has_an_integration_target() -> None:
-    assert sorted(path.name for path in _TARGETS.iterdir()) == sorted([*_MODULES, "setup_gateway"])
-    for name in _MODULES:
-        assert (_TARGETS / name / "aliases").read_text().startswith("unsupported #")
+    assert sorted(path.name for path in _TARGETS_DIR.iterdir()) == sorted([*_MODULE_NAMES, "setup_gateway"])
+    for name in _MODULE_NAMES:
+        assert (_TARGETS_DIR / name / "aliases").read_text().startswith("unsupported #")
 
 
-def _ansible_test(collection: Path, *argv: str) -> str:
+def _run_ansible_test(collection: Path, *argv: str) -> str:
     result = subprocess.run(
-        [str(_BIN / "ansible-test"), *argv],
+        [str(_BIN_DIR / "ansible-test"), *argv],
         cwd=collection,
         env=environment(session.run_dir()),
         stdin=subprocess.DEVNULL,

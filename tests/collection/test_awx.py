@@ -1,4 +1,4 @@
-"""Test playbooks/awx: declare all resources in a test double of AWX, and run its jobs with ansible-runner."""
+"""Test playbooks/awx by declaring all resources in a test double of AWX and running its jobs with ansible-runner."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import yaml
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
-from tests.collection.awx_server import ENCRYPTED, MODULES, TOKEN, Awx, RefusedRequest, serve
+from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, serve
 from tests.collection.recipes import (
     TIMEOUT_SECONDS,
     PlaybookRunner,
     check_refusal,
     check_success,
-    plays_by_playbook,
+    load_plays_by_playbook,
     run_playbook,
 )
 from tests.freebsd_shim.harness import shim_in
@@ -34,14 +34,16 @@ from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.roles import environment, play
 
-PLAYBOOKS = session.REPOSITORY / "playbooks"
-TEMPLATES = yaml.safe_load((PLAYBOOKS / "awx" / "vars" / "job_templates.yml").read_text())["awx_job_templates"]
-NAMES = {template["playbook"]: template["name"] for template in TEMPLATES}
+PLAYBOOKS_DIRECTORY = session.REPOSITORY / "playbooks"
+JOB_TEMPLATES = yaml.safe_load((PLAYBOOKS_DIRECTORY / "awx" / "vars" / "job_templates.yml").read_text())[
+    "awx_job_templates"
+]
+JOB_NAMES_BY_PLAYBOOK = {template["playbook"]: template["name"] for template in JOB_TEMPLATES}
 
 
 @dataclass
 class Declaration:
-    """The double of AWX, and the play of docs/awx.md that declares all resources in it.
+    """The test double of AWX, and the play of docs/awx.md that declares all resources in it.
 
     ``first_output`` is the output of the first run.
     """
@@ -54,21 +56,21 @@ class Declaration:
 
     def declare(self, *options: str, **variables: Any) -> tuple[bool, str]:
         """Run the play. Returns whether it failed, and its output."""
-        play = plays_by_playbook()["grove.sandbox.awx.declare"]
+        documented_play = load_plays_by_playbook()["grove.sandbox.awx.declare"]
         play_variables = {
-            **play["vars"],
+            **documented_play["vars"],
             "awx_gateway_url": self.gateway.url,
             "awx_machine_credential": "Root of the hosts",
             "awx_hosts": {"here": {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}},
             **variables,
         }
         playbook = self.scratch / "declare.yml"
-        playbook.write_text(json.dumps([{**play, "vars": play_variables}]))
+        playbook.write_text(json.dumps([{**documented_play, "vars": play_variables}]))
         run = run_playbook(
             self.scratch,
             str(playbook),
             *options,
-            ANSIBLE_COLLECTIONS_PATH=f"{session.COLLECTIONS}:{awx_collection.collections_path()}",
+            ANSIBLE_COLLECTIONS_PATH=f"{session.COLLECTIONS}:{awx_collection.unpack_collection()}",
             CONTROLLER_HOST=self.url,
             CONTROLLER_OAUTH_TOKEN=TOKEN,
             SANDBOX_GATEWAY_TOKEN=ADMIN_KEY,
@@ -100,7 +102,7 @@ def test_a_second_declaration_changes_nothing(declaration: Declaration) -> None:
     created_names = {
         endpoint: {item["name"] for item in table.values()} for endpoint, table in declaration.awx.tables.items()
     }
-    assert created_names["job_templates"] == set(NAMES.values())
+    assert created_names["job_templates"] == set(JOB_NAMES_BY_PLAYBOOK.values())
     assert created_names["inventories"] == {"Sandboxes", "Sandbox hosts"} and created_names["hosts"] == {"here"}
     assert created_names["schedules"] == {"Every night"} and created_names["execution_environments"] == {"Sandboxes"}
     credential = declaration.awx.find_by_name("credentials", "Sandbox gateway")
@@ -117,7 +119,7 @@ def test_only_differences_are_corrected(declaration: Declaration) -> None:
     template = awx.find_by_name("job_templates", "Build a template")
     awx.surveys[template["id"]]["spec"][0]["required"] = False
     awx.tables["job_templates"][template["id"]]["description"] = "by hand"
-    awx.attached[template["id"]].clear()
+    awx.attached_credential_ids[template["id"]].clear()
     awx.writes.clear()
     failed, output = declaration.declare(awx_gateway_token="another-key-0123456789", awx_new_token=True)
     assert not failed and count_changes(output) == 2, output
@@ -130,10 +132,12 @@ def test_only_differences_are_corrected(declaration: Declaration) -> None:
     credential["inputs"]["token"] = ADMIN_KEY
 
 
-@pytest.mark.parametrize("missing", ["awx_image", "awx_gateway_url"])
-def test_missing_variables_are_reported(declaration: Declaration, missing: str) -> None:
+@pytest.mark.parametrize("missing_variable", ["awx_image", "awx_gateway_url"])
+def test_missing_variables_are_reported(declaration: Declaration, missing_variable: str) -> None:
     declaration.awx.writes.clear()
-    failed, output = declaration.declare(**{missing: "unix:///a/socket" if missing == "awx_gateway_url" else ""})
+    failed, output = declaration.declare(
+        **{missing_variable: "unix:///a/socket" if missing_variable == "awx_gateway_url" else ""}
+    )
     assert failed and "Set awx_project_url to a Git repository" in output
     assert declaration.awx.writes == []
 
@@ -184,14 +188,19 @@ def test_the_awx_double_refuses_invalid_requests(declaration: Declaration, case:
     endpoint, _, remainder = location.partition("/")
     name, _, subresource = remainder.partition("/")
     segments = [endpoint, str(awx.find_by_name(endpoint, name)["id"]), subresource] if name else [location]
-    ids = {"inventory": "inventories", "credential_type": "credential_types", "credential": "credentials"}
+    reference_endpoints = {
+        "inventory": "inventories",
+        "credential_type": "credential_types",
+        "credential": "credentials",
+    }
     resolved_body = {
-        key: awx.find_by_name(ids[key], value)["id"] if key in ids else value for key, value in body.items()
+        key: awx.find_by_name(reference_endpoints[key], value)["id"] if key in reference_endpoints else value
+        for key, value in body.items()
     }
     path, query, query_text = f"/api/v2/{'/'.join(filter(None, segments))}".partition("?")
-    before = len(awx.writes)
+    write_count_before = len(awx.writes)
     status, output = awx.handle_request(method, f"{path}/{query}{query_text}", resolved_body, TOKEN)
-    assert status in (400, 404) and output and len(awx.writes) == before, output
+    assert status in (400, 404) and output and len(awx.writes) == write_count_before, output
 
 
 def test_the_awx_double_requires_a_token_and_hides_secrets(declaration: Declaration) -> None:
@@ -199,31 +208,36 @@ def test_the_awx_double_requires_a_token_and_hides_secrets(declaration: Declarat
     status, credentials = declaration.awx.handle_request(
         "GET", "/api/v2/credentials/?name=Sandbox+gateway", None, TOKEN
     )
-    assert status == 200 and credentials["results"][0]["inputs"] == {"url": declaration.gateway.url, "token": ENCRYPTED}
+    assert status == 200 and credentials["results"][0]["inputs"] == {
+        "url": declaration.gateway.url,
+        "token": ENCRYPTED_PLACEHOLDER,
+    }
 
 
 def test_the_awx_double_has_the_fields_of_the_modules() -> None:
-    for endpoint, module in MODULES.items():
-        assert "name" in awx_collection.module_options(module), endpoint
+    for endpoint, module in MODULES_BY_ENDPOINT.items():
+        assert "name" in awx_collection.read_module_options(module), endpoint
 
 
 # --- surveys ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template["playbook"])
+@pytest.mark.parametrize("template", JOB_TEMPLATES, ids=lambda template: template["playbook"])
 def test_surveys_ask_only_for_variables_of_the_playbook(template: dict[str, Any]) -> None:
     survey = {"name": template["name"], "description": template["description"], "spec": template["survey"]}
     assert awx_survey.find_problem(survey) == ""
-    playbook_text = (PLAYBOOKS / f"{template['playbook']}.yml").read_text()
-    playbook_text += (PLAYBOOKS / "vars" / f"{template['playbook']}.yml").read_text()
-    roles = "".join(path.read_text() for path in (session.REPOSITORY / "roles").glob("*/meta/argument_specs.yml"))
+    playbook_text = (PLAYBOOKS_DIRECTORY / f"{template['playbook']}.yml").read_text()
+    playbook_text += (PLAYBOOKS_DIRECTORY / "vars" / f"{template['playbook']}.yml").read_text()
+    role_specs_text = "".join(
+        path.read_text() for path in (session.REPOSITORY / "roles").glob("*/meta/argument_specs.yml")
+    )
     for question in template["survey"]:
         name = question["variable"]
-        assert re.search(rf"\b{name}\b", roles if name.startswith(("kvm_", "jail_")) else playbook_text), name
+        assert re.search(rf"\b{name}\b", role_specs_text if name.startswith(("kvm_", "jail_")) else playbook_text), name
         assert question["question_description"], name
 
 
-ANSWERS: dict[str, dict[str, Any]] = {
+REQUIRED_ANSWERS: dict[str, dict[str, Any]] = {
     "install_host": {},
     "build_template": {"build_name": "web"},
     "nightly_snapshots": {},
@@ -244,21 +258,21 @@ INVALID_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("playbook", NAMES)
+@pytest.mark.parametrize("playbook", JOB_NAMES_BY_PLAYBOOK)
 def test_a_job_needs_only_its_required_answers(declaration: Declaration, playbook: str) -> None:
-    declaration.awx.launch(NAMES[playbook], ANSWERS[playbook])
-    for missing in ANSWERS[playbook]:
-        incomplete_answers = {name: answer for name, answer in ANSWERS[playbook].items() if name != missing}
+    declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], REQUIRED_ANSWERS[playbook])
+    for missing in REQUIRED_ANSWERS[playbook]:
+        incomplete_answers = {name: answer for name, answer in REQUIRED_ANSWERS[playbook].items() if name != missing}
         with pytest.raises(RefusedRequest, match=f"'{missing}' value missing"):
-            declaration.awx.launch(NAMES[playbook], incomplete_answers)
+            declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], incomplete_answers)
 
 
 @pytest.mark.parametrize(("playbook", "answer", "message"), INVALID_ANSWERS)
-def test_an_invalid_answer_prevents_the_job(
+def test_an_invalid_answer_prevents_the_launch(
     declaration: Declaration, playbook: str, answer: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RefusedRequest, match=message):
-        declaration.awx.launch(NAMES[playbook], {**ANSWERS[playbook], **answer})
+        declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], {**REQUIRED_ANSWERS[playbook], **answer})
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -268,10 +282,10 @@ Launch = Callable[..., str]
 
 @pytest.fixture
 def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
-    """Return a function that runs a job with ansible-runner, as AWX would, and returns its output."""
+    """A function that runs a job with ansible-runner, as AWX would, and returns its output."""
 
     def launch(playbook: str, *options: str, command_prefix: tuple[str, ...] = (), **answers: Any) -> str:
-        job = declaration.awx.launch(NAMES[playbook], {**ANSWERS[playbook], **answers})
+        job = declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], {**REQUIRED_ANSWERS[playbook], **answers})
         assert job["playbook"] == f"playbooks/{playbook}.yml"
         directory = tmp_path / playbook
         for name in ("env", "inventory", "project"):
@@ -280,13 +294,13 @@ def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
         (directory / "env" / "envvars").write_text(json.dumps({**job["env"], "ANSIBLE_HOME": str(directory / "home")}))
         (directory / "env" / "cmdline").write_text(" ".join(options))
         if job["inventory"] == "Sandboxes":
-            source = declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
-            (directory / "inventory" / "sandboxes.yml").write_text((session.REPOSITORY / source).read_text())
+            source_path = declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
+            (directory / "inventory" / "sandboxes.yml").write_text((session.REPOSITORY / source_path).read_text())
         else:
             (directory / "inventory" / "hosts.json").write_text(json.dumps({"all": {"hosts": job["hosts"]}}))
-        runner = Path(sys.executable).with_name("ansible-runner")
+        program = Path(sys.executable).with_name("ansible-runner")
         result = subprocess.run(
-            [*command_prefix, str(runner), "run", str(directory), "-p", f"grove.sandbox.{playbook}"],
+            [*command_prefix, str(program), "run", str(directory), "-p", f"grove.sandbox.{playbook}"],
             env={name: value for name, value in environment(directory).items() if not name.startswith("SANDBOX_")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -294,8 +308,8 @@ def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
-        (artifacts,) = (directory / "artifacts").glob("*/rc")
-        assert int(artifacts.read_text()) == result.returncode
+        (exit_code_file,) = (directory / "artifacts").glob("*/rc")
+        assert int(exit_code_file.read_text()) == result.returncode
         assert ADMIN_KEY not in result.stdout
         assert result.returncode == 0, result.stdout + result.stderr
         for path in (directory / "artifacts").iterdir():
@@ -314,12 +328,12 @@ def create_sandbox(declaration: Declaration, name: str, **metadata: str) -> None
 
 def test_the_inventory_lists_the_sandboxes(declaration: Declaration, launch: Launch) -> None:
     create_sandbox(declaration, "web")
-    source = session.REPOSITORY / declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
+    source_file = session.REPOSITORY / declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
     env = declaration.awx.launch("Nightly snapshots", {})["env"]
     assert env == {"SANDBOX_GATEWAY_URL": declaration.gateway.url, "SANDBOX_GATEWAY_TOKEN": ADMIN_KEY}
     program = Path(sys.executable).with_name("ansible-inventory")
     result = subprocess.run(
-        [str(program), "-i", str(source), "--list", "--export"],
+        [str(program), "-i", str(source_file), "--list", "--export"],
         env={**os.environ, **environment(declaration.scratch), **env},
         capture_output=True,
         text=True,
@@ -351,20 +365,20 @@ def test_the_rollback_job_restores_a_snapshot_of_the_nightly_job(declaration: De
             "rollback_when": "broken",
             "rollback_backup_name": "kept",
         }
-        head = api.get("/sandboxes/web").json()
+        sandbox_before = api.get("/sandboxes/web").json()
         marker = declaration.scratch / "repaired"
         probe = f"test -e {marker} || ! touch {marker}"
         assert '"kept_as": "kept"' in launch("roll_back", "--check", **rollback_answers, rollback_probe="false")
-        assert api.get("/sandboxes/web").json()["startedAt"] == head["startedAt"]
+        assert api.get("/sandboxes/web").json()["startedAt"] == sandbox_before["startedAt"]
         launch("roll_back", **rollback_answers, rollback_probe=probe)
-        assert api.get("/snapshots/kept").json()["sourceSandboxID"] == head["sandboxID"]
+        assert api.get("/snapshots/kept").json()["sourceSandboxID"] == sandbox_before["sandboxID"]
 
 
 def test_the_fork_and_test_job_promotes_a_variant(declaration: Declaration, launch: Launch, tmp_path: Path) -> None:
     create_sandbox(declaration, "web")
-    lines = f"one: cp /etc/passwd {tmp_path}/one\ntwo: cp /dev/null {tmp_path}/two\n"
+    variants_text = f"one: cp /etc/passwd {tmp_path}/one\ntwo: cp /dev/null {tmp_path}/two\n"
     output = launch(
-        "fork_and_test", fork_variants=lines, fork_test=f"stat -c %s {tmp_path}/$(ls {tmp_path} | grep one)"
+        "fork_and_test", fork_variants=variants_text, fork_test=f"stat -c %s {tmp_path}/$(ls {tmp_path} | grep one)"
     )
     assert re.search("web continues from web-try-(one|two)", output), output
 
@@ -373,16 +387,16 @@ def test_the_fork_and_test_job_promotes_a_variant(declaration: Declaration, laun
 
 
 class Host:
-    """A stand-in for a managed host: the directory and variables of an installation. All hosts share their programs."""
+    """A stand-in for a managed host, with its own directory and role variables. All hosts share one installation."""
 
-    def __init__(self, root: Path, kind: str) -> None:
-        self.root, self.network = root / kind, session.network()
+    def __init__(self, install_root: Path, kind: str) -> None:
+        self.root, self.network = install_root / kind, session.network()
         self.root.mkdir(parents=True)
         self.socket = self.root / "gw.sock"
         self.gateway_config = {"host": {"cache_root": str(session.cache_dir())}, "network": {**self.network, "pool": 1}}
         self.variables: dict[str, Any] = {
-            "gateway_install_dir": str(root / "install"),
-            "gateway_link_dir": str(root / "bin"),
+            "gateway_install_dir": str(install_root / "install"),
+            "gateway_link_dir": str(install_root / "bin"),
             "gateway_config_dir": str(self.root / "etc"),
             "gateway_state_root": str(self.root / "state"),
             "gateway_socket": str(self.socket),
@@ -396,20 +410,25 @@ class Host:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway") as client:
             return client.get(route).raise_for_status().json()
 
-    def config(self) -> dict[str, Any]:
+    def read_config(self) -> dict[str, Any]:
         return tomllib.loads((self.root / "etc" / "config.toml").read_text())
 
     def remove(self, role: str, **options: Any) -> None:
-        """Remove the installation. ``options`` are variables of the role ``gateway``, or ``command_prefix``."""
+        """Remove the installation. ``options`` are role variables and, if needed, ``command_prefix``."""
         command_prefix = options.pop("command_prefix", ())
         for each in ("gateway", role):
             removal_options = {f"{each}_state": "absent", f"{each}_remove_data": True}
-            run = play(each, {**self.variables, **options, **removal_options}, into=self.root, inside=command_prefix)
+            run = play(
+                each,
+                {**self.variables, **options, **removal_options},
+                directory=self.root,
+                command_prefix=command_prefix,
+            )
             assert not run.failed, run.output
 
 
 @pytest.fixture(scope="module")
-def root(need_root: None) -> Iterator[Path]:
+def install_root(need_root: None) -> Iterator[Path]:
     path = session.run_dir() / "install"
     (path / "bin").mkdir(parents=True)
     yield path
@@ -417,8 +436,8 @@ def root(need_root: None) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def linux_host(root: Path) -> Iterator[Host]:
-    host = Host(root, "kvm_xfs")
+def linux_host(install_root: Path) -> Iterator[Host]:
+    host = Host(install_root, "kvm_xfs")
     host.variables |= {
         "kvm_xfs_host_state_root": str(host.root / "state"),
         "kvm_xfs_host_min_free_mb": 100,
@@ -434,35 +453,39 @@ def linux_host(root: Path) -> Iterator[Host]:
 @pytest.mark.in_order
 def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: Launch, tmp_path: Path) -> None:
     """After the play of docs/recipes.md has installed the host, a job with the same answers changes nothing."""
-    inventory = tmp_path / "hosts.yml"
-    local_host = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
-    inventory.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": local_host}}}))
-    playbook_runner = PlaybookRunner(tmp_path, inventory=str(inventory))
-    page = plays_by_playbook()["grove.sandbox.install_host"]["vars"]
-    config_variables = {"install_gateway_config": {**page["install_gateway_config"], **linux_host.gateway_config}}
-    size = {"kvm_xfs_host_loop_size_mb": 2048}
-    options = {**linux_host.variables, **config_variables, **size}
-    check_refusal(playbook_runner.run_page("install_host", **options, gateway_config={}), "in install_gateway_config")
-    predicted = playbook_runner.run_page("install_host", "--check", **options)
-    assert check_success(predicted) and predicted.changed_tasks > 3 and not (linux_host.root / "state").exists()
-    check_success(playbook_runner.run_page("install_host", **options))
+    inventory_file = tmp_path / "hosts.yml"
+    host_variables = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
+    inventory_file.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": host_variables}}}))
+    playbook_runner = PlaybookRunner(tmp_path, inventory=str(inventory_file))
+    page_variables = load_plays_by_playbook()["grove.sandbox.install_host"]["vars"]
+    config_variables = {
+        "install_gateway_config": {**page_variables["install_gateway_config"], **linux_host.gateway_config}
+    }
+    size_variables = {"kvm_xfs_host_loop_size_mb": 2048}
+    options = {**linux_host.variables, **config_variables, **size_variables}
+    check_refusal(
+        playbook_runner.run_documented_play("install_host", **options, gateway_config={}), "in install_gateway_config"
+    )
+    check_run = playbook_runner.run_documented_play("install_host", "--check", **options)
+    assert check_success(check_run) and check_run.changed_task_count > 3 and not (linux_host.root / "state").exists()
+    check_success(playbook_runner.run_documented_play("install_host", **options))
     assert linux_host.request("/health")["status"] == "ok"
-    config = linux_host.config()
+    config = linux_host.read_config()
     assert config["kvm_xfs"] == {"accelerator": "tcg"} and config["limits"] == {"sandboxes": 50}
-    assert count_changes(launch("install_host", **linux_host.variables, **config_variables, **size)) == 0
+    assert count_changes(launch("install_host", **linux_host.variables, **config_variables, **size_variables)) == 0
 
 
 @pytest.fixture
-def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
+def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
     """A host with test doubles of FreeBSD's commands, and the command prefix that runs a command on this host."""
     with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
-        host = Host(root, "jail_zfs")
-        path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
+        host = Host(install_root, "jail_zfs")
+        search_path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
         command_prefix = (
             "/usr/bin/nsenter",
             f"--net=/proc/{shim.namespace_pid}/ns/net",
             "/usr/bin/env",
-            f"PATH={path}",
+            f"PATH={search_path}",
         )
         command_prefix += (f"FREEBSD_SHIM_STATE={shim.state}",)
         host.variables |= {
@@ -483,12 +506,14 @@ def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple
 
 @pytest.mark.in_order
 def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
-    """Uses the packages that the previous test downloaded, because this host has no access to the internet."""
+    """The job uses the packages that the previous test downloaded, because this host has no access to the internet."""
     host, command_prefix = freebsd_host
-    cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
-    options = {**host.variables, **cache, "install_kind": "jail_zfs"}
+    config_variables = {
+        "install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}
+    }
+    options = {**host.variables, **config_variables, "install_kind": "jail_zfs"}
     launch("install_host", command_prefix=command_prefix, **options)
     assert host.request("/health")["status"] == "ok"
-    config = host.config()
+    config = host.read_config()
     assert config["host"]["kind"] == "jail_zfs" and config["network"] == {**host.network, "pool": 1}
     assert config["jail_zfs"] == {"dataset": host.variables["jail_zfs_host_dataset"]}

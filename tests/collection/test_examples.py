@@ -13,8 +13,8 @@ import yaml
 from tests.collection.runner import Target, Task
 from tests.support.session import REPOSITORY
 
-MODULES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
-IMAGE = "/srv/images/base.tar.zst"
+MODULE_FILES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
+IMAGE_PATH = "/srv/images/base.tar.zst"
 SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
     "sandbox_snapshot": [
@@ -57,13 +57,13 @@ def load_examples(module: Path) -> list[Task]:
     raise AssertionError(f"{module.name} has no examples")
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
+@pytest.mark.parametrize("module", MODULE_FILES, ids=lambda module: module.stem)
 def test_examples_succeed_and_change_something(memory_target: Target, tmp_path: Path, module: Path) -> None:
     setup_tasks = SETUP_TASKS.get(module.stem, [])
-    image = tmp_path / "base.tar.zst"
-    image.touch()
+    image_file = tmp_path / "base.tar.zst"
+    image_file.touch()
     # The gateway reads the image of a template to detect changes.
-    tasks = json.loads(json.dumps(load_examples(module)).replace(IMAGE, str(image)))
+    tasks = json.loads(json.dumps(load_examples(module)).replace(IMAGE_PATH, str(image_file)))
     results = memory_target.play(*setup_tasks, *tasks)
     for result in results:
         assert not result.get("failed"), result["msg"]

@@ -1,4 +1,4 @@
-"""Test playbooks/fork_and_test.yml: it tries variants in forks, promotes the best one, and removes the forks."""
+"""Test that playbooks/fork_and_test.yml tries variants in forks, promotes the best one, and removes the forks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
-from tests.collection.runner import ansible_playbook
+from tests.collection.runner import find_ansible_playbook
 from tests.support import session
 from tests.support.gateway import Gateway
 
@@ -26,7 +26,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
 
 
 @pytest.fixture
-def web(gateway: MemoryGateway) -> Iterator[str]:
+def web_id(gateway: MemoryGateway) -> Iterator[str]:
     with gateway.client() as api:
         response = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
         assert response.status_code == 201, response.text
@@ -37,7 +37,7 @@ def web(gateway: MemoryGateway) -> Iterator[str]:
 def run_fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.CompletedProcess[str]:
     extra_variables = {"fork_source": "web", "fork_gateway_url": url, **variables}
     return subprocess.run(
-        [ansible_playbook(), "-i", "localhost,", "grove.sandbox.fork_and_test", "-e", json.dumps(extra_variables)],
+        [find_ansible_playbook(), "-i", "localhost,", "grove.sandbox.fork_and_test", "-e", json.dumps(extra_variables)],
         env={
             **os.environ,
             "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
@@ -52,8 +52,8 @@ def run_fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.C
     )
 
 
-def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
-    """Return one variant for each command. Its score is the standard output of the command."""
+def make_variant_variables(scratch: Path, *commands: str) -> dict[str, Any]:
+    """Return playbook variables with a variant for each command. A variant's score is the output of its command."""
     variants = [
         {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
         for number, command in enumerate(commands)
@@ -63,32 +63,34 @@ def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
 def test_the_best_variant_is_promoted_and_the_forks_are_removed(
-    gateway: MemoryGateway, web: str, tmp_path: Path, best: str, winner: str
+    gateway: MemoryGateway, web_id: str, tmp_path: Path, best: str, winner: str
 ) -> None:
-    failing_tasks = tmp_path / "failing.yml"
-    failing_tasks.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
+    failing_tasks_file = tmp_path / "failing.yml"
+    failing_tasks_file.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
     with gateway.client() as api:
-        machine = gateway.machine(web)
+        machine = gateway.machine(web_id)
         for _ in range(2):
-            variants = make_variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
-            variants["fork_variants"][5] = {"name": "v5", "tasks": str(failing_tasks)}
-            run = run_fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **variants)
+            variables = make_variant_variables(
+                tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", ""
+            )
+            variables["fork_variants"][5] = {"name": "v5", "tasks": str(failing_tasks_file)}
+            run = run_fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **variables)
             assert run.returncode == 0, run.stdout + run.stderr
             assert f"web continues from web-try-{winner}" in run.stdout
             for out in ("v3 failed at Run the variant's command", "v4 failed at Test the result", "v5 failed at Fail"):
                 assert out in run.stdout
             (remaining,) = api.get("/sandboxes").json()
-            assert remaining["sandboxID"] == web and gateway.machine(web) is not machine
+            assert remaining["sandboxID"] == web_id and gateway.machine(web_id) is not machine
             assert api.get("/snapshots").json() == []
-            machine = gateway.machine(web)
+            machine = gateway.machine(web_id)
 
 
-def test_the_sandbox_is_unchanged_if_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_the_sandbox_is_unchanged_if_no_variant_succeeds(gateway: MemoryGateway, web_id: str, tmp_path: Path) -> None:
     with gateway.client() as api:
-        before = gateway.machine(web)
-        run = run_fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
+        machine_before = gateway.machine(web_id)
+        run = run_fork_and_test(tmp_path, gateway.unix_url, **make_variant_variables(tmp_path, "exit 1", "exit 2"))
         assert run.returncode != 0 and "No variant passed its test" in run.stdout
-        assert gateway.machine(web) is before, "the machine was not replaced"
+        assert gateway.machine(web_id) is machine_before, "the machine was not replaced"
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
         assert api.get("/snapshots").json() == []
 
@@ -98,8 +100,8 @@ def test_missing_variables_are_reported(tmp_path: Path) -> None:
     assert run.returncode != 0 and "fork_best to least or most" in run.stdout + run.stderr
 
 
-def test_the_default_variants_are_ranked(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
-    """These agents share their files, so each variant needs a separate directory."""
+def test_the_default_variants_are_ranked(gateway: MemoryGateway, web_id: str, tmp_path: Path) -> None:
+    """The agents share their files, so each variant needs a separate directory."""
     with gateway.client() as api:
         run = run_fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
         assert run.returncode == 0, run.stdout + run.stderr

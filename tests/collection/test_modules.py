@@ -1,4 +1,4 @@
-"""Test every module and state: check mode predicts the run, and a second run changes nothing."""
+"""Test, for every module and state, that check mode predicts the run, and that a second run changes nothing."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from tests.collection.conftest import each_execution
 from tests.collection.runner import Target, Task, check_prediction
 
 
-def sandbox_task(target: Target, name: str, **options: Any) -> Task:
-    return {"grove.sandbox.sandbox": {"name": target.name(name), **options}}
+def make_sandbox_task(target: Target, name: str, **options: Any) -> Task:
+    return {"grove.sandbox.sandbox": {"name": target.make_name(name), **options}}
 
 
-def fork_task(**options: Any) -> Task:
+def make_fork_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_fork": options}
 
 
-def snapshot_task(**options: Any) -> Task:
+def make_snapshot_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_snapshot": options}
 
 
-def rollback_task(**options: Any) -> Task:
+def make_rollback_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_rollback": options}
 
 
 def write_file(target: Target, name: str, text: str = "something") -> None:
-    """Change the file system of a sandbox."""
+    """Write a file in a sandbox."""
     script = f"echo {text} >/root/written; sync"
-    target.client.post(f"/sandboxes/{target.name(name)}/exec", {"args": ["/bin/sh", "-c", script]})
+    target.client.post(f"/sandboxes/{target.make_name(name)}/exec", {"args": ["/bin/sh", "-c", script]})
 
 
 @each_execution
-def test_sandbox_life_cycle(target: Target, keywords: dict[str, Any]) -> None:
+def test_check_mode_predicts_the_life_cycle_of_a_sandbox(target: Target, keywords: dict[str, Any]) -> None:
     created, changed, limited, paused, resumed, removed = target.verify(
-        sandbox_task(
+        make_sandbox_task(
             target, "box", template=target.template, metadata={"team": "blue", "size": 3}, env={"GREETING": "hi"}
         ),
-        sandbox_task(
+        make_sandbox_task(
             target, "box", metadata={"team": "red"}, network={"allow_internet": False, "allow_out": ["10.0.0.1"]}
         ),
-        sandbox_task(target, "box", timeout=3600),
-        sandbox_task(target, "box", state="paused"),
-        sandbox_task(target, "box", state="running", timeout=-1),
-        sandbox_task(target, "box", state="absent"),
+        make_sandbox_task(target, "box", timeout=3600),
+        make_sandbox_task(target, "box", state="paused"),
+        make_sandbox_task(target, "box", state="running", timeout=-1),
+        make_sandbox_task(target, "box", state="absent"),
         keywords=keywords,
     )
     assert created["sandbox"]["metadata"] == {"team": "blue", "size": "3"}
@@ -59,7 +59,7 @@ def test_sandbox_life_cycle(target: Target, keywords: dict[str, Any]) -> None:
 
 
 def test_one_task_manages_many_sandboxes(target: Target) -> None:
-    names = [target.name(name) for name in ("a", "b", "c", "d", "e")]
+    names = [target.make_name(name) for name in ("a", "b", "c", "d", "e")]
     created, paused, removed = target.verify(
         {"grove.sandbox.sandbox": {"name": names, "template": target.template, "state": "paused"}},
         {"grove.sandbox.sandbox": {"name": names[:2], "state": "running"}},
@@ -72,88 +72,95 @@ def test_one_task_manages_many_sandboxes(target: Target) -> None:
 
 def test_a_sandbox_is_replaced_only_on_request(target: Target) -> None:
     memory_mb = target.client.get(f"/templates/{target.template}")["memoryMB"]
-    first, second, refused = target.play(
-        sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
-        sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
-        sandbox_task(target, "box", template=target.template, memory_mb=memory_mb * 2),
+    created, repeated, refused = target.play(
+        make_sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
+        make_sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
+        make_sandbox_task(target, "box", template=target.template, memory_mb=memory_mb * 2),
     )
-    assert first["changed"] and not second["changed"]
+    assert created["changed"] and not repeated["changed"]
     assert refused["failed"] and refused["failure"]["kind"] == "conflict"
     assert f"has memory_mb {memory_mb}, not {memory_mb * 2}" in refused["msg"] and "recreate" in refused["msg"]
     (replaced,) = target.verify(
-        sandbox_task(target, "box", template=target.template, memory_mb=memory_mb * 2, cold_start=True, recreate=True)
+        make_sandbox_task(
+            target, "box", template=target.template, memory_mb=memory_mb * 2, cold_start=True, recreate=True
+        )
     )
-    assert replaced["sandbox"]["id"] != first["sandbox"]["id"]
+    assert replaced["sandbox"]["id"] != created["sandbox"]["id"]
     assert replaced["sandbox"]["memory_mb"] == memory_mb * 2
-    assert len(list(target.client.list_all("/sandboxes", name=target.name("box")))) == 1
+    assert len(list(target.client.list_all("/sandboxes", name=target.make_name("box")))) == 1
 
 
 @each_execution
 def test_forks_and_clones_are_added_and_removed(target: Target, keywords: dict[str, Any]) -> None:
-    golden, prefix = target.name("golden"), target.name("ci")
-    target.verify(sandbox_task(target, "box", template=target.template), keywords=keywords)
-    captured, three, more, fewer, paused_forks, limited, unlimited, all_removed = target.verify(
-        snapshot_task(name=golden, sandbox=target.name("box"), description="a fork point"),
-        fork_task(snapshot=golden, count=3, name_prefix=prefix),
-        fork_task(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
-        fork_task(snapshot=golden, count=2, name_prefix=prefix, exact=True),
-        fork_task(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
-        fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=3600),
-        fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=-1),
-        fork_task(snapshot=golden, name_prefix=prefix, state="absent"),
+    golden, prefix = target.make_name("golden"), target.make_name("ci")
+    target.verify(make_sandbox_task(target, "box", template=target.template), keywords=keywords)
+    captured, three_forks, five_forks, two_forks, paused_forks, limited, unlimited, all_removed = target.verify(
+        make_snapshot_task(name=golden, sandbox=target.make_name("box"), description="a fork point"),
+        make_fork_task(snapshot=golden, count=3, name_prefix=prefix),
+        make_fork_task(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
+        make_fork_task(snapshot=golden, count=2, name_prefix=prefix, exact=True),
+        make_fork_task(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
+        make_fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=3600),
+        make_fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=-1),
+        make_fork_task(snapshot=golden, name_prefix=prefix, state="absent"),
         keywords=keywords,
     )
     assert captured["snapshot"]["source_sandbox_id"]
-    assert [box["name"] for box in three["sandboxes"]] == [f"{prefix}-{number}" for number in (1, 2, 3)]
-    assert {box["forked_from"] for box in three["sandboxes"]} == {captured["snapshot"]["id"]}
-    assert [outcome["name"] for outcome in more["outcomes"] if outcome["changed"]] == [f"{prefix}-4", f"{prefix}-5"]
-    assert [outcome["name"] for outcome in fewer["outcomes"] if outcome["actions"] == ["remove"]] == [
+    assert [box["name"] for box in three_forks["sandboxes"]] == [f"{prefix}-{number}" for number in (1, 2, 3)]
+    assert {box["forked_from"] for box in three_forks["sandboxes"]} == {captured["snapshot"]["id"]}
+    assert [outcome["name"] for outcome in five_forks["outcomes"] if outcome["changed"]] == [
+        f"{prefix}-4",
+        f"{prefix}-5",
+    ]
+    assert [outcome["name"] for outcome in two_forks["outcomes"] if outcome["actions"] == ["remove"]] == [
         f"{prefix}-{number}" for number in (3, 4, 5)
     ]
     assert all(box["state"] == "paused" for box in paused_forks["sandboxes"])
     names = [f"{prefix}-{number}" for number in (1, 2, 3)]
-    verbs = {outcome["name"]: outcome["actions"] for outcome in limited["outcomes"]}
-    assert verbs == dict(zip(names, [["set_timeout"], ["set_timeout"], ["fork"]], strict=True))
+    actions_by_name = {outcome["name"]: outcome["actions"] for outcome in limited["outcomes"]}
+    assert actions_by_name == dict(zip(names, [["set_timeout"], ["set_timeout"], ["fork"]], strict=True))
     assert {view["timeout"] for view in limited["diff"]["after"].values()} == {3600}
     assert {view["timeout"] for view in unlimited["diff"]["after"].values()} == {-1}
     assert all_removed["sandboxes"] == [] and len(all_removed["outcomes"]) == 3
 
 
 def test_clones_of_a_sandbox_differ_from_forks_of_its_snapshots(target: Target) -> None:
-    golden, prefix, box = target.name("golden"), target.name("copy"), target.name("box")
+    golden, prefix, box = target.make_name("golden"), target.make_name("copy"), target.make_name("box")
     *_, cloned, fewer = target.verify(
-        sandbox_task(target, "box", template=target.template),
-        snapshot_task(name=golden, sandbox=box),
-        fork_task(snapshot=golden, names=[f"{prefix}-9"]),
-        fork_task(sandbox=box, count=2, name_prefix=prefix),
-        fork_task(sandbox=box, count=1, name_prefix=prefix, exact=True),
+        make_sandbox_task(target, "box", template=target.template),
+        make_snapshot_task(name=golden, sandbox=box),
+        make_fork_task(snapshot=golden, names=[f"{prefix}-9"]),
+        make_fork_task(sandbox=box, count=2, name_prefix=prefix),
+        make_fork_task(sandbox=box, count=1, name_prefix=prefix, exact=True),
     )
     assert len({each["forked_from"] for each in cloned["sandboxes"]}) == 1
     assert [outcome["name"] for outcome in fewer["outcomes"] if outcome["changed"]] == [f"{prefix}-2"]
-    (foreign,) = target.play(fork_task(sandbox=box, names=[f"{prefix}-9"]))
-    assert foreign["failed"] and f"{prefix}-9" in foreign["msg"] and foreign["failure"]["kind"] == "conflict"
+    (refused,) = target.play(make_fork_task(sandbox=box, names=[f"{prefix}-9"]))
+    assert refused["failed"] and f"{prefix}-9" in refused["msg"] and refused["failure"]["kind"] == "conflict"
 
 
 @each_execution
 def test_rollback_skips_clean_sandboxes_and_takes_backups(target: Target, keywords: dict[str, Any]) -> None:
-    box, before, backup = target.name("box"), target.name("before"), target.name("backup")
+    box, golden, backup = target.make_name("box"), target.make_name("before"), target.make_name("backup")
     target.verify(
-        sandbox_task(target, "box", template=target.template),
-        snapshot_task(name=before, sandbox=box),
+        make_sandbox_task(target, "box", template=target.template),
+        make_snapshot_task(name=golden, sandbox=box),
         keywords=keywords,
     )
-    (clean,) = target.play(rollback_task(sandbox=box, snapshot=before), keywords=keywords)
+    (clean,) = target.play(make_rollback_task(sandbox=box, snapshot=golden), keywords=keywords)
     assert not clean["changed"], clean
     write_file(target, "box")
-    (rolled_back,) = target.verify(rollback_task(sandbox=box, snapshot=before, backup_name=backup), keywords=keywords)
+    (rolled_back,) = target.verify(
+        make_rollback_task(sandbox=box, snapshot=golden, backup_name=backup), keywords=keywords
+    )
     assert rolled_back["diff"]["before"][box]["diverged"] is True
     assert rolled_back["diff"]["after"][box]["diverged"] is False
     assert rolled_back["backups"][0]["name"] == backup
-    assert rolled_back["backups"][0]["description"] == f"before the rollback to {before}"
+    assert rolled_back["backups"][0]["description"] == f"before the rollback to {golden}"
     predicted, actual, repeated = target.play(
-        {**rollback_task(sandbox=box, snapshot=before, unless_clean=False), "check_mode": True},
-        rollback_task(sandbox=box, snapshot=before, unless_clean=False),
-        rollback_task(sandbox=box, snapshot=before, unless_clean=False),
+        {**make_rollback_task(sandbox=box, snapshot=golden, unless_clean=False), "check_mode": True},
+        make_rollback_task(sandbox=box, snapshot=golden, unless_clean=False),
+        make_rollback_task(sandbox=box, snapshot=golden, unless_clean=False),
         options=("--diff",),
         keywords=keywords,
     )
@@ -162,52 +169,55 @@ def test_rollback_skips_clean_sandboxes_and_takes_backups(target: Target, keywor
 
 
 def test_when_changed_captures_only_changed_sandboxes(target: Target) -> None:
-    box, first, second, third = (target.name(name) for name in ("box", "first", "second", "third"))
+    box, first, second, third = (target.make_name(name) for name in ("box", "first", "second", "third"))
     target.verify(
-        sandbox_task(target, "box", template=target.template), snapshot_task(name=first, sandbox=box, when_changed=True)
+        make_sandbox_task(target, "box", template=target.template),
+        make_snapshot_task(name=first, sandbox=box, when_changed=True),
     )
-    (unchanged,) = target.play(snapshot_task(name=second, sandbox=box, when_changed=True))
+    (unchanged,) = target.play(make_snapshot_task(name=second, sandbox=box, when_changed=True))
     assert not unchanged["changed"] and unchanged["snapshot"]["name"] == first
     write_file(target, "box")
-    (captured,) = target.verify(snapshot_task(name=third, sandbox=box, when_changed=True))
+    (captured,) = target.verify(make_snapshot_task(name=third, sandbox=box, when_changed=True))
     assert captured["snapshot"]["name"] == third
 
 
 def test_deleting_a_snapshot_in_use_is_refused_or_deferred(target: Target) -> None:
-    box, golden, twin = target.name("box"), target.name("golden"), target.name("twin")
+    box, golden, twin = target.make_name("box"), target.make_name("golden"), target.make_name("twin")
     target.verify(
-        sandbox_task(target, "box", template=target.template),
-        snapshot_task(name=golden, sandbox=box),
-        fork_task(snapshot=golden, names=[twin]),
+        make_sandbox_task(target, "box", template=target.template),
+        make_snapshot_task(name=golden, sandbox=box),
+        make_fork_task(snapshot=golden, names=[twin]),
     )
     predicted, refused = target.play(
-        {**snapshot_task(name=golden, state="absent"), "check_mode": True}, snapshot_task(name=golden, state="absent")
+        {**make_snapshot_task(name=golden, state="absent"), "check_mode": True},
+        make_snapshot_task(name=golden, state="absent"),
     )
     assert predicted["failed"] and predicted["msg"] == refused["msg"]
     assert refused["failure"]["kind"] == "in_use" and refused["failure"]["blockers"] == [twin]
     target.verify(
-        snapshot_task(name=golden, state="absent", when_unused=True), sandbox_task(target, "twin", state="absent")
+        make_snapshot_task(name=golden, state="absent", when_unused=True),
+        make_sandbox_task(target, "twin", state="absent"),
     )
 
 
 def test_check_mode_changes_nothing(memory_target: Target, faulty_gateway: Any) -> None:
     memory_target.play(
         {"grove.sandbox.sandbox_template": {"name": "other", "packages": ["curl"]}},
-        sandbox_task(memory_target, "box", template="base"),
-        fork_task(snapshot="base", count=3, name_prefix="ci"),
+        make_sandbox_task(memory_target, "box", template="base"),
+        make_fork_task(snapshot="base", count=3, name_prefix="ci"),
         options=("--check",),
     )
     assert {method for method, _ in faulty_gateway.calls} == {"GET"}
 
 
-def test_template_life_cycle(memory_target: Target, keywords: dict[str, Any]) -> None:
-    def template(**options: Any) -> Task:
+def test_check_mode_predicts_the_life_cycle_of_a_template(memory_target: Target, keywords: dict[str, Any]) -> None:
+    def make_template_task(**options: Any) -> Task:
         return {"grove.sandbox.sandbox_template": {"name": "web", **options}}
 
     built, rebuilt, removed = memory_target.verify(
-        template(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
-        template(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
-        template(state="absent"),
+        make_template_task(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
+        make_template_task(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
+        make_template_task(state="absent"),
         keywords=keywords,
     )
     assert built["template"]["recipe"]["packages"] == ["curl", "nginx"]
@@ -218,15 +228,15 @@ def test_template_life_cycle(memory_target: Target, keywords: dict[str, Any]) ->
 
 
 def test_the_number_of_prewarmed_forks_is_changed(memory_target: Target, keywords: dict[str, Any]) -> None:
-    box, mark, web = memory_target.name("box"), memory_target.name("mark"), memory_target.name("web")
+    box, mark, web = memory_target.make_name("box"), memory_target.make_name("mark"), memory_target.make_name("web")
     _, captured, lowered, built, raised, removed, _ = memory_target.verify(
-        sandbox_task(memory_target, "box", template=memory_target.template),
-        snapshot_task(name=mark, sandbox=box, prewarm=2),
-        snapshot_task(name=mark, sandbox=box, prewarm=0),
+        make_sandbox_task(memory_target, "box", template=memory_target.template),
+        make_snapshot_task(name=mark, sandbox=box, prewarm=2),
+        make_snapshot_task(name=mark, sandbox=box, prewarm=0),
         {"grove.sandbox.sandbox_template": {"name": web, "prewarm": 1}},
         {"grove.sandbox.sandbox_template": {"name": web, "prewarm": 2}},
         {"grove.sandbox.sandbox_template": {"name": web, "state": "absent"}},
-        snapshot_task(name=mark, state="absent"),
+        make_snapshot_task(name=mark, state="absent"),
         keywords=keywords,
     )
     assert captured["snapshot"]["prewarm"] == 2 and lowered["snapshot"]["prewarm"] == 0
@@ -238,13 +248,13 @@ def test_the_number_of_prewarmed_forks_is_changed(memory_target: Target, keyword
 
 @pytest.mark.parametrize("target", ["real"], indirect=True)
 def test_a_template_is_built_on_a_real_host(target: Target) -> None:
-    def template(**options: Any) -> Task:
-        return {"grove.sandbox.sandbox_template": {"name": target.name("built"), **options}}
+    def make_template_task(**options: Any) -> Task:
+        return {"grove.sandbox.sandbox_template": {"name": target.make_name("built"), **options}}
 
     built, _created, hidden = target.verify(
-        template(setup=["echo one >/etc/marker"]),
-        {"grove.sandbox.sandbox": {"name": target.name("box"), "template": target.name("built")}},
-        template(state="absent", when_unused=True),
+        make_template_task(setup=["echo one >/etc/marker"]),
+        {"grove.sandbox.sandbox": {"name": target.make_name("box"), "template": target.make_name("built")}},
+        make_template_task(state="absent", when_unused=True),
     )
     assert built["template"]["status"] == "ready"
     assert hidden["templates"] == []

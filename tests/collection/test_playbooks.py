@@ -1,4 +1,4 @@
-"""Test the playbooks of docs/recipes.md: the unchanged plays on that page, errors, and a run on virtual machines."""
+"""Test the playbooks of docs/recipes.md with the unchanged plays on that page, with errors, and on virtual machines."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def create_sandbox(gateway: MemoryGateway, name: str, **metadata: str) -> str:
     with gateway.client() as api:
         response = api.post("/sandboxes", json={"templateID": "base", "name": name, "metadata": metadata})
     assert response.status_code == 201, response.text
-    ident: str = response.json()["sandboxID"]
-    return ident
+    sandbox_id: str = response.json()["sandboxID"]
+    return sandbox_id
 
 
 def change_sandbox(gateway: MemoryGateway, sandbox: str) -> None:
@@ -52,7 +52,7 @@ def create_snapshot(gateway: MemoryGateway, sandbox: str, name: str) -> None:
         assert api.post(f"/sandboxes/{sandbox}/snapshots", json={"name": name}).status_code == 201
 
 
-def list_snapshots(gateway: MemoryGateway) -> list[str]:
+def list_snapshot_names(gateway: MemoryGateway) -> list[str]:
     with gateway.client() as api:
         return [name for each in api.get("/snapshots?limit=1000").json() for name in each["names"]]
 
@@ -61,11 +61,13 @@ def list_snapshots(gateway: MemoryGateway) -> list[str]:
 
 
 def test_build_template_builds_only_changed_recipes(memory_target: Target) -> None:
-    """Uses an in-memory host, which does not run the recipe's commands."""
+    """The in-memory host does not run the recipe's commands."""
     playbook_runner = PlaybookRunner(memory_target.scratch, memory_target.url)
-    assert "web would be built" in check_success(playbook_runner.run_page("build_template", "--check"), 1)
-    assert "web was built" in check_success(playbook_runner.run_page("build_template"), 1)
-    assert "web already exists with this recipe" in check_success(playbook_runner.run_page("build_template"), 0)
+    assert "web would be built" in check_success(playbook_runner.run_documented_play("build_template", "--check"), 1)
+    assert "web was built" in check_success(playbook_runner.run_documented_play("build_template"), 1)
+    assert "web already exists with this recipe" in check_success(
+        playbook_runner.run_documented_play("build_template"), 0
+    )
     recipe = memory_target.client.get("/templates/web")["recipe"]
     assert recipe["packages"] == ["curl", "nginx-light"]
     assert recipe["readyProbe"] == "curl -fs http://localhost/"
@@ -75,10 +77,13 @@ def test_build_template_builds_only_changed_recipes(memory_target: Target) -> No
         "build_setup": "echo hello > /var/www/html/index.html\n",
     }
     check_success(
-        playbook_runner.run_page("build_template", **text_variables, build_path="", build_suite="", build_cpus=""), 0
+        playbook_runner.run_documented_play(
+            "build_template", **text_variables, build_path="", build_suite="", build_cpus=""
+        ),
+        0,
     )
     check_refusal(
-        playbook_runner.run_page("build_template", build_setup="true\n\nfalse\n"),
+        playbook_runner.run_documented_play("build_template", build_setup="true\n\nfalse\n"),
         "command 'false' failed with exit code 1",
     )
     assert memory_target.client.get("/templates/web")["recipe"] == recipe
@@ -89,50 +94,61 @@ def test_build_template_builds_only_changed_recipes(memory_target: Target) -> No
 
 
 def test_nightly_snapshots_applies_the_retention_rule(playbook_runner: PlaybookRunner, gateway: MemoryGateway) -> None:
-    sandboxes = [create_sandbox(gateway, name, team="blue") for name in ("web", "db", "x" * 64)]
+    sandbox_ids = [create_sandbox(gateway, name, team="blue") for name in ("web", "db", "x" * 64)]
     create_sandbox(gateway, "other", team="green")
     with gateway.client() as api:
-        paused_sandbox = create_sandbox(gateway, "asleep", team="blue")
-        assert api.post(f"/sandboxes/{paused_sandbox}/pause").status_code == 204
-    for box in sandboxes:
+        paused_sandbox_id = create_sandbox(gateway, "asleep", team="blue")
+        assert api.post(f"/sandboxes/{paused_sandbox_id}/pause").status_code == 204
+    for box in sandbox_ids:
         change_sandbox(gateway, box)
-    first = {"nightly_stamp": "2026-01-01"}
-    check_success(playbook_runner.run_page("nightly_snapshots", "--check", **first), 1)
-    assert list_snapshots(gateway) == []
-    check_success(playbook_runner.run_page("nightly_snapshots", **first), 1)
-    snapshot_names = list_snapshots(gateway)
+    first_night_variables = {"nightly_stamp": "2026-01-01"}
+    check_success(playbook_runner.run_documented_play("nightly_snapshots", "--check", **first_night_variables), 1)
+    assert list_snapshot_names(gateway) == []
+    check_success(playbook_runner.run_documented_play("nightly_snapshots", **first_night_variables), 1)
+    snapshot_names = list_snapshot_names(gateway)
     assert sorted(snapshot_names)[:2] == ["db-2026-01-01", "web-2026-01-01"] and len(snapshot_names) == 3
-    assert max(map(len, snapshot_names)) == 64 and snapshot_names[2].endswith(f"x-{sandboxes[2][:12]}-2026-01-01")
+    assert max(map(len, snapshot_names)) == 64 and snapshot_names[2].endswith(f"x-{sandbox_ids[2][:12]}-2026-01-01")
     with gateway.client() as api:
-        assert api.get("/snapshots/web-2026-01-01").json()["sourceSandboxID"] == sandboxes[0]
-    output = check_success(playbook_runner.run_page("nightly_snapshots", **first), 0)
+        assert api.get("/snapshots/web-2026-01-01").json()["sourceSandboxID"] == sandbox_ids[0]
+    output = check_success(playbook_runner.run_documented_play("nightly_snapshots", **first_night_variables), 0)
     assert re.search(r'"nothing_new": \[[^]]*"web-2026-01-01"', output), output
 
     # The next run captures only the changed sandbox. Metadata can be text instead of a mapping.
-    change_sandbox(gateway, sandboxes[1])
-    rule = {"nightly_keep_daily": "", "nightly_keep_last": 1, "nightly_metadata": "team=blue"}
-    check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="2026-01-02", **rule), 1)
+    change_sandbox(gateway, sandbox_ids[1])
+    rule_variables = {"nightly_keep_daily": "", "nightly_keep_last": 1, "nightly_metadata": "team=blue"}
+    check_success(
+        playbook_runner.run_documented_play("nightly_snapshots", nightly_stamp="2026-01-02", **rule_variables), 1
+    )
     # The previous snapshot is removed shortly afterwards.
-    eventually(lambda: sorted(list_snapshots(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
-    all_sandboxes = {**rule, "nightly_metadata": "", "nightly_when_changed": "no", "nightly_stamp": "2026-01-03"}
-    check_success(playbook_runner.run_page("nightly_snapshots", **all_sandboxes), 1)
-    eventually(lambda: sorted(list_snapshots(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"])
+    eventually(lambda: sorted(list_snapshot_names(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
+    all_sandboxes_variables = {
+        **rule_variables,
+        "nightly_metadata": "",
+        "nightly_when_changed": "no",
+        "nightly_stamp": "2026-01-03",
+    }
+    check_success(playbook_runner.run_documented_play("nightly_snapshots", **all_sandboxes_variables), 1)
+    eventually(
+        lambda: sorted(list_snapshot_names(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"]
+    )
 
 
 def test_nightly_snapshots_continues_after_a_failure(playbook_runner: PlaybookRunner, gateway: MemoryGateway) -> None:
     for name in ("web", "db"):
         change_sandbox(gateway, create_sandbox(gateway, name, team="blue"))
     create_sandbox(gateway, "web-2026-01-01")
-    run = playbook_runner.run_page("nightly_snapshots", nightly_stamp="2026-01-01")
+    run = playbook_runner.run_documented_play("nightly_snapshots", nightly_stamp="2026-01-01")
     check_refusal(run, "web-2026-01-01")
-    assert list_snapshots(gateway) == ["db-2026-01-01"], (
+    assert list_snapshot_names(gateway) == ["db-2026-01-01"], (
         "an error in one sandbox must not prevent the snapshots of others"
     )
     assert re.search(r'"failed": \[\s*"web-2026-01-01"\s*\]', run.output), run.output
 
 
 def test_nightly_snapshots_reports_invalid_variables(playbook_runner: PlaybookRunner) -> None:
-    assert "No running sandbox has the metadata" in check_success(playbook_runner.run_page("nightly_snapshots"), 0)
+    assert "No running sandbox has the metadata" in check_success(
+        playbook_runner.run_documented_play("nightly_snapshots"), 0
+    )
     check_refusal(playbook_runner.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not valid)")
 
 
@@ -143,60 +159,65 @@ def test_roll_back_restores_changed_sandboxes(
     playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
 ) -> None:
     """Without a probe, any change since the snapshot means that the sandbox is broken."""
-    web = create_sandbox(gateway, "web")
-    create_snapshot(gateway, web, "web-2026-11-21")
+    web_id = create_sandbox(gateway, "web")
+    create_snapshot(gateway, web_id, "web-2026-11-21")
     options = {"rollback_probe": "", "rollback_backup_name": "kept"}
     assert "web is not rolled back, because it is in the state of the snapshot" in check_success(
-        playbook_runner.run_page("roll_back", **options), 0
+        playbook_runner.run_documented_play("roll_back", **options), 0
     )
-    change_sandbox(gateway, web)
-    changed = dict(gateway.machine(web).state)
-    output = check_success(playbook_runner.run_page("roll_back", "--check", **options), 1)
+    change_sandbox(gateway, web_id)
+    changed_state = dict(gateway.machine(web_id).state)
+    output = check_success(playbook_runner.run_documented_play("roll_back", "--check", **options), 1)
     assert '"files_changed_since": true' in output and '"kept_as": "kept"' in output
-    assert list_snapshots(gateway) == ["web-2026-11-21"] and gateway.machine(web).state == changed
-    check_success(playbook_runner.run_page("roll_back", **options), 1)
-    assert gateway.machine(web).state != changed and set(list_snapshots(gateway)) == {"web-2026-11-21", "kept"}
-    check_success(playbook_runner.run_page("roll_back", **options), 0)
+    assert list_snapshot_names(gateway) == ["web-2026-11-21"] and gateway.machine(web_id).state == changed_state
+    check_success(playbook_runner.run_documented_play("roll_back", **options), 1)
+    assert gateway.machine(web_id).state != changed_state and set(list_snapshot_names(gateway)) == {
+        "web-2026-11-21",
+        "kept",
+    }
+    check_success(playbook_runner.run_documented_play("roll_back", **options), 0)
     # If the backup's name is already in use, nothing is rolled back.
-    change_sandbox(gateway, web)
-    check_refusal(playbook_runner.run_page("roll_back", **options), "kept")
-    assert "written" in gateway.machine(web).state
-    check_success(playbook_runner.run_page("roll_back", rollback_probe="", rollback_capture="no"), 1)
-    assert set(list_snapshots(gateway)) == {"web-2026-11-21", "kept"}
+    change_sandbox(gateway, web_id)
+    check_refusal(playbook_runner.run_documented_play("roll_back", **options), "kept")
+    assert "written" in gateway.machine(web_id).state
+    check_success(playbook_runner.run_documented_play("roll_back", rollback_probe="", rollback_capture="no"), 1)
+    assert set(list_snapshot_names(gateway)) == {"web-2026-11-21", "kept"}
 
 
 def test_roll_back_restores_sandboxes_whose_probe_fails(
     playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
 ) -> None:
-    web = create_sandbox(gateway, "web")
-    create_snapshot(gateway, web, "web-2026-11-21")
-    change_sandbox(gateway, web)
-    before = gateway.machine(web).identity
+    web_id = create_sandbox(gateway, "web")
+    create_snapshot(gateway, web_id, "web-2026-11-21")
+    change_sandbox(gateway, web_id)
+    identity_before = gateway.machine(web_id).identity
     marker = tmp_path / "works"
     marker.touch()
     assert "its probe succeeds" in check_success(
-        playbook_runner.run_page("roll_back", rollback_probe=f"test -e {marker}"), 0
+        playbook_runner.run_documented_play("roll_back", rollback_probe=f"test -e {marker}"), 0
     )
-    assert gateway.machine(web).identity == before, "files have changed, but the sandbox is not rolled back"
+    assert gateway.machine(web_id).identity == identity_before, "files have changed, but the sandbox is not rolled back"
 
     marker.unlink()
     check_refusal(
-        playbook_runner.run_page("roll_back", rollback_probe=f"test -e {marker}", rollback_tries=1),
+        playbook_runner.run_documented_play("roll_back", rollback_probe=f"test -e {marker}", rollback_tries=1),
         "but its probe still fails",
     )
-    (backup,) = set(list_snapshots(gateway)) - {"web-2026-11-21"}
+    (backup,) = set(list_snapshot_names(gateway)) - {"web-2026-11-21"}
     assert re.fullmatch(r"web-broken-\d{8}-\d{6}", backup)
     # The probe fails once in an unchanged sandbox and then succeeds, because a fault may be in memory only.
-    flag = tmp_path / "flag"
-    probe = f"test -e {flag} || ! touch {flag}"
-    check_success(playbook_runner.run_page("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1)
-    flag.unlink()
-    check_success(playbook_runner.run_page("roll_back", "--check", rollback_probe=probe), 1)
+    flag_file = tmp_path / "flag"
+    probe = f"test -e {flag_file} || ! touch {flag_file}"
+    check_success(
+        playbook_runner.run_documented_play("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1
+    )
+    flag_file.unlink()
+    check_success(playbook_runner.run_documented_play("roll_back", "--check", rollback_probe=probe), 1)
     timeout_options = {
-        "rollback_probe": f"test -e {flag}.2 || {{ touch {flag}.2; sleep 60; }}",
+        "rollback_probe": f"test -e {flag_file}.2 || {{ touch {flag_file}.2; sleep 60; }}",
         "rollback_probe_seconds": 1,
     }
-    check_success(playbook_runner.run_page("roll_back", **timeout_options, rollback_capture=False), 1)
+    check_success(playbook_runner.run_documented_play("roll_back", **timeout_options, rollback_capture=False), 1)
 
 
 @pytest.mark.parametrize(
@@ -224,24 +245,26 @@ def test_fork_and_test_accepts_variants_as_text(
     playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
 ) -> None:
     create_sandbox(gateway, "web")
-    lines = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
-    test = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"
-    run = playbook_runner.run("fork_and_test", fork_source="web", fork_variants=lines, fork_test=test, fork_best="most")
+    variants_text = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
+    test_command = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"
+    run = playbook_runner.run(
+        "fork_and_test", fork_source="web", fork_variants=variants_text, fork_test=test_command, fork_best="most"
+    )
     assert "web continues from web-try-one" in check_success(run) and (tmp_path / "one").read_text() == "1 :\n"
 
 
 # --- on machines -----------------------------------------------------------------------------------------------------
 
 
-def test_nightly_snapshot_and_rollback_on_virtual_machines(
+def test_a_broken_virtual_machine_is_rolled_back_to_its_nightly_snapshot(
     shared_gateway: Gateway, template: str, tmp_path: Path
 ) -> None:
-    """Captures a sandbox, breaks it, and rolls it back with its memory. The broken state is kept in a snapshot."""
+    """Capture a sandbox, break it, and roll it back with its memory. A snapshot keeps the broken state."""
     api, playbook_runner = shared_gateway, PlaybookRunner(tmp_path, shared_gateway.url)
     sandbox = api.call("POST", "/sandboxes", {"templateID": template, "name": "night", "metadata": {"team": "night"}})
-    box = sandbox["sandboxID"]
+    sandbox_id = sandbox["sandboxID"]
     nightly_variables = {"nightly_metadata": {"team": "night"}, "nightly_keep_daily": None, "nightly_keep_last": 2}
-    serve = "setsid python3 -m http.server 8000 --directory /srv/www >/dev/null 2>&1 &"
+    serve_command = "setsid python3 -m http.server 8000 --directory /srv/www >/dev/null 2>&1 &"
     rollback_variables = {
         "rollback_sandbox": "night",
         "rollback_snapshot": "night-1",
@@ -249,21 +272,29 @@ def test_nightly_snapshot_and_rollback_on_virtual_machines(
         "rollback_backup_name": "night-kept",
     }
     try:
-        api.sh(box, f"mkdir -p /srv/www && echo up > /srv/www/index && {serve} sleep 2")
-        check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="1", **nightly_variables), 1)
-        check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="2", **nightly_variables), 0)
-        assert "its probe succeeds" in check_success(playbook_runner.run_page("roll_back", **rollback_variables), 0)
+        api.sh(sandbox_id, f"mkdir -p /srv/www && echo up > /srv/www/index && {serve_command} sleep 2")
+        check_success(
+            playbook_runner.run_documented_play("nightly_snapshots", nightly_stamp="1", **nightly_variables), 1
+        )
+        check_success(
+            playbook_runner.run_documented_play("nightly_snapshots", nightly_stamp="2", **nightly_variables), 0
+        )
+        assert "its probe succeeds" in check_success(
+            playbook_runner.run_documented_play("roll_back", **rollback_variables), 0
+        )
 
-        server = api.sh(box, "pgrep -f http.server").split()[0]
-        api.sh(box, f"kill {server}; rm -r /srv/www; sync")
-        output = check_success(playbook_runner.run_page("roll_back", **rollback_variables), 1)
+        server_pid = api.sh(sandbox_id, "pgrep -f http.server").split()[0]
+        api.sh(sandbox_id, f"kill {server_pid}; rm -r /srv/www; sync")
+        output = check_success(playbook_runner.run_documented_play("roll_back", **rollback_variables), 1)
         assert '"kept_as": "night-kept"' in output
-        assert api.sh(box, "cat /srv/www/index; pgrep -f http.server").split()[:2] == ["up", server], (
+        assert api.sh(sandbox_id, "cat /srv/www/index; pgrep -f http.server").split()[:2] == ["up", server_pid], (
             "the captured process must run again"
         )
-        assert "its probe succeeds" in check_success(playbook_runner.run_page("roll_back", **rollback_variables), 0)
-        assert api.call("GET", "/snapshots/night-kept")["sourceSandboxID"] == box
+        assert "its probe succeeds" in check_success(
+            playbook_runner.run_documented_play("roll_back", **rollback_variables), 0
+        )
+        assert api.call("GET", "/snapshots/night-kept")["sourceSandboxID"] == sandbox_id
     finally:
-        api.client.delete(f"/sandboxes/{box}")
+        api.client.delete(f"/sandboxes/{sandbox_id}")
         for name in ("night-1", "night-2", "night-kept"):
             api.client.delete(f"/snapshots/{name}?when=unused")

@@ -1,4 +1,4 @@
-"""Test every module, state and option: predictions are exact, a second run changes nothing, and diffs are readable.
+"""Test that predictions are exact, second runs change nothing, and diffs are readable, for all modules and options.
 
 The gateway and its engine are real, but the host is in memory (tests/api/memory_host.py), because predictions depend
 only on the engine. test_modules.py and test_volumes.py test the modules with real machines. docs/predictions.md shows
@@ -23,19 +23,19 @@ from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.memory_gateway import MemoryGateway
-from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, task
+from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, make_task
 from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "predictions.md"
-COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_predictions.py"
+PAGE_PATH = REPOSITORY / "docs" / "predictions.md"
+WRITE_PAGE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_predictions.py"
 MAX_DIFF_LINES = 60
 """Maximum number of lines in the diff of a case."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The results of a case: of check mode, of the run, and of a second run."""
+class CaseResults:
+    """The results of a case in check mode, in the run, and in a second run."""
 
     case: Case
     prefix: str
@@ -45,8 +45,8 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
-    """The results of all cases, from two plays: one sets up the cases, the other runs each task three times."""
+def results_by_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, CaseResults]]:
+    """The results of all cases. One play sets up the cases, and another runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
     gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
@@ -55,20 +55,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Ou
         scratch.mkdir()
         target = Target(gateway.unix_url, scratch)
         prefixes = {case: f"c{number:02}-" for number, case in enumerate(CASES)}
-        before = [task(*setup_task, prefixes[case]) for case in CASES for setup_task in case.setup_tasks]
-        for result in target.play(*before):
+        setup_tasks = [make_task(*setup_task, prefixes[case]) for case in CASES for setup_task in case.setup_tasks]
+        for result in target.play(*setup_tasks):
             assert not result.get("failed"), result
         for case in CASES:
             for change, name in case.changes:
                 change_setup(gateway, target, change, insert_prefix(name, prefixes[case]))
-        tasks_three_times = [
-            {**task(case.module, case.options, prefixes[case]), **keywords}
+        task_runs = [
+            {**make_task(case.module, case.options, prefixes[case]), **keywords}
             for case in CASES
             for keywords in ({"check_mode": True}, {}, {})
         ]
-        results = target.play(*tasks_three_times, options=("--diff",))
+        results = target.play(*task_runs, options=("--diff",))
         yield {
-            case: Outcome(case, prefixes[case], *results[3 * number : 3 * number + 3])
+            case: CaseResults(case, prefixes[case], *results[3 * number : 3 * number + 3])
             for number, case in enumerate(CASES)
         }
     finally:
@@ -79,8 +79,8 @@ class ShellMachine(memory_host.Machine):
     """A machine whose shell commands always succeed."""
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
-        modified = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
-        return await super()._exec(modified)
+        modified_request = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
+        return await super()._exec(modified_request)
 
 
 class ShellHost(memory_host.MemoryHost):
@@ -90,8 +90,9 @@ class ShellHost(memory_host.MemoryHost):
 def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str) -> None:
     """Apply one of a case's changes to its setup.
 
-    ``write`` writes a file in a sandbox; ``end`` stops its machine; ``outdate`` makes a template look as if another
-    version of the gateway had built it; ``keep`` makes the host keep the snapshots of a volume, as a jail host does.
+    ``write`` writes a file in a sandbox; ``end`` stops the machine of a sandbox; ``outdate`` makes a template look as
+    if another version of the gateway had built it; ``keep`` makes the host keep the snapshots of a volume, as a jail
+    host does.
     """
     if change == "write":
         target.client.post(f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
@@ -104,7 +105,7 @@ def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str)
     elif change == "outdate":
         gateway.engine.templates.get(name).recipe_digest = "0" * 64
     else:
-        keep_snapshots(gateway, name)
+        prevent_snapshot_removal(gateway, name)
 
 
 async def end_machine(gateway: MemoryGateway, name: str) -> None:
@@ -113,7 +114,7 @@ async def end_machine(gateway: MemoryGateway, name: str) -> None:
     gateway.host._exit(instance)
 
 
-def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
+def prevent_snapshot_removal(gateway: MemoryGateway, name: str) -> None:
     """Make removals of the volume's snapshots fail with the error that ZfsStorage raises.
 
     tests/jail_zfs/test_volume_storage.py checks that ZfsStorage raises it.
@@ -130,9 +131,13 @@ def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
 def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(
-    case: Case, outcomes: dict[Case, Outcome]
+    case: Case, results_by_case: dict[Case, CaseResults]
 ) -> None:
-    predicted, actual, repeated = (outcomes[case].predicted, outcomes[case].actual, outcomes[case].repeated)
+    predicted, actual, repeated = (
+        results_by_case[case].predicted,
+        results_by_case[case].actual,
+        results_by_case[case].repeated,
+    )
     if case.unpredicted_error:
         assert predicted["changed"] and not predicted.get("failed"), predicted
         assert actual["failed"] and actual["failure"]["kind"] == case.unpredicted_error, actual
@@ -154,28 +159,30 @@ def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_diffs_are_readable(case: Case, outcomes: dict[Case, Outcome]) -> None:
-    actual = outcomes[case].actual
+def test_diffs_are_readable(case: Case, results_by_case: dict[Case, CaseResults]) -> None:
+    actual = results_by_case[case].actual
     if "diff" not in actual:
         assert case.module.endswith("_info")
         return
     before, after = actual["diff"]["before"], actual["diff"]["after"]
     assert (before != after) is actual["changed"]
     assert set(before) | set(after) <= {outcome["name"] for outcome in actual["outcomes"] if outcome["changed"]}
-    changed_lines = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
+    changed_lines = [line for line in make_diff(before, after) if line[:1] in "+-"]
     assert len(changed_lines) <= MAX_DIFF_LINES, changed_lines
 
 
-def ansible_diff(before: Any, after: Any) -> list[str]:
-    texts = [json.dumps(views, sort_keys=True, indent=4).splitlines() for views in (before, after)]
-    return list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
+def make_diff(before: Any, after: Any) -> list[str]:
+    line_lists = [json.dumps(views, sort_keys=True, indent=4).splitlines() for views in (before, after)]
+    return list(difflib.unified_diff(*line_lists, n=0, lineterm=""))[2:]
 
 
-def test_the_page_matches_the_results(outcomes: dict[Case, Outcome]) -> None:
-    page = format_page(outcomes)
+def test_the_page_matches_the_results(results_by_case: dict[Case, CaseResults]) -> None:
+    page = format_page(results_by_case)
     if os.environ.get("GROVE_WRITE_DOCS"):
-        PAGE.write_text(page)
-    assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md does not match the results: run {COMMAND}"
+        PAGE_PATH.write_text(page)
+    assert PAGE_PATH.exists() and PAGE_PATH.read_text() == page, (
+        f"docs/predictions.md does not match the results: run {WRITE_PAGE_COMMAND}"
+    )
 
 
 # The page
@@ -183,45 +190,49 @@ def test_the_page_matches_the_results(outcomes: dict[Case, Outcome]) -> None:
 PAGE_HEAD = f"""# Check mode and runs
 
 [tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
-module three times: in check mode, then for real, and then for real a second time. The columns *check mode* and *run*
-show the actions that the result lists in `outcomes`. If they are the same, the prediction was right. The test then also
-compares the diff, and every value that can be known in advance. The column *again* shows the second real run. A single
-`-` means that there was no action. A refusal is shown as its `failure.kind`; with `continue_on_error` the module still
-handles the other names.
+module three times: in check mode, then for real, and then for real again.
 
-In the diffs `…` stands for an id.
+* The columns *check mode* and *run* show the actions that the result lists in `outcomes`. If both columns are the same,
+  the prediction was right. The test then also compares the diff and every value that can be known in advance.
+* The column *again* shows the second real run.
+* A single `-` means that there was no action.
+* A refusal is shown as its `failure.kind`. With `continue_on_error`, the module still handles the other names.
 
-This page also shows where the results are not ideal. Two modules are only partly idempotent: `sandbox_volume` with
-`rollback_to`, and `sandbox_rollback` with `unless_clean: false`, change something on every run. Check mode also cannot
-predict results that only the host knows: whether the `path` of a template exists, whether a build succeeds, and whether
-a jail host must keep a snapshot of a volume because another volume was created from it. In these cases the run is
-refused and changes nothing.
+In the diffs, `…` stands for an id.
 
-The test generates this page: `{COMMAND}`.
+This page also shows the exceptions:
+
+* Two modules are not idempotent with certain options: `sandbox_volume` with `rollback_to` and `sandbox_rollback` with
+  `unless_clean: false` roll back on every run.
+* Check mode does not predict failures whose cause only the host can find: the `path` of a template does not exist, a
+  build fails, or a jail host must keep a snapshot of a volume because another volume was created from it. In these
+  cases, the real run fails and changes nothing.
+
+The test generates this page: `{WRITE_PAGE_COMMAND}`.
 It fails if its results differ from the page.
 """
 
 
-def format_page(outcomes: dict[Case, Outcome]) -> str:
+def format_page(results_by_case: dict[Case, CaseResults]) -> str:
     lines = [PAGE_HEAD]
     for module in RESOURCE_KINDS:
-        head = "| options | check mode | run | again | diff |"
-        lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
-        lines += [format_row(outcome) for case, outcome in outcomes.items() if case.module == module]
+        table_header = "| options | check mode | run | again | diff |"
+        lines += [f"## {module}", "", table_header, "|---|---|---|---|---|"]
+        lines += [format_row(case_results) for case, case_results in results_by_case.items() if case.module == module]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def format_row(outcome: Outcome) -> str:
-    repeated = format_actions(outcome.repeated, outcome.prefix)
-    if outcome.case.repeated_actions:
-        repeated += f"; {outcome.case.repeated_actions}"
+def format_row(case_results: CaseResults) -> str:
+    repeated_actions = format_actions(case_results.repeated, case_results.prefix)
+    if case_results.case.repeated_actions:
+        repeated_actions += f"; {case_results.case.repeated_actions}"
     cells = [
-        outcome.case.title,
-        format_actions(outcome.predicted, outcome.prefix),
-        format_actions(outcome.actual, outcome.prefix),
-        repeated,
-        format_diff(outcome),
+        case_results.case.title,
+        format_actions(case_results.predicted, case_results.prefix),
+        format_actions(case_results.actual, case_results.prefix),
+        repeated_actions,
+        format_diff(case_results),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -238,26 +249,26 @@ def format_actions(result: Result, prefix: str) -> str:
     return "; ".join(parts) or "-"
 
 
-def format_diff(outcome: Outcome) -> str:
-    if "diff" not in outcome.actual:
+def format_diff(case_results: CaseResults) -> str:
+    if "diff" not in case_results.actual:
         return "-"
-    before, after = outcome.actual["diff"]["before"], outcome.actual["diff"]["after"]
+    before, after = case_results.actual["diff"]["before"], case_results.actual["diff"]["after"]
     removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
     changes = [
         f"`{name}`: {key} {format_value(old)} → {format_value(new)}"
         for name in before
         if name in after
-        for key, old, new in differences(before[name], after[name])
+        for key, old, new in find_differences(before[name], after[name])
     ]
     lines = [*[f"- `{name}`" for name in removed], *changes, *[f"+ `{name}`" for name in added]]
-    return remove_changing_parts("; ".join(lines), outcome.prefix) or "-"
+    return mask_variable_parts("; ".join(lines), case_results.prefix) or "-"
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def find_differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the path, the old value and the new value of each leaf that differs. A missing value is None."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            yield from find_differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:
         yield path, before, after
 
@@ -270,6 +281,6 @@ def format_value(value: Any) -> str:
     return "nothing" if value in (None, "") else json.dumps(value).strip('"')
 
 
-def remove_changing_parts(text: str, prefix: str) -> str:
-    """Remove the parts that differ between runs: ids and the case's prefix."""
+def mask_variable_parts(text: str, prefix: str) -> str:
+    """Replace ids with an ellipsis and remove the case's prefix, because both differ between runs."""
     return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import session
 
-GUIDES = sorted(path.stem for path in (session.REPOSITORY / "docs").glob("*.md"))
-REFERENCE = [
+GUIDE_NAMES = sorted(path.stem for path in (session.REPOSITORY / "docs").glob("*.md"))
+REFERENCE_NAMES = [
     *(f"{path.stem}_module" for path in sorted((session.REPOSITORY / "plugins" / "modules").glob("*.py"))),
     *(f"{path.stem}_connection" for path in sorted((session.REPOSITORY / "plugins" / "connection").glob("*.py"))),
     *(f"{path.stem}_inventory" for path in sorted((session.REPOSITORY / "plugins" / "inventory").glob("*.py"))),
@@ -30,22 +30,26 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("page", [*(f"guides/{name}" for name in GUIDES), *(f"reference/{name}" for name in REFERENCE)])
+@pytest.mark.parametrize(
+    "page", [*(f"guides/{name}" for name in GUIDE_NAMES), *(f"reference/{name}" for name in REFERENCE_NAMES)]
+)
 def test_every_page_has_a_title_and_a_link(site: Path, page: str) -> None:
     text = (site / f"{page}.html").read_text()
     (title,) = re.findall(r"<h1>(.*?)<a class=", text, re.DOTALL)
     title_text = html.unescape(re.sub("<.*?>", "", title))
-    source = session.REPOSITORY / "docs" / f"{Path(page).name}.md"
-    expected = source.read_text().splitlines()[0].removeprefix("# ") if page.startswith("guides/") else "grove.sandbox."
-    assert title_text.startswith(expected.replace("`", ""))
+    source_file = session.REPOSITORY / "docs" / f"{Path(page).name}.md"
+    expected_title = (
+        source_file.read_text().splitlines()[0].removeprefix("# ") if page.startswith("guides/") else "grove.sandbox."
+    )
+    assert title_text.startswith(expected_title.replace("`", ""))
     start_page = (site / "index.html").read_text()
-    index = (site / "reference" / "index.html").read_text()
-    assert f'href="{page}.html' in start_page or f'href="{Path(page).name}.html' in index
+    reference_index = (site / "reference" / "index.html").read_text()
+    assert f'href="{page}.html' in start_page or f'href="{Path(page).name}.html' in reference_index
 
 
 def test_guides_link_to_each_other_within_the_site(site: Path) -> None:
     text = (site / "guides" / "README.html").read_text()
-    for name in GUIDES:
+    for name in GUIDE_NAMES:
         assert name == "README" or f'href="{name}.html"' in text, name
 
 
@@ -55,7 +59,7 @@ def test_options_and_returned_values_are_in_the_reference(site: Path) -> None:
         assert f'id="{element_id}"' in text, element_id
 
 
-def test_the_site_loads_nothing_external(site: Path) -> None:
+def test_the_site_loads_no_external_resources(site: Path) -> None:
     for page in site.rglob("*.html"):
         urls = re.findall(r'<(?:script|img|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text())
         assert not [url for url in urls if re.match(r"(https?:)?//", url)], page

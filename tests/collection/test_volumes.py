@@ -1,4 +1,4 @@
-"""Test volumes: check mode predicts the run, a second run changes nothing, and errors name the blocking resources."""
+"""Test that check mode predicts changes to volumes, second runs change nothing, and errors name blocking resources."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from tests.collection.runner import Result, Target, Task, check_prediction
 from tests.support.faulty_gateway import FaultyGateway
 
 
-def volume_task(**options: Any) -> Task:
+def make_volume_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_volume": options}
 
 
-def sandbox_task(**options: Any) -> Task:
+def make_sandbox_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox": options}
 
 
-def fork_task(**options: Any) -> Task:
+def make_fork_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_fork": options}
 
 
-def snapshot_task(**options: Any) -> Task:
+def make_snapshot_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_snapshot": options}
 
 
-def mount_at(path: str, name: str, **options: Any) -> dict[str, Any]:
+def make_mount(path: str, name: str, **options: Any) -> dict[str, Any]:
     return {"name": name, "path": path, **options}
 
 
-def planned_actions(result: Result) -> list[list[str]]:
+def list_actions(result: Result) -> list[list[str]]:
     return [outcome["actions"] for outcome in result["outcomes"]]
 
 
@@ -41,15 +41,15 @@ def check_failed(result: Result, kind: str, *texts: str) -> None:
 
 
 @each_execution
-def test_volume_life_cycle(target: Target, keywords: dict[str, Any]) -> None:
-    data, copy = target.name("data"), target.name("copy")
+def test_check_mode_predicts_the_life_cycle_of_a_volume(target: Target, keywords: dict[str, Any]) -> None:
+    data, copy = target.make_name("data"), target.make_name("copy")
     created, grown, captured, copied, pruned, removed = target.verify(
-        volume_task(name=data, size_mb=64),
-        volume_task(name=data, size_mb=128),
-        volume_task(name=data, snapshots=["monday", "tuesday"]),
-        volume_task(name=copy, from_snapshot=f"{data}@monday", size_mb=256),
-        volume_task(name=data, snapshots=["monday"], purge=True),
-        volume_task(name=[copy, data], state="absent", purge=True),
+        make_volume_task(name=data, size_mb=64),
+        make_volume_task(name=data, size_mb=128),
+        make_volume_task(name=data, snapshots=["monday", "tuesday"]),
+        make_volume_task(name=copy, from_snapshot=f"{data}@monday", size_mb=256),
+        make_volume_task(name=data, snapshots=["monday"], purge=True),
+        make_volume_task(name=[copy, data], state="absent", purge=True),
         keywords=keywords,
     )
     assert created["volume"]["size_mb"] == 64 and created["volume"]["attachments"] == []
@@ -61,18 +61,18 @@ def test_volume_life_cycle(target: Target, keywords: dict[str, Any]) -> None:
 
 
 def test_attachments_match_the_list_exactly(target: Target) -> None:
-    data, boxes = target.name("data"), [target.name(name) for name in ("writer", "reader", "other")]
+    data, boxes = target.make_name("data"), [target.make_name(name) for name in ("writer", "reader", "other")]
     writer, reader, other = boxes
-    target.verify(sandbox_task(name=boxes, template=target.template), volume_task(name=data, size_mb=64))
-    both, moved, one, removed = target.verify(
-        volume_task(
+    target.verify(make_sandbox_task(name=boxes, template=target.template), make_volume_task(name=data, size_mb=64))
+    attached, moved, reduced, removed = target.verify(
+        make_volume_task(
             name=data,
             attachments=[
                 {"sandbox": writer, "path": "/srv/data"},
                 {"sandbox": reader, "path": "/srv/data/", "read_only": True},
             ],
         ),
-        volume_task(
+        make_volume_task(
             name=data,
             attachments=[
                 {"sandbox": writer, "path": "/srv/data"},
@@ -80,83 +80,89 @@ def test_attachments_match_the_list_exactly(target: Target) -> None:
                 {"sandbox": other, "path": "/srv/data", "read_only": True},
             ],
         ),
-        volume_task(name=data, attachments=[{"sandbox": writer, "path": "/srv/data"}]),
-        volume_task(name=data, state="absent", attachments=[]),
+        make_volume_task(name=data, attachments=[{"sandbox": writer, "path": "/srv/data"}]),
+        make_volume_task(name=data, state="absent", attachments=[]),
     )
-    assert [(each["sandbox"], each["path"], each["read_only"]) for each in both["volume"]["attachments"]] == [
+    assert [(each["sandbox"], each["path"], each["read_only"]) for each in attached["volume"]["attachments"]] == [
         (reader, "/srv/data", True),
         (writer, "/srv/data", False),
     ]
-    assert planned_actions(moved) == [["detach", "attach", "attach"]]
-    assert [each["sandbox"] for each in one["volume"]["attachments"]] == [writer]
-    assert planned_actions(removed) == [["detach", "remove"]]
+    assert list_actions(moved) == [["detach", "attach", "attach"]]
+    assert [each["sandbox"] for each in reduced["volume"]["attachments"]] == [writer]
+    assert list_actions(removed) == [["detach", "remove"]]
 
 
 def test_mounts_of_a_running_sandbox_are_changed(target: Target) -> None:
-    box, data, cache = (target.name(name) for name in ("box", "data", "cache"))
-    created, options, other, paused, resumed = target.verify(
-        volume_task(name=[data, cache], size_mb=64),
-        sandbox_task(name=box, template=target.template, volumes=[mount_at("/srv/data", data)]),
-        sandbox_task(name=box, volumes=[mount_at("/srv/data", data, read_only=True), mount_at("/srv/cache", cache)]),
-        sandbox_task(name=box, state="paused", volumes=[mount_at("/srv/cache", cache)]),
-        sandbox_task(name=box, state="running", volumes=[]),
+    box, data, cache = (target.make_name(name) for name in ("box", "data", "cache"))
+    created, mounted, remounted, paused, resumed = target.verify(
+        make_volume_task(name=[data, cache], size_mb=64),
+        make_sandbox_task(name=box, template=target.template, volumes=[make_mount("/srv/data", data)]),
+        make_sandbox_task(
+            name=box, volumes=[make_mount("/srv/data", data, read_only=True), make_mount("/srv/cache", cache)]
+        ),
+        make_sandbox_task(name=box, state="paused", volumes=[make_mount("/srv/cache", cache)]),
+        make_sandbox_task(name=box, state="running", volumes=[]),
     )
     assert [each["name"] for each in created["volumes"]] == [data, cache]
-    assert options["sandbox"]["volumes"] == [mount_at("/srv/data", data, read_only=False)]
-    assert planned_actions(other) == [["detach", "attach", "attach"]]
-    assert other["sandbox"]["id"] == options["sandbox"]["id"]
-    assert other["sandbox"]["volumes"] == [
-        mount_at("/srv/cache", cache, read_only=False),
-        mount_at("/srv/data", data, read_only=True),
+    assert mounted["sandbox"]["volumes"] == [make_mount("/srv/data", data, read_only=False)]
+    assert list_actions(remounted) == [["detach", "attach", "attach"]]
+    assert remounted["sandbox"]["id"] == mounted["sandbox"]["id"]
+    assert remounted["sandbox"]["volumes"] == [
+        make_mount("/srv/cache", cache, read_only=False),
+        make_mount("/srv/data", data, read_only=True),
     ]
-    assert paused["sandbox"]["state"] == "paused" and planned_actions(paused) == [["detach", "pause"]]
+    assert paused["sandbox"]["state"] == "paused" and list_actions(paused) == [["detach", "pause"]]
     assert resumed["sandbox"]["volumes"] == []
 
 
 def test_forks_inherit_share_or_clone_volumes(target: Target) -> None:
-    box, data, golden, prefix = (target.name(name) for name in ("box", "data", "golden", "ci"))
+    box, data, golden, prefix = (target.make_name(name) for name in ("box", "data", "golden", "ci"))
     target.verify(
-        volume_task(name=data, size_mb=64),
-        sandbox_task(name=box, template=target.template, volumes=[mount_at("/srv/data", data)]),
+        make_volume_task(name=data, size_mb=64),
+        make_sandbox_task(name=box, template=target.template, volumes=[make_mount("/srv/data", data)]),
     )
     captured, inherited, reader, without_volumes, cloned, detached = target.verify(
-        snapshot_task(
+        make_snapshot_task(
             name=golden, sandbox=box, volumes=[data], expires_in=86400, retention={"keep_last": 3, "max_age": 86400}
         ),
-        fork_task(snapshot=golden, names=[f"{prefix}-same"]),
-        fork_task(snapshot=golden, names=[f"{prefix}-reader"], volumes=[mount_at("/srv/ro", data, read_only=True)]),
-        fork_task(snapshot=golden, names=[f"{prefix}-none"], volumes=[]),
-        fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[mount_at("/srv/data", data, clone=True)]),
-        fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[]),
+        make_fork_task(snapshot=golden, names=[f"{prefix}-same"]),
+        make_fork_task(
+            snapshot=golden, names=[f"{prefix}-reader"], volumes=[make_mount("/srv/ro", data, read_only=True)]
+        ),
+        make_fork_task(snapshot=golden, names=[f"{prefix}-none"], volumes=[]),
+        make_fork_task(
+            snapshot=golden, count=2, name_prefix=prefix, volumes=[make_mount("/srv/data", data, clone=True)]
+        ),
+        make_fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[]),
     )
     assert captured["snapshot"]["volumes"] == [data] and captured["snapshot"]["expires_at"]
-    assert captured["snapshot"]["mounts"] == [mount_at("/srv/data", data, read_only=False)]
-    assert inherited["sandbox"]["volumes"] == [mount_at("/srv/data", data, read_only=False)]
-    assert reader["sandbox"]["volumes"] == [mount_at("/srv/ro", data, read_only=True)]
+    assert captured["snapshot"]["mounts"] == [make_mount("/srv/data", data, read_only=False)]
+    assert inherited["sandbox"]["volumes"] == [make_mount("/srv/data", data, read_only=False)]
+    assert reader["sandbox"]["volumes"] == [make_mount("/srv/ro", data, read_only=True)]
     assert without_volumes["sandbox"]["volumes"] == []
-    clones = [each["volumes"][0]["name"] for each in cloned["sandboxes"]]
-    assert len({data, *clones}) == 3
-    assert planned_actions(detached) == [["detach"], ["detach"]]
+    clone_names = [each["volumes"][0]["name"] for each in cloned["sandboxes"]]
+    assert len({data, *clone_names}) == 3
+    assert list_actions(detached) == [["detach"], ["detach"]]
     (listed,) = target.play({"grove.sandbox.sandbox_volume_info": {}})
     assert data in [each["name"] for each in listed["volumes"]]
-    assert not {each["name"] for each in listed["volumes"]}.intersection(clones)
+    assert not {each["name"] for each in listed["volumes"]}.intersection(clone_names)
     (refused,) = target.play(
-        fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[mount_at("/x/y", data, clone=True)])
+        make_fork_task(snapshot=golden, count=2, name_prefix=prefix, volumes=[make_mount("/x/y", data, clone=True)])
     )
     check_failed(refused, "conflict", "no private clone of volume", "recreate: true")
     target.verify(
-        fork_task(
-            snapshot=golden, count=2, name_prefix=prefix, volumes=[mount_at("/x/y", data, clone=True)], recreate=True
+        make_fork_task(
+            snapshot=golden, count=2, name_prefix=prefix, volumes=[make_mount("/x/y", data, clone=True)], recreate=True
         )
     )
 
 
 def test_clones_of_a_running_sandbox_clone_its_volumes(target: Target) -> None:
-    box, data, twin = (target.name(name) for name in ("box", "data", "twin"))
+    box, data, twin = (target.make_name(name) for name in ("box", "data", "twin"))
     *_, cloned = target.verify(
-        volume_task(name=data, size_mb=64),
-        sandbox_task(name=box, template=target.template, volumes=[mount_at("/srv/data", data)]),
-        fork_task(sandbox=box, names=[twin], volumes=[mount_at("/srv/data", data, clone=True)]),
+        make_volume_task(name=data, size_mb=64),
+        make_sandbox_task(name=box, template=target.template, volumes=[make_mount("/srv/data", data)]),
+        make_fork_task(sandbox=box, names=[twin], volumes=[make_mount("/srv/data", data, clone=True)]),
     )
     assert cloned["sandbox"]["volumes"][0]["name"] != data
     (private,) = target.play({"grove.sandbox.sandbox_volume_info": {"name": [cloned["sandbox"]["volumes"][0]["name"]]}})
@@ -164,110 +170,127 @@ def test_clones_of_a_running_sandbox_clone_its_volumes(target: Target) -> None:
 
 
 def test_rollback_always_runs_but_is_refused_while_the_volume_has_writers(target: Target) -> None:
-    box, data = target.name("box"), target.name("data")
+    box, data = target.make_name("box"), target.make_name("data")
     target.verify(
-        volume_task(name=data, size_mb=64, snapshots=["clean"]),
-        sandbox_task(name=box, template=target.template, volumes=[mount_at("/srv/data", data)]),
+        make_volume_task(name=data, size_mb=64, snapshots=["clean"]),
+        make_sandbox_task(name=box, template=target.template, volumes=[make_mount("/srv/data", data)]),
     )
-    rollback = volume_task(name=data, rollback_to="clean")
-    predicted, refused = target.play({**rollback, "check_mode": True}, rollback)
+    rollback_task = make_volume_task(name=data, rollback_to="clean")
+    predicted, refused = target.play({**rollback_task, "check_mode": True}, rollback_task)
     check_failed(refused, "in_use", f"mounted read-write in {box}", "force: true")
     assert predicted["msg"] == refused["msg"]
-    forced_rollback = volume_task(name=data, rollback_to="clean", force=True, snapshots=["before"])
+    forced_rollback_task = make_volume_task(name=data, rollback_to="clean", force=True, snapshots=["before"])
     predicted, actual, repeated = target.play(
-        {**forced_rollback, "check_mode": True}, forced_rollback, forced_rollback, options=("--diff",)
+        {**forced_rollback_task, "check_mode": True}, forced_rollback_task, forced_rollback_task, options=("--diff",)
     )
     check_prediction(predicted, actual)
-    assert planned_actions(actual) == [["capture", "rollback"]] and planned_actions(repeated) == [["rollback"]]
-    (detached,) = target.play(volume_task(name=data, attachments=[], rollback_to="before"))
-    assert planned_actions(detached) == [["detach", "rollback"]], detached
-    (unknown,) = target.play(volume_task(name=data, rollback_to="never"))
+    assert list_actions(actual) == [["capture", "rollback"]] and list_actions(repeated) == [["rollback"]]
+    (detached,) = target.play(make_volume_task(name=data, attachments=[], rollback_to="before"))
+    assert list_actions(detached) == [["detach", "rollback"]], detached
+    (unknown,) = target.play(make_volume_task(name=data, rollback_to="never"))
     check_failed(unknown, "not_found", "snapshot 'never'")
 
 
 def test_removing_a_volume_in_use_lists_its_users(target: Target) -> None:
-    box, data, golden = (target.name(name) for name in ("box", "data", "golden"))
+    box, data, golden = (target.make_name(name) for name in ("box", "data", "golden"))
     *_, captured = target.verify(
-        volume_task(name=data, size_mb=64, snapshots=["monday"]),
-        sandbox_task(name=box, template=target.template, volumes=[mount_at("/srv/data", data)]),
-        snapshot_task(name=golden, sandbox=box, volumes=[data]),
+        make_volume_task(name=data, size_mb=64, snapshots=["monday"]),
+        make_sandbox_task(name=box, template=target.template, volumes=[make_mount("/srv/data", data)]),
+        make_snapshot_task(name=golden, sandbox=box, volumes=[data]),
     )
-    removed = volume_task(name=data, state="absent")
-    predicted, refused = target.play({**removed, "check_mode": True}, removed)
+    removal_task = make_volume_task(name=data, state="absent")
+    predicted, refused = target.play({**removal_task, "check_mode": True}, removal_task)
     check_failed(refused, "in_use", box, "monday", captured["snapshot"]["id"], "attachments: []", "purge: true")
     assert predicted["msg"] == refused["msg"]
-    detached = volume_task(name=data, state="absent", attachments=[], purge=True)
-    (refused,) = target.play(detached)
+    forced_removal_task = make_volume_task(name=data, state="absent", attachments=[], purge=True)
+    (refused,) = target.play(forced_removal_task)
     check_failed(refused, "in_use", captured["snapshot"]["id"], "must be removed first")
-    target.verify(snapshot_task(name=golden, state="absent"), detached)
+    target.verify(make_snapshot_task(name=golden, state="absent"), forced_removal_task)
 
 
 def test_invalid_volume_options_are_refused(target: Target) -> None:
-    box, data = target.name("box"), target.name("data")
+    box, data = target.make_name("box"), target.make_name("data")
     target.verify(
-        sandbox_task(name=box, template=target.template), volume_task(name=data, size_mb=128, snapshots=["one"])
+        make_sandbox_task(name=box, template=target.template),
+        make_volume_task(name=data, size_mb=128, snapshots=["one"]),
     )
-    expected = (
-        (volume_task(name=data, size_mb=64), "conflict", "cannot shrink"),
-        (volume_task(name=data, size_mb=8), "invalid", "at least 64"),
-        (volume_task(name=box), "name_taken", "taken by a sandbox"),
-        (sandbox_task(name=data, template=target.template), "name_taken", "taken by a volume"),
-        (volume_task(name=target.name("new"), from_snapshot=data), "invalid", "VOLUME@SNAPSHOT"),
-        (volume_task(name=target.name("new"), from_snapshot=f"{data}@two"), "not_found", "'two'"),
-        (volume_task(name=target.name("new"), from_snapshot=f"{data}@one", size_mb=64), "invalid", "less than the 128"),
-        (volume_task(name=data, from_snapshot=f"{data}@one"), "conflict", "was created empty"),
-        (volume_task(name=data, attachments=[{"sandbox": "no-such", "path": "/srv/data"}]), "not_found", "'no-such'"),
-        (volume_task(name=data, attachments=[{"sandbox": box, "path": "/etc"}]), "invalid", "the system needs"),
-        (volume_task(name=data, attachments=[{"sandbox": box, "path": "srv"}]), "invalid", "absolute path"),
+    refused_tasks = (
+        (make_volume_task(name=data, size_mb=64), "conflict", "cannot shrink"),
+        (make_volume_task(name=data, size_mb=8), "invalid", "at least 64"),
+        (make_volume_task(name=box), "name_taken", "taken by a sandbox"),
+        (make_sandbox_task(name=data, template=target.template), "name_taken", "taken by a volume"),
+        (make_volume_task(name=target.make_name("new"), from_snapshot=data), "invalid", "VOLUME@SNAPSHOT"),
+        (make_volume_task(name=target.make_name("new"), from_snapshot=f"{data}@two"), "not_found", "'two'"),
         (
-            volume_task(name=[data, "x"], attachments=[{"sandbox": box, "path": "/srv/a"}]),
+            make_volume_task(name=target.make_name("new"), from_snapshot=f"{data}@one", size_mb=64),
+            "invalid",
+            "less than the 128",
+        ),
+        (make_volume_task(name=data, from_snapshot=f"{data}@one"), "conflict", "was created empty"),
+        (
+            make_volume_task(name=data, attachments=[{"sandbox": "no-such", "path": "/srv/data"}]),
+            "not_found",
+            "'no-such'",
+        ),
+        (make_volume_task(name=data, attachments=[{"sandbox": box, "path": "/etc"}]), "invalid", "the system needs"),
+        (make_volume_task(name=data, attachments=[{"sandbox": box, "path": "srv"}]), "invalid", "absolute path"),
+        (
+            make_volume_task(name=[data, "x"], attachments=[{"sandbox": box, "path": "/srv/a"}]),
             "invalid",
             "use one task for each volume",
         ),
         (
-            volume_task(name=data, state="absent", attachments=[{"sandbox": box, "path": "/a"}]),
+            make_volume_task(name=data, state="absent", attachments=[{"sandbox": box, "path": "/a"}]),
             "invalid",
             "cannot have attachments",
         ),
-        (volume_task(name=data, snapshots=["two"], rollback_to="one", purge=True), "invalid", "purge"),
-        (sandbox_task(name=box, volumes=[mount_at("/srv/data", "no-such")]), "not_found", "sandbox_volume"),
+        (make_volume_task(name=data, snapshots=["two"], rollback_to="one", purge=True), "invalid", "purge"),
+        (make_sandbox_task(name=box, volumes=[make_mount("/srv/data", "no-such")]), "not_found", "sandbox_volume"),
         (
-            sandbox_task(name=box, volumes=[mount_at("/srv/a", data), mount_at("/srv/a/b", "x")]),
+            make_sandbox_task(name=box, volumes=[make_mount("/srv/a", data), make_mount("/srv/a/b", "x")]),
             "invalid",
             "choose separate paths",
         ),
         (
-            sandbox_task(name=box, volumes=[mount_at("/srv/a", data), mount_at("/srv/b", data)]),
+            make_sandbox_task(name=box, volumes=[make_mount("/srv/a", data), make_mount("/srv/b", data)]),
             "invalid",
             "listed twice",
         ),
-        (snapshot_task(name=target.name("s"), sandbox=box, volumes=[data]), "invalid", "not mounted"),
-        (fork_task(sandbox=box, names=["x"], volumes=[mount_at("/srv/a", data, clone=True)]), "invalid", "not mounted"),
+        (make_snapshot_task(name=target.make_name("s"), sandbox=box, volumes=[data]), "invalid", "not mounted"),
+        (
+            make_fork_task(sandbox=box, names=["x"], volumes=[make_mount("/srv/a", data, clone=True)]),
+            "invalid",
+            "not mounted",
+        ),
     )
-    results = target.play(*({**task, "check_mode": keywords} for task, _, _ in expected for keywords in (True, False)))
-    for (_, kind, texts), predicted, actual in zip(expected, results[::2], results[1::2], strict=True):
+    results = target.play(
+        *({**task, "check_mode": check_mode} for task, _, _ in refused_tasks for check_mode in (True, False))
+    )
+    for (_, kind, texts), predicted, actual in zip(refused_tasks, results[::2], results[1::2], strict=True):
         check_failed(actual, kind, texts)
         assert predicted["msg"] == actual["msg"] and not actual["changed"]
 
 
 def test_volumes_are_attached_only_to_running_sandboxes(target: Target) -> None:
-    box, data = target.name("box"), target.name("data")
-    target.verify(sandbox_task(name=box, template=target.template, state="paused"), volume_task(name=data, size_mb=64))
+    box, data = target.make_name("box"), target.make_name("data")
+    target.verify(
+        make_sandbox_task(name=box, template=target.template, state="paused"), make_volume_task(name=data, size_mb=64)
+    )
     for task in (
-        volume_task(name=data, attachments=[{"sandbox": box, "path": "/srv/data"}]),
-        sandbox_task(name=box, volumes=[mount_at("/srv/data", data)]),
+        make_volume_task(name=data, attachments=[{"sandbox": box, "path": "/srv/data"}]),
+        make_sandbox_task(name=box, volumes=[make_mount("/srv/data", data)]),
     ):
         (refused,) = target.play(task)
         check_failed(refused, "conflict", "is paused", "state: running")
-    (resumed,) = target.verify(sandbox_task(name=box, state="running", volumes=[mount_at("/srv/data", data)]))
-    assert planned_actions(resumed) == [["resume", "attach"]]
+    (resumed,) = target.verify(make_sandbox_task(name=box, state="running", volumes=[make_mount("/srv/data", data)]))
+    assert list_actions(resumed) == [["resume", "attach"]]
 
 
 def test_continue_on_error_changes_the_other_volumes(target: Target) -> None:
-    names = [target.name(name) for name in ("a", "b", "c")]
-    target.verify(volume_task(name=names[1], size_mb=128))
+    names = [target.make_name(name) for name in ("a", "b", "c")]
+    target.verify(make_volume_task(name=names[1], size_mb=128))
     stopped, continued = target.play(
-        volume_task(name=names, size_mb=64), volume_task(name=names, size_mb=64, continue_on_error=True)
+        make_volume_task(name=names, size_mb=64), make_volume_task(name=names, size_mb=64, continue_on_error=True)
     )
     check_failed(stopped, "conflict", "cannot shrink")
     assert not stopped["changed"] and [each["name"] for each in stopped["volumes"]] == [names[1]]
@@ -278,22 +301,22 @@ def test_continue_on_error_changes_the_other_volumes(target: Target) -> None:
 
 def test_a_fork_with_a_missing_inherited_volume_fails(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
     memory_target.play(
-        volume_task(name="data"),
-        sandbox_task(name="box", template="base", volumes=[mount_at("/srv/data", "data")]),
-        snapshot_task(name="golden", sandbox="box"),
-        volume_task(name="data", state="absent", attachments=[]),
+        make_volume_task(name="data"),
+        make_sandbox_task(name="box", template="base", volumes=[make_mount("/srv/data", "data")]),
+        make_snapshot_task(name="golden", sandbox="box"),
+        make_volume_task(name="data", state="absent", attachments=[]),
     )
     assert not faulty_gateway.list_objects("volumes")
-    (refused,) = memory_target.play(fork_task(snapshot="golden", names=["x"]))
+    (refused,) = memory_target.play(make_fork_task(snapshot="golden", names=["x"]))
     check_failed(refused, "conflict", "no longer exist", "[] for none")
     assert refused["failure"]["status"] is None
-    (created,) = memory_target.verify(fork_task(snapshot="golden", names=["x"], volumes=[]))
+    (created,) = memory_target.verify(make_fork_task(snapshot="golden", names=["x"], volumes=[]))
     assert created["sandbox"]["volumes"] == []
 
 
 def test_volume_tokens_are_not_shown(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
     results = memory_target.play(
-        volume_task(name="data", snapshots=["one"]),
+        make_volume_task(name="data", snapshots=["one"]),
         {"grove.sandbox.sandbox_volume_info": {}},
         options=("-vvv", "--diff"),
     )

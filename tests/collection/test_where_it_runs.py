@@ -1,4 +1,4 @@
-"""Test where a task runs: in a process on the control node, or as a module on the managed host."""
+"""Test whether a task runs in a process on the control node or as a module on the managed host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.collection.runner import Target, Task
 TASK: Task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
 
 
-def ran_as_module(result: dict[str, Any]) -> bool:
+def has_run_as_module(result: dict[str, Any]) -> bool:
     """Return whether the task ran as a module. Only modules report their invocation."""
     return "invocation" in result
 
@@ -30,7 +30,7 @@ def test_a_loopback_address_belongs_to_the_managed_host(
 ) -> None:
     (created,) = memory_target.play({**TASK, "diff": True}, keywords=keywords, options=options)
     assert created["changed"], created
-    assert ran_as_module(created) is is_module
+    assert has_run_as_module(created) is is_module
     (repeated,) = memory_target.play(TASK, keywords=keywords, options=options)
     assert not repeated["changed"]
 
@@ -39,7 +39,7 @@ def test_another_address_is_reached_from_the_control_node(memory_target: Target)
     # The address is reserved for documentation and is not reachable. A module would have reported its invocation.
     task = {"grove.sandbox.sandbox": {**TASK["grove.sandbox.sandbox"], "gateway_url": "http://192.0.2.1:1"}}
     (result,) = memory_target.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
-    assert result["failed"] and not ran_as_module(result)
+    assert result["failed"] and not has_run_as_module(result)
 
 
 def test_async_tasks_succeed(memory_target: Target) -> None:
@@ -57,8 +57,8 @@ def test_environment_variables_replace_options(memory_target: Target) -> None:
 
 @pytest.mark.parametrize("group", ["all", "gateway"])
 def test_module_defaults_of_an_action_group_apply(memory_target: Target, group: str) -> None:
-    defaults = {f"group/grove.sandbox.{group}": {"gateway_url": memory_target.url, "gateway_token": ""}}
+    module_defaults = {f"group/grove.sandbox.{group}": {"gateway_url": memory_target.url, "gateway_token": ""}}
     created, listed = memory_target.play(
-        TASK, {"grove.sandbox.sandbox_info": {"name": ["box"]}}, keywords={"module_defaults": defaults}
+        TASK, {"grove.sandbox.sandbox_info": {"name": ["box"]}}, keywords={"module_defaults": module_defaults}
     )
     assert created["changed"] and listed["sandboxes"] == [created["sandbox"]]

@@ -1,4 +1,4 @@
-"""A guest that cannot boot: the error contains the end of its console, which is kept when QEMU has ended."""
+"""Test that the error of a failed boot contains the end of the console, which is kept after QEMU exits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from sandbox_gateway.errors import BackendFailed
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
-BREAK_INIT = "rm /sbin/init && printf '#!/bin/sh\\necho \\033[31mbroken-init >/dev/console\\n' >/sbin/init && sync"
+BREAK_INIT_COMMAND = (
+    "rm /sbin/init && printf '#!/bin/sh\\necho \\033[31mbroken-init >/dev/console\\n' >/sbin/init && sync"
+)
 
 
 def test_the_error_of_a_failed_boot_contains_the_console(live: Live, world: World) -> None:
     if world.kind != "kvm_xfs":
         pytest.skip("a jail has no console")
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["broken"])))
-    live.shell("broken", f"{BREAK_INIT} && chmod +x /sbin/init && sync")
+    live.shell("broken", f"{BREAK_INIT_COMMAND} && chmod +x /sbin/init && sync")
     live.do(live.engine.snapshots.create("broken", name="unbootable", memory="none"))
     with pytest.raises(BackendFailed, match="the sandbox did not start") as error_info:
         live.do(live.engine.forks.create("unbootable", ForkSpec(names=["cold"], cold_start=True)))

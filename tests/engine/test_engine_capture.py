@@ -7,7 +7,7 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Memory, Retention
-from tests.engine.test_engine_fork import START_COUNTER, read_counter
+from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
@@ -21,13 +21,13 @@ def source(live: Live) -> str:
 
 def test_a_snapshot_names_its_source(live: Live, source: str, world: World) -> None:
     sandbox = live.sandbox(source)
-    first = live.do(live.engine.snapshots.create(source, name="one", description="the first"))
-    second = live.do(live.engine.snapshots.create(source, name="two"))
-    assert first.source_sandbox == second.source_sandbox == sandbox.id
-    assert (first.parent, second.parent) == (sandbox.template_id, first.id)
-    assert first.origin == second.origin == sandbox.template_id
-    assert live.sandbox(source).head == second.id
-    assert (first.memory is not Memory.NONE) == world.abilities.memory
+    first_snapshot = live.do(live.engine.snapshots.create(source, name="one", description="the first"))
+    second_snapshot = live.do(live.engine.snapshots.create(source, name="two"))
+    assert first_snapshot.source_sandbox == second_snapshot.source_sandbox == sandbox.id
+    assert (first_snapshot.parent, second_snapshot.parent) == (sandbox.template_id, first_snapshot.id)
+    assert first_snapshot.origin == second_snapshot.origin == sandbox.template_id
+    assert live.sandbox(source).head == second_snapshot.id
+    assert (first_snapshot.memory is not Memory.NONE) == world.abilities.memory
     assert live.engine.snapshots.get("one").description == "the first"
 
 
@@ -42,11 +42,11 @@ def test_only_changed_pages_are_stored(live: Live, source: str) -> None:
 
 def test_a_taken_name_is_refused_without_side_effects(live: Live, source: str, world: World) -> None:
     live.do(live.engine.snapshots.create(source, name="taken"))
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
     for name in ("taken", source, TEMPLATE):
         with pytest.raises(NameTaken):
             live.do(live.engine.snapshots.create(source, name=name))
-    assert world.traces(live.config) == before
+    assert world.traces(live.config) == traces_before
 
 
 def test_a_snapshot_outlives_its_source(live: Live, source: str) -> None:
@@ -60,7 +60,7 @@ def test_a_snapshot_outlives_its_source(live: Live, source: str) -> None:
 def test_intermediate_snapshots_can_be_deleted(live: Live, world: World) -> None:
     ref = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["g0"]))).id
     if world.abilities.memory:
-        live.shell(ref, START_COUNTER)
+        live.shell(ref, START_COUNTER_COMMAND)
     for generation in range(1, 6):
         live.shell(ref, f"echo {generation} >>/root/generations")
         live.do(live.engine.snapshots.create(ref, name=f"s{generation}"))
@@ -69,12 +69,12 @@ def test_intermediate_snapshots_can_be_deleted(live: Live, world: World) -> None
         live.do(live.engine.sandboxes.delete(f"g{generation}"))
     for generation in range(1, 5):
         live.do(live.engine.snapshots.delete(f"s{generation}"))
-    deepest = live.do(live.engine.forks.create("s5", ForkSpec(names=["deepest"])))
-    assert live.shell(deepest.id, "cat /root/generations").split() == list("12345")
+    deepest_fork = live.do(live.engine.forks.create("s5", ForkSpec(names=["deepest"])))
+    assert live.shell(deepest_fork.id, "cat /root/generations").split() == list("12345")
     if world.abilities.memory:
-        first = read_counter(live, deepest.id)
-        assert read_counter(live, deepest.id) >= first > 0
-    assert deepest.template_id == live.engine.templates.get(TEMPLATE).id
+        first_count = read_counter(live, deepest_fork.id)
+        assert read_counter(live, deepest_fork.id) >= first_count > 0
+    assert deepest_fork.template_id == live.engine.templates.get(TEMPLATE).id
 
 
 def test_deleting_a_snapshot_in_use_names_its_users(live: Live, source: str) -> None:
@@ -93,7 +93,7 @@ def test_deleting_a_snapshot_in_use_names_its_users(live: Live, source: str) -> 
 def test_a_snapshot_deleted_when_unused_is_hidden_until_its_last_user_is_removed(
     live: Live, source: str, world: World
 ) -> None:
-    before = world.traces(live.config)["snapshots"]
+    snapshots_before = world.traces(live.config)["snapshots"]
     live.do(live.engine.snapshots.create(source, name="going"))
     live.do(live.engine.forks.create("going", ForkSpec(names=["user"])))
     assert not live.do(live.engine.snapshots.delete("going", when_unused=True))
@@ -102,7 +102,7 @@ def test_a_snapshot_deleted_when_unused_is_hidden_until_its_last_user_is_removed
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["going"])))
     live.do(live.engine.sandboxes.delete("user"))
     live.do(live.engine.sandboxes.delete(source))
-    assert world.traces(live.config)["snapshots"] == before
+    assert world.traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_a_template_in_use_cannot_be_deleted(live: Live, source: str) -> None:
@@ -130,17 +130,17 @@ def test_a_paused_sandbox_cannot_be_captured(live: Live, source: str) -> None:
         live.do(live.engine.snapshots.create(source))
 
 
-def test_a_failed_capture_leaves_the_source_running_and_no_files(
+def test_a_failed_capture_leaves_a_running_source_and_no_files(
     live: Live, source: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = live.sandbox(source).head
-    before = world.traces(live.config)
+    head_before = live.sandbox(source).head
+    traces_before = world.traces(live.config)
     world.break_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.snapshots.create(source, name="broken"))
     monkeypatch.undo()
-    assert world.traces(live.config) == before
-    assert live.sandbox(source).head == head
+    assert world.traces(live.config) == traces_before
+    assert live.sandbox(source).head == head_before
     assert live.shell(source, "echo alive").strip() == "alive"
     live.do(live.engine.snapshots.create(source, name="broken"))
 

@@ -1,6 +1,6 @@
 """Test that each object is either complete or absent after the gateway is killed during an operation.
 
-By default, each operation is killed at a few of its steps; with GROVE_CRASH_POINTS=all, at every step.
+By default, each operation is killed at a few of its steps. With GROVE_CRASH_POINTS=all, it is killed at every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
-from tests.support.crash import KILLED, OPERATIONS, VOLUME_OPERATIONS, Runner
+from tests.support.crash import KILLED_EXIT_CODE, OPERATIONS, VOLUME_OPERATIONS, OperationRunner
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
@@ -32,12 +32,12 @@ class Scenario:
     def __init__(self, world: World, prepare: Callable[[Live], None]) -> None:
         self.world = world
         self._prepare = prepare
-        self._runner = Runner(world.factory)
+        self._runner = OperationRunner(world.host_class)
         self._config: Config | None = None
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Context manager: create the state unless it exists. After a failure, the next call creates it again."""
+        """Create the state unless it exists. After a failure inside the context, the next call creates it again."""
         try:
             if self._config is None:
                 self._config = self.world.config()
@@ -62,13 +62,13 @@ class Scenario:
         if self._config is not None:
             with self.opened() as live:
                 live.remove_all()
-            self.world.forget(self._config)
+            self.world.clean_up(self._config)
             self._config = None
 
-    def run(self, operation: str, fatal: int, path: Path) -> tuple[int, str]:
-        """Run an operation, and kill it at the step ``fatal`` (0: never). Return its exit code and its output."""
+    def run(self, operation: str, kill_step: int, path: Path) -> tuple[int, str]:
+        """Run an operation, and kill it at step ``kill_step`` (0 means never). Return its exit code and its output."""
         assert self._config is not None
-        return self._runner.run(self._config, operation, fatal, path), path.read_text()
+        return self._runner.run(self._config, operation, kill_step, path), path.read_text()
 
 
 def _create_scenario(world: World, prepare: Callable[[Live], None]) -> Iterator[Scenario]:
@@ -80,10 +80,10 @@ def _create_scenario(world: World, prepare: Callable[[Live], None]) -> Iterator[
 @pytest.fixture(scope="module")
 def sandbox_scenario(world: World) -> Iterator[Scenario]:
     """A scenario with a running source, its snapshot, a paused sandbox, and spare objects."""
-    yield from _create_scenario(world, prepare)
+    yield from _create_scenario(world, prepare_sandboxes)
 
 
-def prepare(live: Live) -> None:
+def prepare_sandboxes(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     live.do(live.engine.snapshots.create("source", name="mark"))
@@ -95,17 +95,17 @@ def prepare(live: Live) -> None:
 def check_lineage(live: Live, when: str) -> None:
     """Check that every parent of a snapshot or sandbox exists."""
     snapshots, sandboxes = live.engine.index.snapshots, live.engine.index.sandboxes
-    parents = {each.parent for each in snapshots.values() if each.parent}
-    assert parents | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
+    parent_ids = {each.parent for each in snapshots.values() if each.parent}
+    assert parent_ids | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
 
 
-def choose_steps(steps: int, qmp: list[int]) -> list[int]:
-    """Return CRASH_POINTS evenly spaced steps, of which at least one is a QMP command if there are any."""
+def choose_steps(step_count: int, qmp_steps: list[int]) -> list[int]:
+    """Return CRASH_POINTS evenly spaced steps. At least one of them is a QMP command if the operation has any."""
     count = int(CRASH_POINTS)
-    chosen_steps = {1 + int((point + 0.5) / count * steps) for point in range(count)}
-    if qmp and not chosen_steps & {*qmp}:
+    chosen_steps = {1 + int((point + 0.5) / count * step_count) for point in range(count)}
+    if qmp_steps and not chosen_steps & {*qmp_steps}:
         command, nearest = min(
-            ((each, step) for each in qmp for step in chosen_steps), key=lambda pair: abs(pair[0] - pair[1])
+            ((each, step) for each in qmp_steps for step in chosen_steps), key=lambda pair: abs(pair[0] - pair[1])
         )
         chosen_steps = chosen_steps - {nearest} | {command}
     return sorted(chosen_steps)
@@ -121,26 +121,26 @@ def test_a_killed_operation_leaves_no_partial_object(
 ) -> None:
     if operation == "claim" and not sandbox_scenario.world.abilities.prewarm:
         pytest.skip(f"{sandbox_scenario.world.kind} declares that it cannot hold machines")
-    kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check, restore)
+    kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check_sandboxes, restore_sandboxes)
 
 
 def kill_at_each_step(operation: str, scenario: Scenario, path: Path, check: CheckState, restore: RestoreState) -> None:
     with scenario.prepared():
-        steps, qmp = run_uninterrupted(operation, scenario, path, restore)
-        assert steps > 0, "no steps were counted, so the operation would never be killed"
-        assert bool(qmp) == (scenario.world.abilities.memory and operation in QMP_OPERATIONS), (
-            f"{operation}: {qmp} of {steps} steps are QMP commands"
+        step_count, qmp_steps = run_uninterrupted(operation, scenario, path, restore)
+        assert step_count > 0, "no steps were counted, so the operation would never be killed"
+        assert bool(qmp_steps) == (scenario.world.abilities.memory and operation in QMP_OPERATIONS), (
+            f"{operation}: {qmp_steps} of {step_count} steps are QMP commands"
         )
-        steps_to_kill = range(1, steps + 1) if CRASH_POINTS == "all" else choose_steps(steps, qmp)
+        kill_steps = range(1, step_count + 1) if CRASH_POINTS == "all" else choose_steps(step_count, qmp_steps)
         kill_count = 0
-        for step in steps_to_kill:
+        for step in kill_steps:
             code, output = scenario.run(operation, step, path)
-            assert code in (0, KILLED), output[-3000:]
-            kill_count += code == KILLED
+            assert code in (0, KILLED_EXIT_CODE), output[-3000:]
+            kill_count += code == KILLED_EXIT_CODE
             with scenario.opened() as live:
-                check(live, scenario.world, f"{operation} killed at step {step} of {steps}")
+                check(live, scenario.world, f"{operation} killed at step {step} of {step_count}")
                 restore(live)
-        assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(steps_to_kill)}"
+        assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(kill_steps)}"
 
 
 def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: RestoreState) -> tuple[int, list[int]]:
@@ -156,20 +156,20 @@ def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: R
     return result["steps"], result["qmp"]
 
 
-def check(live: Live, world: World, when: str) -> None:
+def check_sandboxes(live: Live, world: World, when: str) -> None:
     """Check that everything that must remain exists, that new objects are complete, and that nothing else exists."""
     live.stop_prewarming()
     sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), when
-    snapshots = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
-    assert "mark" in snapshots, when
+    snapshot_names = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
+    assert "mark" in snapshot_names, when
     for sandbox in sandboxes.values():
         if sandbox.state is SandboxState.RUNNING:
             assert live.shell(sandbox.id, "hostname").strip() == sandbox.name, when
     if sandboxes["source"].state is SandboxState.PAUSED:
         live.do(live.engine.sandboxes.resume("source"))
     assert live.shell("source", "cat /root/kept").strip() == "kept", when
-    if "new" in snapshots:
+    if "new" in snapshot_names:
         fork = live.do(live.engine.forks.create("new", ForkSpec()))
         assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
         live.do(live.engine.sandboxes.delete(fork.id))
@@ -177,7 +177,7 @@ def check(live: Live, world: World, when: str) -> None:
     live.wait_for(world.check_no_strays, live.engine, live.config, when)
 
 
-def restore(live: Live) -> None:
+def restore_sandboxes(live: Live) -> None:
     """Restore the state that existed before the operation."""
     engine = live.engine
     existing_names = {sandbox.name for sandbox in engine.sandboxes.list()}
@@ -201,7 +201,7 @@ def restore(live: Live) -> None:
 
 @pytest.fixture(scope="module")
 def volume_scenario(world: World) -> Iterator[Scenario]:
-    """A scenario with a running source that has two volumes, its snapshot with one of them, and two unused volumes."""
+    """A scenario with a running source that has two volumes, its snapshot with one volume, and two unused volumes."""
     yield from _create_scenario(world, prepare_volumes)
 
 
@@ -210,17 +210,17 @@ def prepare_volumes(live: Live) -> None:
         live.do(live.engine.volumes.create(name, 64))
     live.do(
         live.engine.forks.create(
-            TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED_VOLUMES])
+            TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED_VOLUME_NAMES])
         )
     )
-    for name in MOUNTED_VOLUMES:
+    for name in MOUNTED_VOLUME_NAMES:
         live.shell("source", f"echo {name} >/{name}/kept && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
     prepare_unused_volume(live)
     live.do(live.engine.volumes.create_snapshot("spare", "before"))
 
 
-MOUNTED_VOLUMES = ("one", "two")
+MOUNTED_VOLUME_NAMES = ("one", "two")
 
 
 def prepare_unused_volume(live: Live) -> None:
@@ -244,23 +244,25 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     """Check that the mounts match the records, and that each volume and snapshot is complete or does not exist."""
     engine = live.engine
     volumes = {each.name: each for each in engine.volumes.list()}
-    by_id = {each.id: each for each in volumes.values()}
-    assert {*MOUNTED_VOLUMES, "idle"} <= volumes.keys(), when
+    volumes_by_id = {each.id: each for each in volumes.values()}
+    assert {*MOUNTED_VOLUME_NAMES, "idle"} <= volumes.keys(), when
     assert live.sandbox("source").state is SandboxState.RUNNING, when
-    mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
-    assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
-    expected = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mounted}
+    mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
+    assert mount_paths.get("one") == "/one" and mount_paths.keys() <= {"one", "two", "idle"}, when
+    expected_contents = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mount_paths}
     names = ("one", "two", "idle")
     command = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
     def has_expected_contents() -> bool:
         contents = dict(line.split(":") for line in live.shell("source", command).split())
-        return all(contents[name] in expected.get(name, ("",)) for name in names)
+        return all(contents[name] in expected_contents.get(name, ("",)) for name in names)
 
     eventually(has_expected_contents)
-    write_command = " && ".join(f"echo here >/{name}/written" for name in mounted)
-    capacity = int(live.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
-    assert 0.75 < capacity / volumes["one"].size_mb <= 1, (when, capacity)
+    write_command = " && ".join(f"echo here >/{name}/written" for name in mount_paths)
+    capacity_mb = int(
+        live.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M")
+    )
+    assert 0.75 < capacity_mb / volumes["one"].size_mb <= 1, (when, capacity_mb)
     if "new" in volumes and volumes["new"].from_snapshot:
         assert read_contents(live, "new") == "before", when
     assert read_contents(live, "idle") in ("before", "after"), when
@@ -269,18 +271,21 @@ def check_volumes(live: Live, world: World, when: str) -> None:
         assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], when
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            probe = live.do(engine.volumes.create("probe", from_snapshot=each.id))
-            assert read_contents(live, probe.name) == "one", when
+            probe_volume = live.do(engine.volumes.create("probe", from_snapshot=each.id))
+            assert read_contents(live, probe_volume.name) == "one", when
             live.do(engine.volumes.delete("probe"))
     snapshots = {each.id: each for each in engine.snapshots.list()}
-    captures = {
-        each.id for name in MOUNTED_VOLUMES for each in engine.volumes.list_snapshots(name) if each.sandbox_snapshot
+    captured_ids = {
+        each.id
+        for name in MOUNTED_VOLUME_NAMES
+        for each in engine.volumes.list_snapshots(name)
+        if each.sandbox_snapshot
     }
-    assert captures == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
+    assert captured_ids == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
     assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), when
-    owners = {each.owner for each in volumes.values() if each.owner}
+    owner_ids = {each.owner for each in volumes.values() if each.owner}
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
-    assert owners == forks.keys(), when
+    assert owner_ids == forks.keys(), when
     for fork in forks.values():
         assert read_kept_file(live, fork.id, "/one") == "one", when
     live.wait_for(world.check_no_strays, engine, live.config, when)
@@ -319,9 +324,9 @@ def restore_volumes(live: Live) -> None:
     if "spare" not in existing_names:
         live.do(engine.volumes.create("spare", 64))
         live.do(engine.volumes.create_snapshot("spare", "before"))
-    mounted = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
-    if "idle" in mounted:
+    mounted_names = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
+    if "idle" in mounted_names:
         live.do(engine.attachments.detach("source", "idle"))
-    if "two" not in mounted:
+    if "two" not in mounted_names:
         live.do(engine.attachments.attach("source", MountSpec("two", "/two")))
     prepare_unused_volume(live)

@@ -16,7 +16,7 @@ from tests.support.worlds import TEMPLATE, World
 
 # A process that counts in memory and writes the count to a file. It must be cheap, because some machines emulate every
 # instruction.
-COUNTER = """
+COUNTER_PROGRAM = """
 import os, time
 count = 0
 while True:
@@ -26,7 +26,9 @@ while True:
     os.replace("/run/counter.new", "/run/counter")
     time.sleep(0.1)
 """
-START_COUNTER = f"python3 -c '{COUNTER}' </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done"
+START_COUNTER_COMMAND = (
+    f"python3 -c '{COUNTER_PROGRAM}' </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done"
+)
 
 
 def read_counter(live: Live, ref: str) -> int:
@@ -49,25 +51,25 @@ def test_the_name_defaults_to_the_id(live: Live) -> None:
 @pytest.mark.usefixtures("with_memory")
 def test_forks_continue_from_the_sources_memory_while_it_runs(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.shell("source", START_COUNTER)
-    before = read_counter(live, "source")
+    live.shell("source", START_COUNTER_COMMAND)
+    count_before = read_counter(live, "source")
     live.do(live.engine.snapshots.create("source", name="mark"))
-    at_capture = read_counter(live, "source")
+    count_at_capture = read_counter(live, "source")
     time.sleep(1)
     forks = live.do(live.engine.forks.fork("mark", ForkSpec(count=3)))
-    assert read_counter(live, "source") > at_capture
+    assert read_counter(live, "source") > count_at_capture
     for fork in forks:
-        assert before <= read_counter(live, fork.id)
-    first = read_counter(live, forks[0].id)
+        assert count_before <= read_counter(live, fork.id)
+    first_count = read_counter(live, forks[0].id)
     time.sleep(0.5)
-    assert read_counter(live, forks[0].id) > first
+    assert read_counter(live, forks[0].id) > first_count
 
 
 def test_siblings_have_distinct_identities(live: Live) -> None:
     forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
-        one, other = (live.shell(fork.id, command) for fork in forks)
-        assert one != other, command
+        first_value, second_value = (live.shell(fork.id, command) for fork in forks)
+        assert first_value != second_value, command
     assert abs(float(live.shell("a", "date +%s")) - time.time()) < 3
 
 
@@ -141,9 +143,9 @@ def test_a_missing_template_is_reported(live: Live) -> None:
 
 
 def test_an_idempotency_key_creates_one_sandbox(live: Live) -> None:
-    first = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
-    second = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
-    assert first.id == second.id
+    first_sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    second_sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    assert first_sandbox.id == second_sandbox.id
 
 
 def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
@@ -156,14 +158,14 @@ def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
 def fail_on_nth_fork(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the host's n-th fork fail after its machine has started."""
     original_fork = live.engine.host.fork
-    calls = 0
+    call_count = 0
 
     async def failing_fork(*args: Any, **kwargs: Any) -> None:
-        nonlocal calls
-        calls += 1
-        call = calls
+        nonlocal call_count
+        call_count += 1
+        call_number = call_count
         await original_fork(*args, **kwargs)
-        if call == nth:
+        if call_number == nth:
             raise BackendFailed("forced")
 
     monkeypatch.setattr(live.engine.host, "fork", failing_fork)
@@ -173,13 +175,13 @@ def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
     fail_on_nth_fork(live, 7, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.forks.clone("source", ForkSpec(count=10)))
-    live.do(live.engine.collector.collect())
+    live.collect()
     assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["source"]
-    assert world.traces(live.config) == before
+    assert world.traces(live.config) == traces_before
     assert live.shell("source", "echo alive").strip() == "alive"
 
 
@@ -191,43 +193,43 @@ def test_a_non_atomic_fork_returns_the_successful_forks(live: Live, monkeypatch:
 
 
 def test_a_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
 
-    async def cancel() -> None:
+    async def cancel_fork() -> None:
         task = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=4)))
         await asyncio.sleep(0.15)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    live.do(cancel())
+    live.do(cancel_fork())
     assert live.engine.sandboxes.list() == []
-    assert world.traces(live.config) == before
+    assert world.traces(live.config) == traces_before
 
 
 def test_a_clones_capture_is_removed_with_the_last_clone(live: Live, world: World) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo now >/root/now")
-    snapshots = world.traces(live.config)["snapshots"]
+    snapshots_before = world.traces(live.config)["snapshots"]
     clones = live.do(live.engine.forks.clone("source", ForkSpec(count=2)))
     assert [live.shell(clone.id, "cat /root/now").strip() for clone in clones] == ["now", "now"]
     assert {clone.parent_sandbox for clone in clones} == {live.sandbox("source").id}
     live.do(live.engine.sandboxes.delete("source"))
     for clone in clones:
         live.do(live.engine.sandboxes.delete(clone.id))
-    assert world.traces(live.config)["snapshots"] == snapshots
+    assert world.traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_progress_is_reported(live: Live) -> None:
     async def collect_progress() -> list[int]:
-        progress = []
+        done_counts = []
         with live.engine.events.subscribed() as events:
-            fork = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
-            while len(progress) < 2:
+            fork_task = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
+            while len(done_counts) < 2:
                 event = await events.get()
                 if event.type == "fork.progress" and event.data["operation"] == "abc":
-                    progress.append(event.data["done"])
-        await fork
-        return progress
+                    done_counts.append(event.data["done"])
+        await fork_task
+        return done_counts
 
     assert live.do(collect_progress()) == [1, 2]

@@ -15,22 +15,22 @@ _WRITTEN_BYTES = 48 << 20
 def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["busy", "idle"])))
     sandboxes = [live.sandbox("busy"), live.sandbox("idle")]
-    before = live.do(live.engine.host.loads(sandboxes))
-    assert before.keys() == {sandbox.instance for sandbox in sandboxes}
-    for load, sandbox in ((before[each.instance], each) for each in sandboxes):
+    loads_before = live.do(live.engine.host.loads(sandboxes))
+    assert loads_before.keys() == {sandbox.instance for sandbox in sandboxes}
+    for load, sandbox in ((loads_before[each.instance], each) for each in sandboxes):
         assert load.memory_bytes is not None and load.disk_bytes is not None
         assert 1 << 20 < load.memory_bytes < (sandbox.resources.memory_mb + 512) << 20
         assert 1 << 20 < load.disk_bytes <= sandbox.resources.disk_mb << 20
     live.shell("busy", f"head -c {_WRITTEN_BYTES} /dev/urandom >/root/file && sync")
     busy, idle = sandboxes
 
-    def disk_growth() -> list[int]:
-        after = live.do(live.engine.host.loads(sandboxes))
-        return [after[each.instance].disk_bytes - before[each.instance].disk_bytes for each in (busy, idle)]
+    def measure_disk_growth() -> list[int]:
+        loads_after = live.do(live.engine.host.loads(sandboxes))
+        return [loads_after[each.instance].disk_bytes - loads_before[each.instance].disk_bytes for each in (busy, idle)]
 
-    eventually(lambda: disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
-    assert disk_growth()[1] < _WRITTEN_BYTES / 2
-    # A loop in the busy one; the other one waits.
+    eventually(lambda: measure_disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
+    assert measure_disk_growth()[1] < _WRITTEN_BYTES / 2
+    # One sandbox runs a busy loop, and the other one waits.
     live.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")
     live.do(live.engine.loads.history("busy"))
     time.sleep(3)

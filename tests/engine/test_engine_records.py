@@ -22,7 +22,7 @@ from tests.support.memory_engine import Gate, wait_until
 
 
 class FaultyHost(MemoryHost):
-    """A host that fails to save records while ``broken`` is true, and to remove the snapshots in ``unremovable``."""
+    """A host that fails to save records while ``broken`` is true, and fails to remove snapshots in ``unremovable``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _wait_until(check: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _records(engine: Engine) -> dict[str, dict[str, Any]]:
+def _read_records(engine: Engine) -> dict[str, dict[str, Any]]:
     return {id: each.model_dump() for id, each in (engine.index.sandboxes | engine.index.snapshots).items()}
 
 
@@ -85,11 +85,11 @@ async def _do_nothing(engine: Engine) -> None:
     pass
 
 
-async def _stop_from_disk(engine: Engine) -> None:
+async def _pause_without_memory(engine: Engine) -> None:
     await engine.sandboxes.pause("box", memory=False)
 
 
-async def _use_snapshot(engine: Engine) -> None:
+async def _create_snapshot_in_use(engine: Engine) -> None:
     await engine.snapshots.create("box", name="mark")
     await engine.forks.create("mark", ForkSpec(names=["user"]))
 
@@ -113,10 +113,10 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "clone": (_do_nothing, lambda engine: engine.forks.clone("box", ForkSpec())),
     "pause": (_do_nothing, lambda engine: engine.sandboxes.pause("box")),
     "pause_without_memory": (_do_nothing, lambda engine: engine.sandboxes.pause("box", memory=False)),
-    "resume_from_disk": (_stop_from_disk, lambda engine: engine.sandboxes.resume("box", timeout=60)),
+    "resume_from_disk": (_pause_without_memory, lambda engine: engine.sandboxes.resume("box", timeout=60)),
     "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
-    "rollback": (_use_snapshot, lambda engine: engine.sandboxes.rollback("box", "mark")),
-    "hide_snapshot": (_use_snapshot, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
+    "rollback": (_create_snapshot_in_use, lambda engine: engine.sandboxes.rollback("box", "mark")),
+    "hide_snapshot": (_create_snapshot_in_use, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
     "set_alias": (_do_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
     "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
     "detach": (_mount_volume, lambda engine: engine.attachments.detach("box", "data")),
@@ -126,13 +126,13 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost, operation: str) -> None:
     prepare, act = OPERATIONS[operation]
-    live.do(_run(prepare, live.engine))
-    before = _records(live.engine)
+    live.do(_run_operation(prepare, live.engine))
+    records_before = _read_records(live.engine)
     host.broken = True
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(_run(act, live.engine))
-    after = _records(live.engine)
-    assert {id: after.get(id) for id in before} == before
+        live.do(_run_operation(act, live.engine))
+    records_after = _read_records(live.engine)
+    assert {id: records_after.get(id) for id in records_before} == records_before
     host.broken = False
     if not operation.startswith("resume") and operation != "pause":
         assert live.engine.sandboxes.get("box").name == "box"
@@ -158,7 +158,7 @@ def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: 
     assert [each.volume for each in snapshot.volumes] == [live.engine.volumes.get("data").id]
 
 
-async def _run(operation: Operation, engine: Engine) -> None:
+async def _run_operation(operation: Operation, engine: Engine) -> None:
     await operation(engine)
 
 
@@ -170,18 +170,18 @@ def _create_chain(live: Live, *names: str) -> None:
         live.do(live.engine.snapshots.create("box", name=name))
 
 
-def _tree_shape(nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    return {node["names"][0]: _tree_shape(node["children"]) for node in nodes}
+def _simplify_tree(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {node["names"][0]: _simplify_tree(node["children"]) for node in nodes}
 
 
 def test_children_of_a_deleted_snapshot_move_to_its_parent(live: Live) -> None:
     _create_chain(live, "one", "two", "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
     live.do(live.engine.snapshots.delete("two"))
-    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
     live.do(live.engine.snapshots.delete("one"))
-    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
+    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
 
 
 def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Live) -> None:
@@ -190,7 +190,7 @@ def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Li
     assert live.engine.sandboxes.get("box").head == live.engine.snapshots.get("one").id
     _create_chain(live, "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> None:
@@ -201,91 +201,91 @@ def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> No
     assert not live.do(live.engine.snapshots.delete("two", when_unused=True))
     live.do(live.engine.sandboxes.delete("fork"))
     live.do(live.engine.sandboxes.delete("box"))
-    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
     """Because of this order, a crash between the two steps leaves a complete tree."""
     _create_chain(live, "one", "two", "three")
-    removed, child = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
+    removed_id, child_id = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
     host.log.clear()
     live.do(live.engine.snapshots.delete("two"))
-    assert host.log == [("save_snapshot", child), ("remove_snapshot", removed)]
+    assert host.log == [("save_snapshot", child_id), ("remove_snapshot", removed_id)]
 
 
 def test_a_failed_deletion_leaves_the_tree_unchanged(live: Live, host: FaultyHost) -> None:
     _create_chain(live, "one", "two", "three")
     live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
-    before = _records(live.engine)
+    records_before = _read_records(live.engine)
     with pytest.raises(InUse, match=r"^snapshot 'two' is in use by 1 sandbox \(fork\)\. Delete them first, or pass "):
         live.do(live.engine.snapshots.delete("two"))
-    assert _records(live.engine) == before
+    assert _read_records(live.engine) == records_before
     live.do(live.engine.sandboxes.delete("fork"))
-    before = _records(live.engine)
+    records_before = _read_records(live.engine)
     host.unremovable = {live.engine.snapshots.get(name).id for name in ("two", "three")}
     for name in ("two", "three"):
         with pytest.raises(BackendFailed):
             live.do(live.engine.snapshots.delete(name))
-        assert _records(live.engine) == before
+        assert _read_records(live.engine) == records_before
 
 
 def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -> None:
     """A full disk prevents writing records, but a deletion frees space."""
     _create_chain(live, "one", "two", "three")
-    one, two = (live.engine.snapshots.get(name).id for name in ("one", "two"))
+    one_id, two_id = (live.engine.snapshots.get(name).id for name in ("one", "two"))
     host.broken = True
     assert live.do(live.engine.snapshots.delete("one"))
-    assert one not in live.engine.index.snapshots
-    assert live.engine.snapshots.get("two").parent == one
-    (root,) = live.engine.index.lineage()
-    assert two in str(root), "it is not shown below the template"
+    assert one_id not in live.engine.index.snapshots
+    assert live.engine.snapshots.get("two").parent == one_id
+    (root,) = live.engine.snapshots.lineage()
+    assert two_id in str(root), "it is not shown below the template"
 
 
 def test_adjacent_snapshots_removed_together_leave_no_dangling_parent(live: Live) -> None:
     _create_chain(live, "one", "two", "three", "four")
-    ids = {name: live.engine.snapshots.get(name).id for name in ("one", "four")}
+    snapshot_ids = {name: live.engine.snapshots.get(name).id for name in ("one", "four")}
 
     async def delete_both() -> None:
         await asyncio.gather(*(live.engine.snapshots.delete(name) for name in ("two", "three")))
 
     live.do(delete_both())
-    assert live.engine.snapshots.get("four").parent == ids["one"]
+    assert live.engine.snapshots.get("four").parent == snapshot_ids["one"]
 
 
 def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Live) -> None:
     _create_chain(live, "one", "two", "three", "four")
-    one = live.engine.snapshots.get("one").id
+    one_id = live.engine.snapshots.get("one").id
     for name in ("two", "three"):
         snapshot = live.engine.snapshots.get(name)
         live.engine.index.put(snapshot.model_copy(update={"doomed": True}))
-    live.do(live.engine.collector.collect())
-    assert live.engine.snapshots.get("four").parent == one
+    live.collect()
+    assert live.engine.snapshots.get("four").parent == one_id
 
 
 def test_an_extension_in_progress_prevents_an_expiry(live: Live, host: FaultyHost) -> None:
     """The expiry waits for the sandbox's lock, and then reads the new timeout. Other sandboxes still expire."""
     live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
     sandboxes = live.engine.sandboxes
-    other = sandboxes.get("other").id
+    other_id = sandboxes.get("other").id
     gate = Gate()
-    save = host.save
+    original_save = host.save
 
     async def save_slowly(sandbox: Sandbox) -> None:
-        if sandbox.id == other:
+        if sandbox.id == other_id:
             await gate()
-        await save(sandbox)
+        await original_save(sandbox)
 
-    async def expire() -> None:
+    async def extend_during_expiry() -> None:
         await sandboxes.set_timeout("other", 0)
         host.save = save_slowly  # type: ignore[method-assign]
-        extension = asyncio.create_task(sandboxes.set_timeout("other", 600))
+        extension_task = asyncio.create_task(sandboxes.set_timeout("other", 600))
         await gate.reached.wait()
         await sandboxes.set_timeout("box", 0)
         await wait_until(lambda: not any(each.name == "box" for each in sandboxes.list()))
-        await wait_until(lambda: other in live.engine._expiry._expiring)
+        await wait_until(lambda: other_id in live.engine._expiry._expiring_ids)
         gate.opened.set()
-        await extension
-        await wait_until(lambda: other not in live.engine._expiry._expiring)
+        await extension_task
+        await wait_until(lambda: other_id not in live.engine._expiry._expiring_ids)
 
-    live.do(expire())
+    live.do(extend_during_expiry())
     assert [each.name for each in sandboxes.list()] == ["other"]

@@ -10,7 +10,7 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, SandboxState
-from tests.engine.test_engine_fork import START_COUNTER, read_counter
+from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
@@ -23,21 +23,21 @@ def source(live: Live) -> str:
 
 
 def test_rollback_restores_files_and_keeps_the_id(live: Live, source: str) -> None:
-    id = live.sandbox(source).id
+    source_id = live.sandbox(source).id
     live.shell(source, "echo good >/root/state")
     live.do(live.engine.snapshots.create(source, name="good"))
     assert not live.do(live.engine.sandboxes.has_diverged(source))
     live.shell(source, "echo bad >/root/state")
     assert live.do(live.engine.sandboxes.has_diverged(source))
     sandbox = live.do(live.engine.sandboxes.rollback(source, "good"))
-    assert sandbox.id == id
+    assert sandbox.id == source_id
     assert live.shell(source, "cat /root/state").strip() == "good"
     assert live.shell(source, "hostname").strip() == source
     assert live.sandbox(source).head == live.engine.snapshots.get("good").id
     assert not live.do(live.engine.sandboxes.has_diverged(source))
 
 
-def test_a_sandbox_removed_during_a_lookup_is_not_an_internal_error(live: Live, source: str) -> None:
+def test_a_sandbox_removed_during_a_lookup_causes_no_internal_error(live: Live, source: str) -> None:
     engine, sandbox = live.engine, live.sandbox(source)
     live.do(engine.sandboxes.delete(source))
     for lookup in (engine.host.has_diverged(sandbox, engine.snapshots.get(sandbox.head)), engine.host.usage(sandbox)):
@@ -47,14 +47,14 @@ def test_a_sandbox_removed_during_a_lookup_is_not_an_internal_error(live: Live, 
 
 @pytest.mark.usefixtures("with_memory")
 def test_rollback_restores_memory(live: Live, source: str) -> None:
-    live.shell(source, START_COUNTER)
+    live.shell(source, START_COUNTER_COMMAND)
     live.do(live.engine.snapshots.create(source, name="early"))
-    at_capture = read_counter(live, source)
+    count_at_capture = read_counter(live, source)
     time.sleep(2)
     later_count = read_counter(live, source)
     live.do(live.engine.sandboxes.rollback(source, "early"))
     assert read_counter(live, source) < later_count
-    assert read_counter(live, source) >= at_capture - 20
+    assert read_counter(live, source) >= count_at_capture - 20
 
 
 def test_rollback_to_an_older_snapshot_keeps_newer_ones(live: Live, source: str) -> None:
@@ -71,7 +71,7 @@ def test_rollback_to_an_older_snapshot_keeps_newer_ones(live: Live, source: str)
     assert live.engine.snapshots.get("again").parent == live.engine.snapshots.get("old").id
 
 
-def test_a_sandbox_can_be_rolled_back_to_the_snapshot_of_another(live: Live, source: str) -> None:
+def test_a_sandbox_can_be_rolled_back_to_a_snapshot_of_another_sandbox(live: Live, source: str) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["other"])))
     live.shell("other", "echo theirs >/root/theirs")
     live.do(live.engine.snapshots.create("other", name="theirs"))
@@ -90,7 +90,7 @@ def test_a_failed_rollback_leaves_the_old_machine_running(
 ) -> None:
     live.do(live.engine.snapshots.create(source, name="mark"))
     live.shell(source, "echo later >/root/later")
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
 
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
@@ -101,15 +101,15 @@ def test_a_failed_rollback_leaves_the_old_machine_running(
             live.do(live.engine.sandboxes.rollback(source, "mark"))
         monkeypatch.undo()
         assert live.shell(source, "cat /root/later").strip() == "later"
-        assert world.traces(live.config) == before
+        assert world.traces(live.config) == traces_before
 
 
 def test_promote_replaces_the_source_with_its_fork(live: Live, source: str) -> None:
-    id = live.sandbox(source).id
+    source_id = live.sandbox(source).id
     (fork,) = live.do(live.engine.forks.clone(source, ForkSpec(names=["winner"])))
     live.shell(fork.id, "echo won >/root/result")
     source_sandbox = live.do(live.engine.sandboxes.promote("winner"))
-    assert source_sandbox.id == id
+    assert source_sandbox.id == source_id
     assert live.shell(source, "cat /root/result; hostname").split() == ["won", source]
     assert live.shell("winner", "cat /root/result").strip() == "won"
 
@@ -122,7 +122,7 @@ def test_promoting_a_sandbox_over_itself_is_refused(live: Live, source: str) -> 
 def test_a_paused_sandbox_can_be_resumed(live: Live, source: str, world: World) -> None:
     live.shell(source, "echo kept >/root/kept")
     if world.abilities.memory:
-        live.shell(source, START_COUNTER)
+        live.shell(source, START_COUNTER_COMMAND)
     live.do(live.engine.sandboxes.pause(source))
     assert live.sandbox(source).state is SandboxState.PAUSED
     with pytest.raises(Conflict):
@@ -136,7 +136,7 @@ def test_a_paused_sandbox_can_be_resumed(live: Live, source: str, world: World) 
         live.do(live.engine.sandboxes.resume(source))
 
 
-def test_pause_without_memory_boots_from_the_disk(live: Live, source: str) -> None:
+def test_a_sandbox_paused_without_memory_boots_from_its_disk(live: Live, source: str) -> None:
     live.shell(source, "echo kept >/root/kept")
     live.do(live.engine.sandboxes.pause(source, memory=False))
     live.do(live.engine.sandboxes.resume(source))
@@ -144,10 +144,10 @@ def test_pause_without_memory_boots_from_the_disk(live: Live, source: str) -> No
 
 
 def test_killing_a_paused_sandbox_removes_its_capture(live: Live, source: str, world: World) -> None:
-    before = world.traces(live.config)["snapshots"]
+    snapshots_before = world.traces(live.config)["snapshots"]
     live.do(live.engine.sandboxes.pause(source))
     live.do(live.engine.sandboxes.delete(source))
-    assert world.traces(live.config)["snapshots"] == before
+    assert world.traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_an_expired_sandbox_is_killed_or_paused(live: Live) -> None:
@@ -187,12 +187,12 @@ def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk
 
 
 def test_a_command_fails_when_its_machine_stops(live: Live, source: str, world: World) -> None:
-    start = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(
-        BackendFailed, match=r"stopped during the command|connection to the sandbox broke|cannot be reached"
+        BackendFailed, match=r"stopped during the command|connection to the sandbox was lost|cannot be reached"
     ):
         live.do(live.engine.commands.exec(source, ["sh", "-c", f"{world.halt_command}; sleep 100"], timeout=120))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - started_at < 60
 
 
 def test_a_network_policy_survives_a_rollback(live: Live, source: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
-from tests.engine.test_engine_fork import START_COUNTER, read_counter
+from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
@@ -18,24 +18,24 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, wo
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
     if world.abilities.memory:
-        live.shell("source", START_COUNTER)
+        live.shell("source", START_COUNTER_COMMAND)
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
     live.do(live.engine.sandboxes.pause("f2"))
-    sandboxes, tree = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
-    before = world.traces(live.config)
+    sandboxes, lineage = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
+    traces_before = world.traces(live.config)
     live.close()
 
-    reopened = make_live(config=live.config)
-    assert reopened.engine.sandboxes.list() == sandboxes
-    assert reopened.engine.snapshots.lineage() == tree
-    assert world.traces(reopened.config) == before
-    assert reopened.shell("f1", "hostname").strip() == "f1"
+    live_after_restart = make_live(config=live.config)
+    assert live_after_restart.engine.sandboxes.list() == sandboxes
+    assert live_after_restart.engine.snapshots.lineage() == lineage
+    assert world.traces(live_after_restart.config) == traces_before
+    assert live_after_restart.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
-        assert read_counter(reopened, "source") > 0
-    reopened.do(reopened.engine.snapshots.create("f1", name="after"))
-    reopened.do(reopened.engine.sandboxes.resume("f2"))
-    assert reopened.shell("f2", "hostname").strip() == "f2"
+        assert read_counter(live_after_restart, "source") > 0
+    live_after_restart.do(live_after_restart.engine.snapshots.create("f1", name="after"))
+    live_after_restart.do(live_after_restart.engine.sandboxes.resume("f2"))
+    assert live_after_restart.shell("f2", "hostname").strip() == "f2"
 
 
 def test_a_second_gateway_on_the_same_state_is_refused(make_live: Any) -> None:
@@ -52,14 +52,14 @@ def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any
     live.shell("victim", "echo kept >/root/kept && sync")
     live.close()
     world.cut_power(live.config)
-    reopened = make_live(config=live.config)
+    live_after_restart = make_live(config=live.config)
     if policy == "start":
-        eventually(lambda: reopened.sandbox("victim").state is SandboxState.RUNNING, 120)
+        eventually(lambda: live_after_restart.sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
-        assert reopened.sandbox("victim").state is SandboxState.PAUSED
-        assert "host went down" in reopened.sandbox("victim").state_reason
-        reopened.do(reopened.engine.sandboxes.resume("victim"))
-    assert reopened.shell("victim", "cat /root/kept").strip() == "kept"
+        assert live_after_restart.sandbox("victim").state is SandboxState.PAUSED
+        assert "host went down" in live_after_restart.sandbox("victim").state_reason
+        live_after_restart.do(live_after_restart.engine.sandboxes.resume("victim"))
+    assert live_after_restart.shell("victim", "cat /root/kept").strip() == "kept"
 
 
 def test_damaged_records_are_quarantined_at_startup(make_live: Any, world: World) -> None:
@@ -67,25 +67,25 @@ def test_damaged_records_are_quarantined_at_startup(make_live: Any, world: World
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
         live.do(live.engine.snapshots.create("fine", name=name))
-    ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
+    snapshot_ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
     live.close()
-    world.damage_snapshots(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
-    reopened = make_live(config=live.config)
-    assert [snapshot.names for snapshot in reopened.engine.snapshots.list()] == [["good"]]
-    assert reopened.shell("fine", "echo alive").strip() == "alive"
-    reopened.do(reopened.engine.forks.create("good", ForkSpec()))
+    world.damage_snapshots(live.config, **{name: snapshot_ids[name] for name in ("torn", "short", "empty")})
+    live_after_restart = make_live(config=live.config)
+    assert [snapshot.names for snapshot in live_after_restart.engine.snapshots.list()] == [["good"]]
+    assert live_after_restart.shell("fine", "echo alive").strip() == "alive"
+    live_after_restart.do(live_after_restart.engine.forks.create("good", ForkSpec()))
 
 
 def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: World) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    older = live.do(live.engine.snapshots.create("source", name="older"))
-    newer = live.do(live.engine.snapshots.create("source", name="newer"))
+    older_snapshot = live.do(live.engine.snapshots.create("source", name="older"))
+    newer_snapshot = live.do(live.engine.snapshots.create("source", name="newer"))
     live.close()
-    world.rewrite_record(live.config, newer, names=["older"])
-    reopened = make_live(config=live.config)
-    assert reopened.engine.snapshots.get("older").id == older.id
-    assert reopened.engine.snapshots.get(newer.id).names == []
+    world.rewrite_record(live.config, newer_snapshot, names=["older"])
+    live_after_restart = make_live(config=live.config)
+    assert live_after_restart.engine.snapshots.get("older").id == older_snapshot.id
+    assert live_after_restart.engine.snapshots.get(newer_snapshot.id).names == []
 
 
 def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -> None:
@@ -94,5 +94,5 @@ def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     live.close()
     world.rewrite_record(live.config, snapshot, a_field_of_the_future={"x": 1})
-    reopened = make_live(config=live.config)
-    assert reopened.engine.snapshots.get("mark").id == snapshot.id
+    live_after_restart = make_live(config=live.config)
+    assert live_after_restart.engine.snapshots.get("mark").id == snapshot.id

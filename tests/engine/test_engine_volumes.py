@@ -17,29 +17,29 @@ from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
-from tests.support.crash import Daemon, observable_state
+from tests.support.crash import ScenarioProcess, read_observable_state
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 MB = 1 << 20
-SMALLEST_MB = 64
-"""Size of the smallest possible volume in MiB."""
+MIN_VOLUME_MB = 64
+"""The minimum size of a volume in MiB."""
 VISIBILITY_TIMEOUT_SECONDS = 60
-"""Time limit in seconds until every sandbox sees the writes of the others."""
+"""The maximum time in seconds until every sandbox sees the writes of the other sandboxes."""
 READ_ONLY_MESSAGES = ("Read-only file system", "Permission denied")
-FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")
+DISK_FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 
-def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **more: Any) -> Sandbox:
-    return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), **more)))
+def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **options: Any) -> Sandbox:
+    return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), **options)))
 
 
-def create_volume(live: Live, name: str, **more: Any) -> str:
-    return live.do(live.engine.volumes.create(name, **{"size_mb": SMALLEST_MB} | more)).name
+def create_volume(live: Live, name: str, **options: Any) -> str:
+    return live.do(live.engine.volumes.create(name, **{"size_mb": MIN_VOLUME_MB} | options)).name
 
 
-def mounts_of(live: Live, ref: str) -> dict[str, str]:
+def get_volume_names_by_path(live: Live, ref: str) -> dict[str, str]:
     """Return the names of the volumes that a sandbox mounts, by path."""
     return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.sandbox(ref).mounts}
 
@@ -49,7 +49,7 @@ def read_file(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip()
 
 
-def volume_names(live: Live) -> set[str]:
+def list_volume_names(live: Live) -> set[str]:
     return {each.name for each in live.engine.volumes.list()}
 
 
@@ -104,20 +104,22 @@ def test_valid_mount_paths_are_accepted() -> None:
     check_mount_paths([f"/{'x' * 254}"])
 
 
-@pytest.mark.parametrize(("one", "other"), [("/a", "/a"), ("/a", "/a/b"), ("/a/b/c", "/a"), ("/a/b", "/a/b/c/d")])
-def test_overlapping_mounts_are_refused(one: str, other: str) -> None:
+@pytest.mark.parametrize(("path", "other_path"), [("/a", "/a"), ("/a", "/a/b"), ("/a/b/c", "/a"), ("/a/b", "/a/b/c/d")])
+def test_overlapping_mounts_are_refused(path: str, other_path: str) -> None:
     with pytest.raises(Invalid, match="overlap"):
-        check_mount_paths(["/elsewhere", one, other])
+        check_mount_paths(["/elsewhere", path, other_path])
 
 
 def test_a_scan_reports_a_duplicate_name_and_a_mount_of_a_missing_volume() -> None:
     index = Index()
-    older = Volume(name="data")
-    newer = Volume(name="data", created_at=older.created_at + timedelta(seconds=1))
-    mounts = [Mount(volume=older.id, path="/data"), Mount(volume="0" * 12, path="/lost")]
-    clash, lost = index.load([sandbox := Sandbox(name="box", mounts=mounts)], [], [newer, older])
-    assert newer.id in clash and "/lost" in lost
-    assert index.volume("data") is older and index.volume(newer.id).name == newer.id
+    older_volume = Volume(name="data")
+    newer_volume = Volume(name="data", created_at=older_volume.created_at + timedelta(seconds=1))
+    mounts = [Mount(volume=older_volume.id, path="/data"), Mount(volume="0" * 12, path="/lost")]
+    name_problem, mount_problem = index.load(
+        [sandbox := Sandbox(name="box", mounts=mounts)], [], [newer_volume, older_volume]
+    )
+    assert newer_volume.id in name_problem and "/lost" in mount_problem
+    assert index.volume("data") is older_volume and index.volume(newer_volume.id).name == newer_volume.id
     assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "the volume may be restored"
 
 
@@ -150,7 +152,7 @@ def test_a_volume_never_shrinks(live: Live) -> None:
     assert live.do(live.engine.volumes.grow("data", 96)).size_mb == 96
 
 
-def test_later_writes_do_not_change_a_volumes_snapshot(live: Live) -> None:
+def test_later_writes_do_not_change_a_volume_snapshot(live: Live) -> None:
     create_volume(live, "data", size_mb=96)
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo first >/data/file && sync")
@@ -165,7 +167,7 @@ def test_later_writes_do_not_change_a_volumes_snapshot(live: Live) -> None:
         assert read_file(live, "box", f"/{name}/file") == "first"
     assert read_file(live, "box", "/data/file") == "second"
     with pytest.raises(Invalid, match="less than"):
-        live.do(live.engine.volumes.create("less", SMALLEST_MB, "data@early"))
+        live.do(live.engine.volumes.create("less", MIN_VOLUME_MB, "data@early"))
     with pytest.raises(NotFound, match="late"):
         live.do(live.engine.volumes.create("late", from_snapshot="data@late"))
 
@@ -208,19 +210,19 @@ def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(li
 
 
 def test_deleting_a_volume_in_use_lists_its_users(live: Live) -> None:
-    data = live.engine.volumes.get(create_volume(live, "data"))
+    volume = live.engine.volumes.get(create_volume(live, "data"))
     create_sandbox(live, "runs", MountSpec("data", "/data"))
     create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True))
     live.do(live.engine.sandboxes.pause("sleeps"))
     snapshot = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
-    own_snapshot = live.do(live.engine.volumes.create_snapshot("data", "own"))
+    volume_snapshot = live.do(live.engine.volumes.create_snapshot("data", "own"))
     sandbox_ids = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
     ) as refusal:
         live.do(live.engine.volumes.delete("data"))
-    assert set(refusal.value.blockers) == {*sandbox_ids, snapshot.id, own_snapshot.id}
-    assert {sandbox.name for sandbox, _ in live.engine.volumes.mounts_of(data)} == {"runs", "sleeps"}
+    assert set(refusal.value.blockers) == {*sandbox_ids, snapshot.id, volume_snapshot.id}
+    assert {sandbox.name for sandbox, _ in live.engine.volumes.mounts_of(volume)} == {"runs", "sleeps"}
     live.do(live.engine.attachments.detach("sleeps", "data"))
     live.do(live.engine.sandboxes.delete("runs"))
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture_refusal:
@@ -255,7 +257,7 @@ def test_a_volume_is_not_removed_or_rolled_back_during_a_mount(live: Live, monke
     assert len(refusals) == 2
 
 
-def test_a_mount_waits_for_a_change_of_the_volume(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_waits_for_a_volume_rollback(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     create_volume(live, "data")
     create_sandbox(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
@@ -266,19 +268,19 @@ def test_a_mount_waits_for_a_change_of_the_volume(live: Live, monkeypatch: pytes
     engine, rollback = live.engine, live.engine.host.rollback_volume
     attachments: list[asyncio.Future[Any]] = []
 
-    async def slow_rollback(*args: Any) -> None:
+    async def rollback_slowly(*args: Any) -> None:
         attachments.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
         await asyncio.sleep(0.3)
         assert not attachments[0].done() and engine.sandboxes.get("late").mounts == []
         await rollback(*args)
 
-    monkeypatch.setattr(engine.host, "rollback_volume", slow_rollback)
+    monkeypatch.setattr(engine.host, "rollback_volume", rollback_slowly)
     live.do(engine.volumes.rollback("data", "mark"))
     eventually(lambda: attachments[0].done())
     assert read_file(live, "late", "/data/file") == "before"
 
 
-def test_every_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_volume_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str]] = []
     create_sandbox(live, "box")
 
@@ -319,9 +321,9 @@ def test_the_source_of_a_volume_is_deletable_only_if_snapshots_are_independent(l
         live.do(live.engine.volumes.delete_snapshot("data", "mark"))
         live.do(live.engine.volumes.delete("data"))
     else:
-        for work in (live.engine.volumes.delete_snapshot("data", "mark"), live.engine.volumes.delete("data", True)):
+        for deletion in (live.engine.volumes.delete_snapshot("data", "mark"), live.engine.volumes.delete("data", True)):
             with pytest.raises(InUse, match=r"1 clone \(made\)"):
-                live.do(work)
+                live.do(deletion)
     create_sandbox(live, "box", MountSpec("made", "/data"))
     live.shell("box", "echo fine >/data/file")
 
@@ -335,20 +337,20 @@ def test_a_volume_outlives_its_users(live: Live) -> None:
     assert read_file(live, "second", "/else/where/file") == "kept"
 
 
-def test_an_open_file_on_a_volume_does_not_block_a_kill(live: Live) -> None:
+def test_an_open_file_on_a_volume_does_not_block_deleting_the_sandbox(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
-    start = time.monotonic()
+    started_at = time.monotonic()
     live.do(live.engine.sandboxes.delete("box"))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - started_at < 20
     live.do(live.engine.volumes.delete("data"))
 
 
 # -- attach and detach -------------------------------------------------------------------------------------------------
 
 
-def test_attach_and_detach_on_a_running_sandbox(live: Live) -> None:
+def test_a_running_sandbox_can_attach_and_detach_a_volume(live: Live) -> None:
     create_volume(live, "data")
     create_volume(live, "more")
     create_sandbox(live, "box")
@@ -363,14 +365,14 @@ def test_attach_and_detach_on_a_running_sandbox(live: Live) -> None:
     ):
         with pytest.raises(error, match=words):
             live.do(live.engine.attachments.attach("box", spec))
-    assert mounts_of(live, "box") == {"/data": "data"}
+    assert get_volume_names_by_path(live, "box") == {"/data": "data"}
     live.do(live.engine.attachments.detach("box", "data"))
     assert read_file(live, "box", "/data/file") == ""
     with pytest.raises(NotFound, match="data"):
         live.do(live.engine.attachments.detach("box", "data"))
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/other", read_only=True)))
     assert read_file(live, "box", "/other/file") == "kept"
-    assert mounts_of(live, "box") == {"/other": "data"}
+    assert get_volume_names_by_path(live, "box") == {"/other": "data"}
 
 
 def test_detach_works_without_the_sandboxs_cooperation(live: Live) -> None:
@@ -399,26 +401,26 @@ def test_a_paused_sandbox_can_detach_but_not_attach(live: Live) -> None:
     live.shell("box", "echo new >/data/file")
 
 
-def test_a_failed_attach_leaves_nothing(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attach_leaves_nothing_behind(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     create_volume(live, "data")
     create_sandbox(live, "box")
     live.shell("box", "touch /root/file")
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
     with pytest.raises(GatewayError):
         live.do(live.engine.attachments.attach("box", MountSpec("data", "/root/file/below")))
     assert live.sandbox("box").mounts == []
-    eventually(lambda: world.traces(live.config) == before)
+    eventually(lambda: world.traces(live.config) == traces_before)
 
-    async def refuse(*args: Any, **kwargs: Any) -> None:
+    async def fail(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
 
     for step, owner in (("mount_volumes", live.engine.agents), ("attach", live.engine.host)):
-        monkeypatch.setattr(owner, step, refuse)
+        monkeypatch.setattr(owner, step, fail)
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
         monkeypatch.undo()
         assert live.sandbox("box").mounts == []
-        eventually(lambda: world.traces(live.config) == before)
+        eventually(lambda: world.traces(live.config) == traces_before)
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo works >/data/file")
 
@@ -435,7 +437,11 @@ def test_a_fork_inherits_mounts_unless_others_are_requested(live: Live) -> None:
     live.do(live.engine.forks.create("mark", ForkSpec(names=["same"])))
     create_sandbox(live, "none", template="mark")
     create_sandbox(live, "else", MountSpec("other", "/data"), template="mark")
-    assert [mounts_of(live, name) for name in ("same", "none", "else")] == [{"/data": "data"}, {}, {"/data": "other"}]
+    assert [get_volume_names_by_path(live, name) for name in ("same", "none", "else")] == [
+        {"/data": "data"},
+        {},
+        {"/data": "other"},
+    ]
     assert [read_file(live, name, "/data/file") for name in ("same", "none", "else")] == ["shared", "", ""]
     live.shell("else", "echo mine >/data/file && sync")
     assert read_file(live, "source", "/data/file") == "shared"
@@ -452,23 +458,23 @@ def test_a_failed_mount_fails_the_fork(live: Live, world: World) -> None:
     create_sandbox(live, "source")
     live.shell("source", "touch /root/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark"))
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
     spec = ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/root/file/below")])
     with pytest.raises(GatewayError):
         live.do(live.engine.forks.fork("mark", spec))
-    eventually(lambda: world.traces(live.config) == before)
-    for wrong, error in (
+    eventually(lambda: world.traces(live.config) == traces_before)
+    for invalid_mounts, error in (
         ([MountSpec("data", "/a"), MountSpec("data", "/b")], Invalid),
         ([MountSpec("data", "/proc/x")], Invalid),
         ([MountSpec("nothing", "/a")], NotFound),
         ([MountSpec("data", "/a", clone=True)], Invalid),
     ):
         with pytest.raises(error):
-            live.do(live.engine.forks.fork("mark", ForkSpec(mounts=wrong)))
+            live.do(live.engine.forks.fork("mark", ForkSpec(mounts=invalid_mounts)))
     assert {sandbox.name for sandbox in live.engine.sandboxes.list()} == {"source"}
 
 
-def test_each_fork_has_its_own_clone(live: Live) -> None:
+def test_each_fork_has_its_own_volume_clone(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
@@ -476,18 +482,18 @@ def test_each_fork_has_its_own_clone(live: Live) -> None:
     live.shell("source", "echo later >/data/file && sync")
     spec = ForkSpec(names=["one", "two"], mounts=[MountSpec("data", "/data", clone=True)])
     live.do(live.engine.forks.fork("mark", spec))
-    assert volume_names(live) == {"data", "one-data", "two-data"}
+    assert list_volume_names(live) == {"data", "one-data", "two-data"}
     assert live.engine.volumes.get("one-data").owner == live.sandbox("one").id
     assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["common", "common", "later"]
     live.shell("one", "echo own >/data/file && sync")
     assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["own", "common", "later"]
     live.do(live.engine.sandboxes.delete("two"))
-    assert volume_names(live) == {"data", "one-data"}
+    assert list_volume_names(live) == {"data", "one-data"}
     live.do(live.engine.attachments.attach("source", MountSpec("one-data", "/theirs")))
     live.do(live.engine.sandboxes.delete("one"))
     assert read_file(live, "source", "/theirs/file") == "own"
     live.do(live.engine.attachments.detach("source", "one-data"))
-    assert volume_names(live) == {"data"}
+    assert list_volume_names(live) == {"data"}
 
 
 def test_the_volume_snapshots_of_a_clone_are_removed(live: Live) -> None:
@@ -504,7 +510,7 @@ def test_the_volume_snapshots_of_a_clone_are_removed(live: Live) -> None:
         assert clone.name.endswith(clone.id)
         assert read_file(live, child.id, "/data/file") == "common"
         live.do(live.engine.sandboxes.delete(child.id))
-    assert volume_names(live) == {"data", "child-data"}
+    assert list_volume_names(live) == {"data", "child-data"}
     assert live.engine.volumes.list_snapshots("data") == []
 
 
@@ -512,35 +518,35 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
     create_volume(live, "data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
-    before = world.traces(live.config)
-    clone = [MountSpec("data", "/data", clone=True)]
-    owners = {"identify": live.engine.agents, "create_clones": live.engine.mounts}
+    traces_before = world.traces(live.config)
+    clone_mounts = [MountSpec("data", "/data", clone=True)]
+    owners = {"identify": live.engine.agents, "create_clones": live.engine.forks._mount_planner}
     original_methods = {name: getattr(owner, name) for name, owner in owners.items()}
 
-    def failing_step(step: str) -> Any:
+    def make_failing_step(step: str) -> Any:
         calls = []
 
-        async def fail_second(*args: Any, **kwargs: Any) -> None:
+        async def fail_on_second_call(*args: Any, **kwargs: Any) -> None:
             calls.append(1)
             if len(calls) == 2:
                 raise BackendFailed("forced")
             await original_methods[step](*args, **kwargs)
 
-        return fail_second
+        return fail_on_second_call
 
     for step in original_methods:
-        monkeypatch.setattr(owners[step], step, failing_step(step))
+        monkeypatch.setattr(owners[step], step, make_failing_step(step))
         with pytest.raises(BackendFailed, match="forced"):
-            live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone)))
-        assert volume_names(live) == {"data"}, step
-        eventually(lambda: world.traces(live.config) == before)
-        monkeypatch.setattr(owners[step], step, failing_step(step))
-        results = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
+            live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts)))
+        assert list_volume_names(live) == {"data"}, step
+        eventually(lambda: world.traces(live.config) == traces_before)
+        monkeypatch.setattr(owners[step], step, make_failing_step(step))
+        results = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts, atomic=False)))
         (fork,) = (result for result in results if isinstance(result, Sandbox))
-        assert volume_names(live) == {"data", f"{fork.name}-data"}, step
+        assert list_volume_names(live) == {"data", f"{fork.name}-data"}, step
         live.do(live.engine.sandboxes.delete(fork.id))
         monkeypatch.undo()
-    assert volume_names(live) == {"data"}
+    assert list_volume_names(live) == {"data"}
 
 
 def test_rollback_restores_the_mounts_of_the_snapshot(live: Live) -> None:
@@ -554,7 +560,7 @@ def test_rollback_restores_the_mounts_of_the_snapshot(live: Live) -> None:
     live.do(live.engine.attachments.attach("box", MountSpec("late", "/late")))
     live.shell("box", "echo later >/kept/file; echo x >/late/file; sync")
     live.do(live.engine.sandboxes.rollback("box", "mark"))
-    assert mounts_of(live, "box") == {"/kept": "kept"}
+    assert get_volume_names_by_path(live, "box") == {"/kept": "kept"}
     assert read_file(live, "box", "/kept/file") == "later"
     assert read_file(live, "box", "/late/file") == ""
     live.do(live.engine.volumes.delete("late"))
@@ -568,10 +574,10 @@ def test_promote_hands_over_the_volume_clone(live: Live) -> None:
     live.shell("try", "echo won >/data/file && sync")
     live.do(live.engine.sandboxes.promote("try", "source"))
     live.do(live.engine.sandboxes.delete("try"))
-    assert mounts_of(live, "source") == {"/data": "try-data"}
+    assert get_volume_names_by_path(live, "source") == {"/data": "try-data"}
     assert read_file(live, "source", "/data/file") == "won"
     live.do(live.engine.sandboxes.delete("source"))
-    assert volume_names(live) == {"data"}
+    assert list_volume_names(live) == {"data"}
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -613,8 +619,8 @@ def test_readers_see_writes_but_cannot_write(live: Live) -> None:
             "rmdir /data/open",
             "chmod 700 /data",
         ):
-            text = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
-            assert any(word in text for word in READ_ONLY_MESSAGES), (name, attempt, text)
+            output = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
+            assert any(message in output for message in READ_ONLY_MESSAGES), (name, attempt, output)
     assert sorted(live.shell("writer", "ls /data").split()) == ["file", "open"]
     assert read_file(live, "writer", "/data/file") == "two"
 
@@ -659,14 +665,14 @@ def test_three_concurrent_writers_lose_no_data(live: Live, world: World) -> None
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
     size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{CHECK_PROGRAM}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
-    expected = {f"{me} {n:06d} {chr(97 + me) * 80}" for me in range(3) for n in range(200)}
+    expected_lines = {f"{me} {n:06d} {chr(97 + me) * 80}" for me in range(3) for n in range(200)}
     assert len(log) == (600 if world.abilities.atomic_append else 0)
-    assert set(log) == (expected if world.abilities.atomic_append else set())
+    assert set(log) == (expected_lines if world.abilities.atomic_append else set())
 
 
 def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
     if not world.abilities.atomic_append:
-        pytest.skip(f"{world.kind} declares that locks hold inside one sandbox only")
+        pytest.skip(f"{world.kind} declares that locks work only within one sandbox")
     create_volume(live, "data")
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
     holder_pid = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
@@ -676,16 +682,16 @@ def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
 
 
 def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> None:
-    create_volume(live, "data", size_mb=SMALLEST_MB)
+    create_volume(live, "data", size_mb=MIN_VOLUME_MB)
     create_sandbox(live, "box", MountSpec("data", "/data"))
     create_sandbox(live, "other", MountSpec("data", "/data"))
     output = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
-    assert any(word in output for word in FULL_MESSAGES), output
-    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (SMALLEST_MB + 1) * MB
+    assert any(word in output for word in DISK_FULL_MESSAGES), output
+    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
     assert live.do(live.engine.volumes.grow("data", 160)).size_mb == 160
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
     output = live.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
-    assert any(word in output for word in FULL_MESSAGES), output
+    assert any(word in output for word in DISK_FULL_MESSAGES), output
     live.shell("other", "rm /data/more && echo room >/data/small && sync")
 
 
@@ -726,9 +732,10 @@ def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
         ]
         return [*observed_counts, *stored_counts]
 
-    first = read_counts()
+    first_counts = read_counts()
     eventually(
-        lambda: all(now > then for now, then in zip(read_counts(), first, strict=True)), VISIBILITY_TIMEOUT_SECONDS
+        lambda: all(now > then for now, then in zip(read_counts(), first_counts, strict=True)),
+        VISIBILITY_TIMEOUT_SECONDS,
     )
 
 
@@ -756,15 +763,21 @@ def test_disk_and_volumes_are_captured_at_the_same_instant(live: Live) -> None:
     fork = create_sandbox(
         live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark"
     )
-    disk, one, other = (int(read_file(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
-    assert disk >= one >= other >= disk - 1, (disk, one, other)
-    assert int(read_file(live, "source", "/root/turn")) > disk, "the source did not continue"
+    disk_count, volume_a_count, volume_b_count = (
+        int(read_file(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b")
+    )
+    assert disk_count >= volume_a_count >= volume_b_count >= disk_count - 1, (
+        disk_count,
+        volume_a_count,
+        volume_b_count,
+    )
+    assert int(read_file(live, "source", "/root/turn")) > disk_count, "the source did not continue"
     live.do(live.engine.sandboxes.delete(fork.id))
     live.do(live.engine.snapshots.delete("mark"))
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.volumes.list_snapshots("b")
 
 
-def test_a_failed_capture_of_the_second_volume_leaves_nothing(
+def test_a_failed_capture_of_the_second_volume_leaves_nothing_behind(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
@@ -774,12 +787,12 @@ def test_a_failed_capture_of_the_second_volume_leaves_nothing(
         live.do(live.engine.snapshots.create("source", volumes=["a", "c"]))
     with pytest.raises(NotFound, match="nothing"):
         live.do(live.engine.snapshots.create("source", volumes=["a", "nothing"]))
-    before = world.traces(live.config)
+    traces_before = world.traces(live.config)
     world.break_volume_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     monkeypatch.undo()
-    assert world.traces(live.config) == before
+    assert world.traces(live.config) == traces_before
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.snapshots.list()
     live.shell("source", "echo on >/a/file && echo on >/b/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
@@ -794,8 +807,8 @@ def test_a_failed_capture_of_the_second_volume_leaves_nothing(
 
 @pytest.mark.parametrize("link", ["/data", "/srv/data"])
 def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: World, link: str) -> None:
-    """Either the request fails, or the volume is mounted inside. Nothing is mounted or written outside the sandbox."""
-    data = live.engine.volumes.get(create_volume(live, "data")).id
+    """Either the request fails or the volume is mounted inside the sandbox; nothing outside it is affected."""
+    volume_id = live.engine.volumes.get(create_volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
     writable_directory = world.writable_directory(live.config)
     for target in ("/etc", "../../../../../../../../etc", str(writable_directory)):
@@ -812,21 +825,23 @@ def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: W
                 live.do(request)
                 refs_with_mount.append(ref)
                 live.shell(ref, f"touch {path}/proof && sync")
-            assert not find_traces_outside(data, writable_directory), (ref, target)
+            assert not find_traces_outside(volume_id, writable_directory), (ref, target)
         create_sandbox(live, "judge", MountSpec("data", "/volume"))
         assert live.shell("judge", "ls /volume").split() == (["proof"] if refs_with_mount else [])
         live.shell("judge", "rm -f /volume/proof && sync")
         for sandbox in live.engine.sandboxes.list():
             live.do(live.engine.sandboxes.delete(sandbox.id))
         live.do(live.engine.snapshots.delete("mark"))
-        assert not find_traces_outside(data, writable_directory), target
+        assert not find_traces_outside(volume_id, writable_directory), target
 
 
 def find_traces_outside(volume_id: str, writable_directory: Path) -> list[str]:
     """Return the paths outside the gateway's directories where the volume is mounted or its files were written."""
-    lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
-    mounted = [line[4] for line in lines if not line[4].startswith(f"{writable_directory}/")]
-    return mounted + [str(path) for path in (Path("/etc/proof"), writable_directory / "proof") if path.exists()]
+    mount_entries = [
+        entry.split() for entry in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in entry
+    ]
+    mount_points = [entry[4] for entry in mount_entries if not entry[4].startswith(f"{writable_directory}/")]
+    return mount_points + [str(path) for path in (Path("/etc/proof"), writable_directory / "proof") if path.exists()]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -839,10 +854,10 @@ def test_volumes_stay_mounted_after_a_restart(make_live: Any, world: World) -> N
     live.shell("box", "echo kept >/data/file && sync")
     live.do(live.engine.sandboxes.pause(create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
     live.close()
-    reopened = make_live(config=live.config)
-    assert read_file(reopened, "box", "/data/file") == "kept"
-    reopened.do(reopened.engine.sandboxes.resume("sleeps"))
-    assert read_file(reopened, "sleeps", "/data/file") == "kept"
+    live_after_restart = make_live(config=live.config)
+    assert read_file(live_after_restart, "box", "/data/file") == "kept"
+    live_after_restart.do(live_after_restart.engine.sandboxes.resume("sleeps"))
+    assert read_file(live_after_restart, "sleeps", "/data/file") == "kept"
 
 
 def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: World) -> None:
@@ -852,29 +867,31 @@ def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: Wor
     live.shell("box", "echo kept >/data/file && sync")
     live.close()
     world.cut_power(live.config)
-    reopened = make_live(config=live.config)
-    eventually(lambda: reopened.sandbox("box").state is SandboxState.RUNNING, 120)
-    assert read_file(reopened, "box", "/data/file") == "kept"
-    reopened.shell("box", "echo more >/data/file")
+    live_after_restart = make_live(config=live.config)
+    eventually(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 120)
+    assert read_file(live_after_restart, "box", "/data/file") == "kept"
+    live_after_restart.shell("box", "echo more >/data/file")
 
 
 def test_volumes_and_mounts_survive_kill_9_of_the_gateway(make_live: Any, world: World, tmp_path: Path) -> None:
     live: Live = make_live()
     live.close()
-    with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
-        before = daemon.read_state(300)
-        daemon.kill()
-    reopened: Live = make_live(config=live.config)
-    assert reopened.call(observable_state, reopened.engine) == before
+    with ScenarioProcess(live.config, world.host_class, "ten-with-volumes", tmp_path / "config.json") as process:
+        state_before = process.read_state(300)
+        process.kill()
+    live_after_restart: Live = make_live(config=live.config)
+    assert live_after_restart.call(read_observable_state, live_after_restart.engine) == state_before
     for n in range(10):
-        assert reopened.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
-    reopened.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read_file(reopened, "box4", "/mine/on") == "on", VISIBILITY_TIMEOUT_SECONDS)
+        assert live_after_restart.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
+    live_after_restart.shell("box0", "echo on >/mine/on && sync")
+    eventually(lambda: read_file(live_after_restart, "box4", "/mine/on") == "on", VISIBILITY_TIMEOUT_SECONDS)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
-            reopened.do(reopened.engine.volumes.delete(f"v{n}"))
+            live_after_restart.do(live_after_restart.engine.volumes.delete(f"v{n}"))
     for n in range(10):
-        reopened.do(reopened.engine.sandboxes.delete(f"box{n}"))
+        live_after_restart.do(live_after_restart.engine.sandboxes.delete(f"box{n}"))
     for n in range(5):
-        reopened.do(reopened.engine.volumes.delete(f"v{n}"))
-    reopened.wait_for(world.check_no_strays, reopened.engine, reopened.config, "after kill -9")
+        live_after_restart.do(live_after_restart.engine.volumes.delete(f"v{n}"))
+    live_after_restart.wait_for(
+        world.check_no_strays, live_after_restart.engine, live_after_restart.config, "after kill -9"
+    )

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-DIRECTORY = Path(__file__).parent
-BIN = DIRECTORY / "bin"
+SHIM_DIRECTORY = Path(__file__).parent
+BIN_DIRECTORY = SHIM_DIRECTORY / "bin"
 REQUIRED_PROGRAMS = ["/usr/bin/nsenter", "/usr/bin/unshare", "/usr/bin/python3", "/usr/sbin/nft"]
 
 
 @dataclass
 class Shim:
-    """Runs the shim's commands in a separate network namespace."""
+    """A shim with a separate state directory and jail root, whose commands run in a separate network namespace."""
 
     state: Path
     root: Path
@@ -27,7 +27,7 @@ class Shim:
     def __call__(
         self, *words: str, input: str | None = None, timeout: float = 30, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command and return its result, whether it succeeds or not."""
+        """Run a command and return its result, even if it fails."""
         command = ["/usr/bin/nsenter", f"--net=/proc/{self.namespace_pid}/ns/net", *words]
         env = {**self.environ, **environ}
         return subprocess.run(command, input=input, capture_output=True, text=True, timeout=timeout, env=env)
@@ -39,7 +39,7 @@ class Shim:
         return result.stdout
 
     def check_fails(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
-        """Run a command that must exit with ``code`` and print exactly ``stderr`` and nothing on standard output."""
+        """Run a command that must exit with ``code``, print exactly ``stderr``, and leave standard output empty."""
         result = self(*words, input=input, **environ)
         assert (result.returncode, result.stderr.rstrip("\n"), result.stdout) == (code, stderr, ""), result
 
@@ -62,14 +62,14 @@ def is_supported() -> bool:
 
 @contextmanager
 def shim_in(directory: Path) -> Iterator[Shim]:
-    """Create a shim whose files are in ``directory``. It does not change the machine's network.
+    """Create a shim with its files in ``directory``, and at the end remove everything that it created.
 
-    At the end, remove everything that it created.
+    The shim has its own network namespace, so it does not change the machine's network.
     """
     holder = subprocess.Popen(["/usr/bin/unshare", "-n", "sleep", "infinity"])
     while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         assert holder.poll() is None
-    environ = {"PATH": f"{BIN}:/usr/sbin:/usr/bin:/sbin:/bin", "FREEBSD_SHIM_STATE": str(directory / "state")}
+    environ = {"PATH": f"{BIN_DIRECTORY}:/usr/sbin:/usr/bin:/sbin:/bin", "FREEBSD_SHIM_STATE": str(directory / "state")}
     shim = Shim(directory / "state", directory / "root", holder.pid, environ)
     for name in ("usr", "dev", "etc", "tmp", "root", "vol"):
         (shim.root / name).mkdir(parents=True)

@@ -27,7 +27,7 @@ def mount_point(shim: Shim, tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def run_process_in(mount_point: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process whose working directory is on the file system."""
+    """Run a process whose working directory is the root of the file system."""
     with subprocess.Popen(["sleep", "infinity"], cwd=mount_point, **options) as holder:
         try:
             yield holder
@@ -42,11 +42,11 @@ def test_open_files_are_listed(shim: Shim, mount_point: Path) -> None:
         lines = [
             line for line in shim.check_ok("fstat", "-f", str(mount_point)).splitlines() if f" {holder.pid} " in line
         ]
-    inode = {name: (mount_point / name).stat().st_ino for name in (".", "file")}
+    inodes = {name: (mount_point / name).stat().st_ino for name in (".", "file")}
     size = mount_point.stat().st_size
     assert lines == [
-        f"root     sleep      {holder.pid:>5}   wd {mount_point}  {inode['.']:>5} drwxrwxrwt {size:>6}  r",
-        f"root     sleep      {holder.pid:>5}    1 {mount_point}  {inode['file']:>5} -rw-r--r--      5  w",
+        f"root     sleep      {holder.pid:>5}   wd {mount_point}  {inodes['.']:>5} drwxrwxrwt {size:>6}  r",
+        f"root     sleep      {holder.pid:>5}    1 {mount_point}  {inodes['file']:>5} -rw-r--r--      5  w",
     ]
 
 

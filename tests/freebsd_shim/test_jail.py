@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.freebsd_shim.harness import Shim
 
-USAGE = "usage: jail [-dhilqv]"
-
 
 def list_jails(shim: Shim, *options: str) -> list[dict[str, str]]:
     output = json.loads(shim.check_ok("jls", "--libxo", "json", *options, "jid", "name", "path", "dying"))
@@ -27,7 +25,7 @@ def test_creating_a_jail_prints_the_next_jid(shim: Shim) -> None:
     assert shim.create_jail() == "2"
 
 
-def test_jls_output(shim: Shim) -> None:
+def test_jls_prints_jails_like_freebsd(shim: Shim) -> None:
     assert list_jails(shim) == []
     shim.create_jail()
     assert list_jails(shim) == [{"jid": "1", "name": "sx1", "path": str(shim.root), "dying": "false"}]
@@ -43,7 +41,7 @@ def test_jls_output(shim: Shim) -> None:
     shim.check_fails(1, "jls: unknown parameter: nome", "jls", "nome")
 
 
-def test_jail_creation_errors(shim: Shim) -> None:
+def test_jail_reports_errors_like_freebsd(shim: Shim) -> None:
     shim.create_jail()
     path = f"path={shim.root}"
     shim.check_fails(1, 'jail: "sx1" already exists', "jail", "-i", "-c", "name=sx1", path, "persist")
@@ -56,15 +54,15 @@ def test_jail_creation_errors(shim: Shim) -> None:
     shim.check_fails(1, "jail: new jail must persist or attach", "jail", "-c", "name=a", path)
     shim.check_fails(1, "jail: unknown parameter: wnet", "jail", "-c", "name=a", path, "persist", "wnet=new")
     shim.check_fails(1, 'jail: jail "a" not found', "jail", "-c", "name=a.b", path, "persist")
-    numeric = "jail: name cannot be numeric (unless it is the jid)"
-    shim.check_fails(1, numeric, "jail", "-c", "jid=9", "name=8", path, "persist")
+    numeric_name_error = "jail: name cannot be numeric (unless it is the jid)"
+    shim.check_fails(1, numeric_name_error, "jail", "-c", "jid=9", "name=8", path, "persist")
     shim.check_fails(
         1, 'jail: securelevel: non-integer value "x"', "jail", "-c", "name=a", path, "persist", "securelevel=x"
     )
     shim.check_fails(1, 'jail: vnet: unknown jailsys value "own"', "jail", "-c", "name=a", path, "persist", "vnet=own")
     shim.check_fails(1, "jail: jail_set: Invalid argument", "jail", "-c", "name=a", path, "persist", "enforce_statfs=3")
-    name = "name=" + "n" * 300
-    shim.check_fails(1, "jail: jail_set: File name too long", "jail", "-c", name, path, "persist")
+    long_name = "name=" + "n" * 300
+    shim.check_fails(1, "jail: jail_set: File name too long", "jail", "-c", long_name, path, "persist")
     shim.check_fails(
         1,
         "jail: vnet jails cannot have IP address restrictions",
@@ -78,18 +76,18 @@ def test_jail_creation_errors(shim: Shim) -> None:
 
 
 def test_unknown_options_fail(shim: Shim) -> None:
-    for words in ("jail -X", "jexec -X", "jls -X", "pkill -@", "umount -X /", "mount -X", "rctl -X", "pfctl -X"):
-        result = shim(*words.split())
+    for command in ("jail -X", "jexec -X", "jls -X", "pkill -@", "umount -X /", "mount -X", "rctl -X", "pfctl -X"):
+        result = shim(*command.split())
         assert result.returncode in (1, 2) and "illegal option -- " in result.stderr and "usage: " in result.stderr
     assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD supports this, but the shim does not.
 
 
-def test_mount_devfs_needs_a_directory_without_links(shim: Shim) -> None:
+def test_mount_devfs_requires_a_directory_that_is_not_a_symlink(shim: Shim) -> None:
     (shim.root / "dev").rmdir()
-    words = ["jail", "-c", "name=a", f"path={shim.root}", "persist", "mount.devfs"]
-    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *words)
+    command = ["jail", "-c", "name=a", f"path={shim.root}", "persist", "mount.devfs"]
+    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *command)
     (shim.root / "dev").symlink_to("/tmp")
-    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *words)
+    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *command)
 
 
 def test_a_failed_creation_is_undone(shim: Shim) -> None:
@@ -106,7 +104,7 @@ def test_a_failed_creation_is_undone(shim: Shim) -> None:
     assert list_jails(shim, "-d") == []
 
 
-def test_exec_start_runs_in_the_jail_and_keeps_background_commands(shim: Shim) -> None:
+def test_exec_start_runs_in_the_jail_and_leaves_background_commands_running(shim: Shim) -> None:
     output = shim.check_ok(
         *("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "host.hostname=inner"),
         *("mount.devfs", "exec.start=/bin/hostname", "exec.start=sleep 1000 >/dev/null 2>&1 &"),
@@ -122,7 +120,7 @@ def test_exec_start_runs_in_the_jail_and_keeps_background_commands(shim: Shim) -
 
 
 def test_a_trailing_ampersand_starts_a_command_in_the_background(shim: Shim) -> None:
-    """The command inherits the standard output of jail, so a reader waits until the command exits, as on FreeBSD."""
+    """The command inherits the standard output of jail(8), so readers see no end of file until the command exits."""
     process = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
     assert process.stdout is not None and process.stdout.readline() == "1\n"
     assert process.wait(30) == 0
@@ -158,8 +156,19 @@ def test_a_jail_is_isolated(shim: Shim) -> None:
 
 def test_jexec_sets_environment_and_user(shim: Shim) -> None:
     shim.create_jail()
-    run = ["/usr/bin/env", "-i", "K=V", "sh", "-c", 'cd /tmp && exec "$@"', "sh", "sh", "-c", 'echo "$PWD $K $SECRET"']
-    assert shim.check_ok("jexec", "sx1", *run, SECRET="s") == "/tmp V \n"
+    command = [
+        "/usr/bin/env",
+        "-i",
+        "K=V",
+        "sh",
+        "-c",
+        'cd /tmp && exec "$@"',
+        "sh",
+        "sh",
+        "-c",
+        'echo "$PWD $K $SECRET"',
+    ]
+    assert shim.check_ok("jexec", "sx1", *command, SECRET="s") == "/tmp V \n"
     assert shim.check_ok("jexec", "sx1", "sh", "-c", "echo $SECRET", SECRET="s") == "s\n"
     assert shim.check_ok("jexec", "-l", "sx1", "sh", "-c", 'echo "$SECRET$PATH $HOME $(pwd)"', SECRET="s") == (
         "/bin:/usr/bin /root /root\n"
@@ -178,8 +187,8 @@ def test_jexec_forwards_the_exit_status_and_signals(shim: Shim) -> None:
     shim.create_jail()
     assert shim("jexec", "sx1", "sh", "-c", "exit 7").returncode == 7
     assert shim("jexec", "sx1", "sh", "-c", "kill -KILL $$").returncode == -signal.SIGKILL
-    loop = "trap 'echo got; exit 9' TERM; echo up; while :; do sleep 0.05; done"
-    process = shim.start("jexec", "sx1", "sh", "-c", loop)
+    loop_script = "trap 'echo got; exit 9' TERM; echo up; while :; do sleep 0.05; done"
+    process = shim.start("jexec", "sx1", "sh", "-c", loop_script)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "got\n" and process.returncode == 9
@@ -198,12 +207,12 @@ def test_jexec_forwards_the_exit_status_and_signals(shim: Shim) -> None:
 
 def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
     shim.create_jail()
-    process = [shim.start("jexec", "sx1", "sleep", "1000") for _ in range(2)]
+    processes = [shim.start("jexec", "sx1", "sleep", "1000") for _ in range(2)]
     while shim("pgrep", "-j", "1").stdout.count("\n") < 2:
         time.sleep(0.02)
     shim.check_ok("pkill", "-KILL", "-j", "1")
-    assert [each.wait(30) for each in process] == [-signal.SIGKILL] * 2
-    for each in process:
+    assert [each.wait(30) for each in processes] == [-signal.SIGKILL] * 2
+    for each in processes:
         each.communicate()
     assert shim("pkill", "-KILL", "-j", "1").returncode == 1  # nothing matched
     assert shim("pkill", "-KILL", "-j", "99").returncode == 1
@@ -259,10 +268,10 @@ def test_jail_parameters_can_be_updated(shim: Shim) -> None:
     shim.check_fails(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
 
 
-def test_a_nonpersistent_jail_is_dying_after_its_last_process(shim: Shim) -> None:
+def test_a_nonpersistent_jail_is_dying_after_its_last_process_exits(shim: Shim) -> None:
     shim.check_ok("freebsd-shim", "set", "dying", "forever")
-    start = "sleep 30 </dev/null >/dev/null 2>&1 &"
-    shim.check_ok("jail", "-c", "name=sx1", f"path={shim.root}", "mount.devfs", f"exec.start=({start})")
+    start_command = "sleep 30 </dev/null >/dev/null 2>&1 &"
+    shim.check_ok("jail", "-c", "name=sx1", f"path={shim.root}", "mount.devfs", f"exec.start=({start_command})")
     assert list_jails(shim, "-d")[0]["dying"] == "false"
     shim.check_ok("pkill", "-KILL", "-j", "sx1")
     while list_jails(shim):
@@ -291,7 +300,7 @@ def test_dying_jails_are_listed_only_on_request(shim: Shim) -> None:
     assert list_jails(shim, "-d") == []
 
 
-def test_a_nonpersistent_jail_is_removed_with_its_last_process(shim: Shim) -> None:
+def test_a_nonpersistent_jail_is_removed_when_its_last_process_exits(shim: Shim) -> None:
     shim.check_ok("jail", "-c", "name=a", f"path={shim.root}", "exec.start=/bin/true")
     assert list_jails(shim) == []
     shim.check_ok("jail", "-c", "name=a", f"path={shim.root}", "mount.devfs", "exec.start=sleep 1000 >/dev/null 2>&1 &")

@@ -24,15 +24,15 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
     return source, target
 
 
-def mount_table(shim: Shim) -> list[dict[str, object]]:
+def list_nullfs_mounts(shim: Shim) -> list[dict[str, object]]:
     output = json.loads(shim.check_ok("mount", "--libxo", "json", "-v", "-t", "nullfs"))
     return [each for each in output["mount"].get("mounted", []) if each["node"] != f"{shim.root}/usr"]
 
 
-def test_mount_table_output(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_mount_prints_its_table_like_freebsd(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(source), str(target))
-    row = mount_table(shim)[0]
+    row = list_nullfs_mounts(shim)[0]
     assert (row["special"], row["node"], row["fstype"]) == (str(source), str(target), "nullfs")
     assert row["opts"] == ["local", "nosuid", "read-only", "nocover"]
     fsid = str(row["fsid"])
@@ -43,7 +43,7 @@ def test_mount_table_output(shim: Shim, directories: tuple[Path, Path]) -> None:
     text = shim.check_ok("mount", "-v", "-t", "nullfs")
     assert f"{source} on {target} (nullfs, local, nosuid, read-only, nocover, fsid {fsid})\n" in text
     shim.check_ok("umount", fsid)
-    assert mount_table(shim) == []
+    assert list_nullfs_mounts(shim) == []
 
 
 def test_mount_options_are_enforced(shim: Shim, directories: tuple[Path, Path]) -> None:
@@ -57,18 +57,18 @@ def test_mount_options_are_enforced(shim: Shim, directories: tuple[Path, Path]) 
 
 def test_a_mount_inherits_nothing_from_a_removed_mount(shim: Shim, directories: tuple[Path, Path]) -> None:
     """Linux reuses the number and the device of a removed mount for the next one."""
-    unmounted, mount_point = directories
-    shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(unmounted))
-    shim.check_ok("umount", str(unmounted))
+    unmounted_path, mount_point = directories
+    shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(unmounted_path))
+    shim.check_ok("umount", str(unmounted_path))
     subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "other", str(mount_point)], check=True, timeout=30)
     try:
-        assert str(unmounted) not in shim.check_ok("mount", "-v")
+        assert str(unmounted_path) not in shim.check_ok("mount", "-v")
         assert f"other on {mount_point} (tmpfs" in shim.check_ok("mount", "-v")
     finally:
         subprocess.run(["/usr/bin/umount", str(mount_point)], check=True, timeout=30)
 
 
-def test_nocover_mounts_and_stacked_mounts(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_conflicting_mounts_are_refused(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_fails(
@@ -87,7 +87,7 @@ def test_symlinks_in_the_target_are_resolved(shim: Shim, directories: tuple[Path
     source, target = directories
     (tmp_path / "link").symlink_to(target)
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(tmp_path / "link"))
-    assert mount_table(shim)[0]["node"] == str(target)
+    assert list_nullfs_mounts(shim)[0]["node"] == str(target)
 
 
 def test_a_symlink_created_during_a_mount_is_followed_and_shown(
@@ -98,10 +98,10 @@ def test_a_symlink_created_during_a_mount_is_followed_and_shown(
     outside, target = tmp_path / "outside", target / "swapped"
     outside.mkdir()
     target.mkdir()
-    keep_swapping = [True]
+    stop_event = threading.Event()
 
     def swap_target() -> None:
-        while keep_swapping:
+        while not stop_event.is_set():
             for change in (
                 lambda: target.rename(tmp_path / "aside"),
                 lambda: target.symlink_to(outside),
@@ -117,7 +117,7 @@ def test_a_symlink_created_during_a_mount_is_followed_and_shown(
         for _ in range(20):
             result = shim("mount", "-t", "nullfs", "-o", "ro,nocover", str(source), str(target))
             assert result.returncode in (0, 1), result
-            rows = mount_table(shim)
+            rows = list_nullfs_mounts(shim)
             assert [row["node"] for row in rows] in ([], [str(outside)], [str(target)], [str(tmp_path / "aside")])
             assert len(rows) == (result.returncode == 0), (result, rows)
             for row in rows:
@@ -129,7 +129,7 @@ def test_a_symlink_created_during_a_mount_is_followed_and_shown(
                     assert time.monotonic() < deadline, row
                 shim.check_ok("umount", str(row["fsid"]))
     finally:
-        keep_swapping.clear()
+        stop_event.set()
         thread.join()
 
 
@@ -138,7 +138,7 @@ def test_a_mount_keeps_its_name_when_a_parent_is_renamed(shim: Shim, directories
     (target / "above/node").mkdir(parents=True)
     shim.check_ok("mount", "-t", "nullfs", str(source), f"{target}/above/node")
     (target / "above").rename(target / "else")
-    row = mount_table(shim)[0]
+    row = list_nullfs_mounts(shim)[0]
     assert (row["special"], row["node"]) == (str(source), f"{target}/above/node")
     assert (target / "else/node/inner").is_dir()
     shim.check_ok("umount", str(row["fsid"]))
@@ -155,17 +155,17 @@ def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, directories: tupl
     shim.check_ok("umount", str(target))
 
 
-def test_mount_errors(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_mount_reports_errors_like_freebsd(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
-    words = ["mount", "-t", "nullfs"]
-    shim.check_fails(1, f"mount: {target}/none: No such file or directory", *words, str(source), f"{target}/none")
+    command = ["mount", "-t", "nullfs"]
+    shim.check_fails(1, f"mount: {target}/none: No such file or directory", *command, str(source), f"{target}/none")
     shim.check_fails(
-        64, f"mount_nullfs: {source}/none: No such file or directory", *words, f"{source}/none", str(target)
+        64, f"mount_nullfs: {source}/none: No such file or directory", *command, f"{source}/none", str(target)
     )
     shim.check_fails(
         1,
         f"mount_nullfs: {target}: mount option <nodev> is unknown: Invalid argument",
-        *(*words, "-o", "ro,nodev", str(source), str(target)),
+        *(*command, "-o", "ro,nodev", str(source), str(target)),
     )
     assert shim("mount", "-Z").returncode == 1
     assert shim("mount", "-t", "ext4", str(source), str(target)).returncode == 70
@@ -183,41 +183,43 @@ def test_mount_errors(shim: Shim, directories: tuple[Path, Path]) -> None:
 
 def test_umount_by_special_removes_the_newest_mount(shim: Shim, directories: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = directories
-    other = tmp_path / "other"
-    other.mkdir()
+    other_target = tmp_path / "other"
+    other_target.mkdir()
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
-    shim.check_ok("mount", "-t", "nullfs", str(source), str(other))
-    assert shim.check_ok("umount", "-v", str(source)) == f"{source}: unmount from {other}\n"
+    shim.check_ok("mount", "-t", "nullfs", str(source), str(other_target))
+    assert shim.check_ok("umount", "-v", str(source)) == f"{source}: unmount from {other_target}\n"
     with (target / "open").open("w"):
         shim.check_fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
         shim.check_ok("umount", "-f", str(target))
-    assert mount_table(shim) == []
+    assert list_nullfs_mounts(shim) == []
 
 
-def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, directories: tuple[Path, Path], tmp_path: Path) -> None:
+def test_umount_by_fsid_succeeds_during_renames_of_a_parent(
+    shim: Shim, directories: tuple[Path, Path], tmp_path: Path
+) -> None:
     source, target = directories
     (target / "below").mkdir()
-    keep_renaming = [True]
+    stop_event = threading.Event()
 
     def rename_parent() -> None:
-        while keep_renaming:
+        while not stop_event.is_set():
             target.rename(tmp_path / "away")
             target.symlink_to(source)
             target.unlink()
             (tmp_path / "away").rename(target)
 
-    for force in ([], ["-f"]):
-        keep_renaming.append(True)
+    for options in ([], ["-f"]):
+        stop_event.clear()
         shim.check_ok("mount", "-t", "nullfs", str(source), str(target / "below"))
-        (row,) = mount_table(shim)
+        (row,) = list_nullfs_mounts(shim)
         thread = threading.Thread(target=rename_parent)
         thread.start()
         try:
-            shim.check_ok("umount", *force, str(row["fsid"]))
+            shim.check_ok("umount", *options, str(row["fsid"]))
         finally:
-            keep_renaming.clear()
+            stop_event.set()
             thread.join()
-        assert mount_table(shim) == []
+        assert list_nullfs_mounts(shim) == []
 
 
 def test_an_open_file_stays_usable_after_a_forced_unmount(shim: Shim, directories: tuple[Path, Path]) -> None:
@@ -227,16 +229,16 @@ def test_an_open_file_stays_usable_after_a_forced_unmount(shim: Shim, directorie
     device = source.stat().st_dev
     with (target / "open").open("w") as file:
         shim.check_ok("umount", "-f", str(target))
-        assert mount_table(shim) == []
+        assert list_nullfs_mounts(shim) == []
         shim.check_ok("/usr/bin/umount", str(source))
         file.write("still")
     deadline = time.monotonic() + 30
-    while any(holds_device(path, device) for path in Path("/proc").iterdir()):
+    while any(has_open_file_on_device(path, device) for path in Path("/proc").iterdir()):
         assert time.monotonic() < deadline, "a process keeps the file system in use"
         time.sleep(0.1)
 
 
-def holds_device(process: Path, device: int) -> bool:
+def has_open_file_on_device(process: Path, device: int) -> bool:
     try:
         return process.name.isdigit() and any(file.stat().st_dev == device for file in (process / "fd").iterdir())
     except OSError:
@@ -247,4 +249,4 @@ def test_a_mount_removed_by_another_program_is_not_listed(shim: Shim, directorie
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("/usr/bin/umount", str(target))
-    assert mount_table(shim) == []
+    assert list_nullfs_mounts(shim) == []

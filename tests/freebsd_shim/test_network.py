@@ -6,13 +6,13 @@ import re
 
 from tests.freebsd_shim.harness import Shim
 
-SERVER = (
+SERVER_PROGRAM = (
     "import socket\n"
     "s = socket.create_server(('', 7000)); print('up', flush=True)\n"
     "while True:\n"
     "    c, peer = s.accept(); c.sendall(peer[0].encode()); c.close()\n"
 )
-CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
+CLIENT_PROGRAM = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
 
 
 def connect_jail(shim: Shim, name: str, number: int) -> None:
@@ -21,10 +21,10 @@ def connect_jail(shim: Shim, name: str, number: int) -> None:
         assert shim.check_ok("ifconfig", "bridge", "create", "name", "sxbr0") == "sxbr0\n"
         shim.check_ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:01")
         shim.check_ok("ifconfig", "sxbr0", "inet", "10.213.0.1/24", "up")
-    first = shim.check_ok("ifconfig", "epair", "create").strip()
-    assert re.fullmatch(r"epair\d+a", first)
-    assert shim.check_ok("ifconfig", first, "name", f"{name}a") == f"{name}a\n"
-    shim.check_ok("ifconfig", first[:-1] + "b", "name", f"{name}b")
+    host_end = shim.check_ok("ifconfig", "epair", "create").strip()
+    assert re.fullmatch(r"epair\d+a", host_end)
+    assert shim.check_ok("ifconfig", host_end, "name", f"{name}a") == f"{name}a\n"
+    shim.check_ok("ifconfig", host_end[:-1] + "b", "name", f"{name}b")
     shim.check_ok("ifconfig", f"{name}b", "ether", f"02:00:00:00:00:{number:02x}")
     shim.check_ok("ifconfig", "sxbr0", "addm", f"{name}a")
     shim.check_ok("ifconfig", f"{name}a", "up")
@@ -37,25 +37,25 @@ def connect_jail(shim: Shim, name: str, number: int) -> None:
 def test_packets_flow_between_host_and_jail(shim: Shim) -> None:
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
-    server = shim.start("jexec", "sx1", "/usr/bin/python3", "-c", SERVER)
+    server = shim.start("jexec", "sx1", "/usr/bin/python3", "-c", SERVER_PROGRAM)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
-    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.5") == "10.213.0.1\n"
-    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "127.0.0.1") == "127.0.0.1\n"
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.5") == "10.213.0.1\n"
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "127.0.0.1") == "127.0.0.1\n"
     shim.check_ok("pkill", "-KILL", "-j", "sx1")
     server.communicate()
 
 
-def test_ifconfig_output(shim: Shim) -> None:
+def test_ifconfig_prints_interfaces_like_freebsd(shim: Shim) -> None:
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
-    inner = shim.check_ok("ifconfig", "-j", "sx1", "sx1b").splitlines()
-    assert inner[0] == ("sx1b: flags=1008843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST,LOWER_UP> metric 0 mtu 1500")
-    assert "\tether 02:00:00:00:00:05" in inner
-    assert "\tinet 10.213.0.5 netmask 0xffffff00 broadcast 10.213.0.255" in inner
-    assert "\tgroups: epair" in inner
-    outer = shim.check_ok("ifconfig", "sxbr0")
-    assert "\tether 58:9c:fc:00:00:01\n" in outer
-    assert "\tmember: sx1a flags=143<LEARNING,DISCOVER,AUTOEDGE,AUTOPTP>\n" in outer
+    jail_lines = shim.check_ok("ifconfig", "-j", "sx1", "sx1b").splitlines()
+    assert jail_lines[0] == ("sx1b: flags=1008843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST,LOWER_UP> metric 0 mtu 1500")
+    assert "\tether 02:00:00:00:00:05" in jail_lines
+    assert "\tinet 10.213.0.5 netmask 0xffffff00 broadcast 10.213.0.255" in jail_lines
+    assert "\tgroups: epair" in jail_lines
+    bridge_output = shim.check_ok("ifconfig", "sxbr0")
+    assert "\tether 58:9c:fc:00:00:01\n" in bridge_output
+    assert "\tmember: sx1a flags=143<LEARNING,DISCOVER,AUTOEDGE,AUTOPTP>\n" in bridge_output
     assert shim.check_ok("ifconfig", "-g", "epair") == "sx1a\n"
     assert set(shim.check_ok("ifconfig", "-l").split()) == {"lo0", "sxbr0", "sx1a"}
     assert shim.check_ok("ifconfig", "-j", "sx1", "-l", "-u", "inet").split() == ["lo0", "sx1b"]
@@ -66,7 +66,7 @@ def test_ifconfig_output(shim: Shim) -> None:
 
 
 def test_teardown_in_the_documented_order_removes_everything(shim: Shim) -> None:
-    before = shim.check_ok("ifconfig", "-l")
+    names_before = shim.check_ok("ifconfig", "-l")
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
     shim.check_ok("ifconfig", "sx1b", "-vnet", "sx1")
@@ -76,7 +76,7 @@ def test_teardown_in_the_documented_order_removes_everything(shim: Shim) -> None
     assert "sx1b" not in shim.check_ok("ifconfig", "-l").split()  # both ends are removed
     shim.check_ok("umount", f"{shim.root}/dev")
     shim.check_ok("ifconfig", "sxbr0", "destroy")
-    assert shim.check_ok("ifconfig", "-l") == before
+    assert shim.check_ok("ifconfig", "-l") == names_before
 
 
 def test_interfaces_return_to_the_host_when_the_jail_ends(shim: Shim) -> None:
@@ -106,15 +106,15 @@ def test_interfaces_are_created_and_renamed(shim: Shim) -> None:
     assert shim.check_ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
     shim.check_fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
     assert shim.check_ok("ifconfig", "bridge7", "create") == ""
-    rename_error = "ifconfig: ioctl SIOCSIFNAME (set name): "
-    shim.check_fails(1, rename_error + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
+    rename_error_prefix = "ifconfig: ioctl SIOCSIFNAME (set name): "
+    shim.check_fails(1, rename_error_prefix + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
     shim.check_ok("ifconfig", "one", "name", "fifteencharacte")
-    shim.check_fails(1, rename_error + "File exists", "ifconfig", "two", "name", "fifteencharacte")
+    shim.check_fails(1, rename_error_prefix + "File exists", "ifconfig", "two", "name", "fifteencharacte")
     shim.check_fails(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
     shim.check_fails(1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create")
 
 
-def test_ifconfig_and_route_errors(shim: Shim) -> None:
+def test_ifconfig_and_route_report_errors_like_freebsd(shim: Shim) -> None:
     shim.create_jail()
     shim.check_ok("ifconfig", "epair", "create")
     shim.check_ok("ifconfig", "bridge", "create")
@@ -182,12 +182,12 @@ def test_private_bridge_members_cannot_reach_each_other(shim: Shim) -> None:
     for number, name in enumerate(("sx1", "sx2"), start=5):
         shim.check_ok("jail", "-c", f"name={name}", f"path={shim.root}", "persist", "vnet=new")
         connect_jail(shim, name, number)
-    server = shim.start("jexec", "sx2", "/usr/bin/python3", "-c", SERVER)
+    server = shim.start("jexec", "sx2", "/usr/bin/python3", "-c", SERVER_PROGRAM)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
-    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.5\n"
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.6") == "10.213.0.5\n"
     shim.check_ok("ifconfig", "sxbr0", "private", "sx1a", "private", "sx2a")
-    assert shim("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "10.213.0.6").returncode == 1
-    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.1\n"
+    assert shim("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.6").returncode == 1
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.6") == "10.213.0.1\n"
     shim.check_ok("pkill", "-KILL", "-j", "sx2")
     server.communicate()
 
@@ -212,25 +212,27 @@ def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     shim.check_ok("ifconfig", "outa", "inet", "10.214.0.1/24")
     shim.check_ok("ifconfig", "-j", "out", "outb", "inet", "10.214.0.9/24")
     shim.check_ok("sysctl", "net.inet.ip.forwarding=1")
-    servers = [shim.start("jexec", name, "/usr/bin/python3", "-c", SERVER) for name in ("out", "sx1")]
+    servers = [shim.start("jexec", name, "/usr/bin/python3", "-c", SERVER_PROGRAM) for name in ("out", "sx1")]
     for server in servers:
         assert server.stdout is not None and server.stdout.readline() == "up\n"
-    client = ["/usr/bin/python3", "-c", CLIENT]
-    assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1  # The jail "out" has no route back.
-    nat = "nat on outa inet from 10.213.0.5 to any -> (outa)\n"
-    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat)
-    assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
-    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + "block drop quick from 10.213.0.5 to 10.214.0.0/16\n")
-    assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1
-    assert shim.check_ok("jexec", "sx1", *client, "127.0.0.1") == "127.0.0.1\n"
-    rdr = "rdr pass on outa inet proto tcp from any to 10.214.0.1 port 7000 -> 10.213.0.5 port 7000\n"
-    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + rdr)
-    assert shim.check_ok("jexec", "out", *client, "10.214.0.1") == "10.214.0.9\n"
+    client_command = ["/usr/bin/python3", "-c", CLIENT_PROGRAM]
+    assert shim("jexec", "sx1", *client_command, "10.214.0.9").returncode == 1  # The jail "out" has no route back.
+    nat_rule = "nat on outa inet from 10.213.0.5 to any -> (outa)\n"
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat_rule)
+    assert shim.check_ok("jexec", "sx1", *client_command, "10.214.0.9") == "10.214.0.1\n"
+    shim.check_ok(
+        "pfctl", "-a", "sbx/1", "-f", "-", input=nat_rule + "block drop quick from 10.213.0.5 to 10.214.0.0/16\n"
+    )
+    assert shim("jexec", "sx1", *client_command, "10.214.0.9").returncode == 1
+    assert shim.check_ok("jexec", "sx1", *client_command, "127.0.0.1") == "127.0.0.1\n"
+    rdr_rule = "rdr pass on outa inet proto tcp from any to 10.214.0.1 port 7000 -> 10.213.0.5 port 7000\n"
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat_rule + rdr_rule)
+    assert shim.check_ok("jexec", "out", *client_command, "10.214.0.1") == "10.214.0.9\n"
     # The main ruleset does not call this anchor, so its rules have no effect.
     shim.check_ok("pfctl", "-a", "other/1", "-f", "-", input="block drop quick all\n")
-    assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
+    assert shim.check_ok("jexec", "sx1", *client_command, "10.214.0.9") == "10.214.0.1\n"
     assert shim("pfctl", "-a", "sbx/1", "-F", "all").stderr == "rules cleared\nnat cleared\n0 tables deleted.\n"
-    assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1
+    assert shim("jexec", "sx1", *client_command, "10.214.0.9").returncode == 1
     shim.check_ok("pkill", "-KILL", "-j", "sx1,out")
     for server in servers:
         server.communicate()

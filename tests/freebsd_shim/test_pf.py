@@ -6,7 +6,7 @@ import pytest
 
 from tests.freebsd_shim.harness import Shim
 
-NOT_LOADED = "pfctl: Syntax error in config file: pf rules not loaded"
+NOT_LOADED_ERROR = "pfctl: Syntax error in config file: pf rules not loaded"
 
 
 def test_pfctl_prints_rules_like_freebsd(shim: Shim) -> None:
@@ -83,7 +83,9 @@ def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
         assert result.returncode == 0
         return
     assert (
-        result.returncode == 1 and result.stderr.startswith("stdin:1: ") and result.stderr.endswith(NOT_LOADED + "\n")
+        result.returncode == 1
+        and result.stderr.startswith("stdin:1: ")
+        and result.stderr.endswith(NOT_LOADED_ERROR + "\n")
     )
     assert shim("pfctl", "-a", "sbx/1", "-nf", "-", input=rule + "\n").stderr.startswith("stdin:1: ")
 
@@ -91,7 +93,7 @@ def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
 def test_rules_in_the_wrong_order_are_refused(shim: Shim) -> None:
     message = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
     text = "pass\nnat on em0 inet from any to any -> (em0)\n"
-    shim.check_fails(1, f"stdin:2: {message}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
+    shim.check_fails(1, f"stdin:2: {message}\n{NOT_LOADED_ERROR}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
     shim.check_fails(1, f"stdin:2: {message}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
 
 
@@ -106,7 +108,7 @@ def test_an_invalid_file_changes_nothing(shim: Shim) -> None:
     assert shim.check_ok("pfctl", "-a", "sbx/1", "-s", "rules") == "block drop quick inet from 10.0.0.5 to any\n"
 
 
-def test_enabling_and_disabling_pf(shim: Shim) -> None:
+def test_pf_can_be_enabled_and_disabled(shim: Shim) -> None:
     shim.check_fails(1, "pfctl: pf already enabled", "pfctl", "-e")
     assert shim("pfctl", "-d").stderr == "pf disabled\n"
     shim.check_fails(1, "pfctl: pf not enabled", "pfctl", "-d")
@@ -116,6 +118,6 @@ def test_enabling_and_disabling_pf(shim: Shim) -> None:
     shim.check_fails(
         1,
         "pfctl: /nowhere: No such file or directory\n"
-        f"pfctl: cannot open the main config file!: No such file or directory\n{NOT_LOADED}",
+        f"pfctl: cannot open the main config file!: No such file or directory\n{NOT_LOADED_ERROR}",
         *("pfctl", "-f", "/nowhere"),
     )

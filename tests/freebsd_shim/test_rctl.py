@@ -9,8 +9,8 @@ import pytest
 
 from tests.freebsd_shim.harness import Shim
 
-DISABLED = "rctl: RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable"
-FORKS = (
+DISABLED_ERROR = "rctl: RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable"
+FORK_PROGRAM = (
     "import subprocess, sys\n"
     "got = []\n"
     "try:\n"
@@ -40,15 +40,15 @@ def test_rules_are_added_listed_and_removed(shim: Shim) -> None:
     shim.check_fails(1, "rctl: failed to remove rule 'jail:sx1': No such process", "rctl", "-r", "jail:sx1")
 
 
-def test_rctl_errors(shim: Shim) -> None:
-    error = "rctl: failed to add rule '{}': {}"
+def test_rctl_reports_errors_like_freebsd(shim: Shim) -> None:
+    error_format = "rctl: failed to add rule '{}': {}"
     for rule, message in (
         ("jail:a:nonsense:deny=1", "Invalid argument"),
         ("jail:a:maxproc:refuse=1", "Invalid argument"),
         ("jail:a:maxproc:deny", "Invalid argument"),
         ("jail:a:cputime:deny=1", "Operation not supported"),
     ):
-        shim.check_fails(1, error.format(rule, message), "rctl", "-a", rule)
+        shim.check_fails(1, error_format.format(rule, message), "rctl", "-a", rule)
     shim.check_fails(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
     rule = "jail:a:maxproc:deny=many"
     shim.check_fails(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
@@ -58,8 +58,8 @@ def test_rctl_errors(shim: Shim) -> None:
 
 def test_disabled_rctl_is_reported(shim: Shim) -> None:
     shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
-    shim.check_fails(1, DISABLED, "rctl", "-a", "jail:sx1:maxproc:deny=100")
-    shim.check_fails(1, DISABLED, "rctl")
+    shim.check_fails(1, DISABLED_ERROR, "rctl", "-a", "jail:sx1:maxproc:deny=100")
+    shim.check_fails(1, DISABLED_ERROR, "rctl")
     assert shim.check_ok("sysctl", "-n", "kern.racct.enable") == "0\n"
     shim.check_fails(
         1,
@@ -68,15 +68,15 @@ def test_disabled_rctl_is_reported(shim: Shim) -> None:
     )
 
 
-def test_maxproc_is_enforced_and_released(shim: Shim) -> None:
+def test_maxproc_is_enforced_until_the_rule_is_removed(shim: Shim) -> None:
     shim.check_ok("rctl", "-a", "jail:sx1:maxproc:deny=6")  # before the jail exists
     shim.create_jail()
-    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == [
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORK_PROGRAM).split() == [
         "11",
         "5",
     ]  # EAGAIN at the 7th process
     shim.check_ok("rctl", "-r", "jail:sx1")
-    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["20"]
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORK_PROGRAM).split() == ["20"]
 
 
 def test_rctl_measures_usage(shim: Shim) -> None:

@@ -18,7 +18,7 @@ def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield pool
 
 
-def destroy(dataset: str) -> None:
+def destroy_dataset(dataset: str) -> None:
     """Destroy a dataset. Retries, as the host does, because zfs-fuse at first reports a mounted dataset as busy."""
     for _ in range(20):
         if pools.run("zfs", "destroy", dataset, check=False).returncode == 0:
@@ -30,25 +30,25 @@ def destroy(dataset: str) -> None:
 def test_a_zfs_clone_is_busy_while_a_jail_uses_it(pool: pools.Pool, shim: Shim) -> None:
     template, clone = f"{pool.name}/template", f"{pool.name}/sandbox"
     pools.run("zfs", "create", template)
-    root = pool.mount_point / "template"
+    template_root = pool.mount_point / "template"
     for name in ("usr", "dev", "etc", "tmp"):
-        (root / name).mkdir()
+        (template_root / name).mkdir()
     for name in ("bin", "lib", "lib64"):
-        (root / name).symlink_to(f"usr/{name}")
-    (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
+        (template_root / name).symlink_to(f"usr/{name}")
+    (template_root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     pools.run("zfs", "snapshot", f"{template}@base")
     for attempt in range(2):  # The second time, the name is reused, as after a rollback.
         pools.run("zfs", "clone", f"{template}@base", clone)
-        path = pool.mount_point / "sandbox"
-        shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(path / "usr"))
-        shim.check_ok("jail", "-i", "-c", "name=z", f"path={path}", "persist", "vnet=new", "mount.devfs")
+        clone_root = pool.mount_point / "sandbox"
+        shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(clone_root / "usr"))
+        shim.check_ok("jail", "-i", "-c", "name=z", f"path={clone_root}", "persist", "vnet=new", "mount.devfs")
         shim.check_ok("jexec", "z", "sh", "-c", f"echo {attempt} > /tmp/turn; test -c /dev/null")
-        assert (path / "tmp/turn").read_text() == f"{attempt}\n"
+        assert (clone_root / "tmp/turn").read_text() == f"{attempt}\n"
         assert pools.run("zfs", "destroy", clone, check=False).returncode != 0  # in use
         assert shim.check_ok("jexec", "z", "cat", "/tmp/turn") == f"{attempt}\n"
         shim.check_ok("jail", "-R", "z")
-        shim.check_ok("umount", str(path / "dev"), str(path / "usr"))
-        destroy(clone)
-        assert not (path / "tmp").exists()
-    mounted = shim.check_ok("mount", "-t", "zfs", "-p")
-    assert f"{template}\t" in mounted.replace(" ", "\t") and clone not in mounted
+        shim.check_ok("umount", str(clone_root / "dev"), str(clone_root / "usr"))
+        destroy_dataset(clone)
+        assert not (clone_root / "tmp").exists()
+    mount_output = shim.check_ok("mount", "-t", "zfs", "-p")
+    assert f"{template}\t" in mount_output.replace(" ", "\t") and clone not in mount_output

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.gateway import TEMPLATE, Gateway
 
-COUNT = (
+COUNTER_PROGRAM = (
     "import os, time\n"
     "count = 0\n"
     "while True:\n"
@@ -29,19 +29,20 @@ def read_counter(gateway: Gateway, name: str) -> int:
 
 
 @pytest.fixture
-def ten_sandboxes(gateway: Callable[..., Gateway]) -> Gateway:
+def gateway_with_ten_sandboxes(gateway: Callable[..., Gateway]) -> Gateway:
     """A gateway with ten sandboxes: one that runs a counter, and nine forks of its snapshot."""
     started_gateway = gateway()
     started_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
     started_gateway.sh(
-        "source", f'python3 -c "{COUNT}" </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done'
+        "source",
+        f'python3 -c "{COUNTER_PROGRAM}" </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done',
     )
     started_gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
     started_gateway.call("POST", "/snapshots/mark/fork", {"count": 9, "names": [f"fork-{n}" for n in range(1, 10)]})
     return started_gateway
 
 
-def observable_state(gateway: Gateway) -> Any:
+def read_observable_state(gateway: Gateway) -> Any:
     """Return everything that a restart must not change."""
     sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
     keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
@@ -51,47 +52,49 @@ def observable_state(gateway: Gateway) -> Any:
     return sandbox_fields, gateway.call("GET", "/lineage"), gateway.call("GET", "/snapshots")
 
 
-def test_sandboxes_survive_a_killed_gateway(ten_sandboxes: Gateway) -> None:
-    before = observable_state(ten_sandboxes)
-    counts = {name: read_counter(ten_sandboxes, name) for name in ("source", "fork-1", "fork-9")}
-    ten_sandboxes.kill_9()
-    ten_sandboxes.start()
-    assert observable_state(ten_sandboxes) == before
+def test_sandboxes_survive_a_killed_gateway(gateway_with_ten_sandboxes: Gateway) -> None:
+    state_before = read_observable_state(gateway_with_ten_sandboxes)
+    counts = {name: read_counter(gateway_with_ten_sandboxes, name) for name in ("source", "fork-1", "fork-9")}
+    gateway_with_ten_sandboxes.kill()
+    gateway_with_ten_sandboxes.start()
+    assert read_observable_state(gateway_with_ten_sandboxes) == state_before
     for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
-        assert ten_sandboxes.sh(name, "hostname").strip() == name
+        assert gateway_with_ten_sandboxes.sh(name, "hostname").strip() == name
     for name, count in counts.items():
-        assert read_counter(ten_sandboxes, name) > count, f"{name} stopped counting"
-    ten_sandboxes.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
-    ten_sandboxes.call("POST", "/snapshots/after/fork", {"name": "late"})
+        assert read_counter(gateway_with_ten_sandboxes, name) > count, f"{name} stopped counting"
+    gateway_with_ten_sandboxes.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
+    gateway_with_ten_sandboxes.call("POST", "/snapshots/after/fork", {"name": "late"})
 
 
-def test_killing_the_gateway_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gateway) -> None:
+def test_killing_the_gateway_during_a_snapshot_leaves_no_partial_snapshot(gateway_with_ten_sandboxes: Gateway) -> None:
     for delay in (0.02, 0.05, 0.08, 0.12):
-        ten_sandboxes.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
-        thread = threading.Thread(target=snapshot, args=(ten_sandboxes.url, f"cut-{int(delay * 1000)}"))
+        gateway_with_ten_sandboxes.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
+        thread = threading.Thread(
+            target=request_snapshot, args=(gateway_with_ten_sandboxes.url, f"cut-{int(delay * 1000)}")
+        )
         thread.start()
         time.sleep(delay)
-        ten_sandboxes.kill_9()
+        gateway_with_ten_sandboxes.kill()
         thread.join(30)
-        ten_sandboxes.start()
-        assert ten_sandboxes.sh("source", "hostname").strip() == "source"
-        assert not list(ten_sandboxes.state_root.glob("snapshots/.partial-*"))
-        for listed_snapshot in ten_sandboxes.call("GET", "/snapshots"):
-            fork = ten_sandboxes.call("POST", f"/snapshots/{listed_snapshot['snapshotID']}/fork", {})
-            assert read_counter(ten_sandboxes, fork["sandboxID"]) > 0
-            ten_sandboxes.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
+        gateway_with_ten_sandboxes.start()
+        assert gateway_with_ten_sandboxes.sh("source", "hostname").strip() == "source"
+        assert not list(gateway_with_ten_sandboxes.state_root.glob("snapshots/.partial-*"))
+        for listed_snapshot in gateway_with_ten_sandboxes.call("GET", "/snapshots"):
+            fork = gateway_with_ten_sandboxes.call("POST", f"/snapshots/{listed_snapshot['snapshotID']}/fork", {})
+            assert read_counter(gateway_with_ten_sandboxes, fork["sandboxID"]) > 0
+            gateway_with_ten_sandboxes.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
 
 
-def snapshot(url: str, name: str) -> None:
+def request_snapshot(url: str, name: str) -> None:
     transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
     client = httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
     with client, contextlib.suppress(httpx.HTTPError):  # The gateway is killed during this request.
         client.post("/sandboxes/source/snapshots", json={"name": name})
 
 
-def test_sigterm_leaves_sandboxes_running(ten_sandboxes: Gateway) -> None:
-    before = read_counter(ten_sandboxes, "fork-2")
-    assert ten_sandboxes.stop() == 0
+def test_sigterm_leaves_sandboxes_running(gateway_with_ten_sandboxes: Gateway) -> None:
+    count_before = read_counter(gateway_with_ten_sandboxes, "fork-2")
+    assert gateway_with_ten_sandboxes.stop() == 0
     time.sleep(1)
-    ten_sandboxes.start()
-    assert read_counter(ten_sandboxes, "fork-2") > before
+    gateway_with_ten_sandboxes.start()
+    assert read_counter(gateway_with_ten_sandboxes, "fork-2") > count_before

@@ -1,7 +1,8 @@
 """Test the storage with a private zfs-fuse daemon that can be killed.
 
-Run `python -m tests.jail_zfs.alone SCENARIO DIRECTORY` as root in new mount and process namespaces. Scenarios: `dead`
-(the daemon is not running), `killed` (the daemon is killed while objects are created, and restarted).
+Run `python -m tests.jail_zfs.alone SCENARIO DIRECTORY` as root in new mount and process namespaces. The scenarios are
+`dead`, in which the daemon is not running, and `killed`, in which it is killed while objects are created and then
+restarted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.jail_zfs import pools
 
-_POOL = "alone"
+_POOL_NAME = "alone"
 
 
 def _hide_daemon() -> None:
@@ -49,10 +50,10 @@ def _private_pool(directory: Path) -> Iterator[Path]:
         file.truncate(2048 << 20)  # sparse; an engine refuses forks if too little of a pool is free
     pools.start_daemon(pid_file)
     try:
-        pools.run("zpool", "create", "-O", "atime=off", "-m", str(directory / "mnt"), _POOL, str(image))
+        pools.run("zpool", "create", "-O", "atime=off", "-m", str(directory / "mnt"), _POOL_NAME, str(image))
         yield pid_file
     finally:
-        pools.run("zpool", "destroy", "-f", _POOL, check=False)
+        pools.run("zpool", "destroy", "-f", _POOL_NAME, check=False)
         pools.stop_daemon(pid_file)
 
 
@@ -66,16 +67,16 @@ def _restart_daemon(pid_file: Path, directory: Path) -> None:
 
 
 def check_dead_daemon(directory: Path) -> None:
-    locks = directory / "locks"
+    lock_directory = directory / "locks"
     try:
-        ZfsStorage("tank/grove", lock_directory=locks).open()
+        ZfsStorage("tank/grove", lock_directory=lock_directory).open()
     except BackendFailed as error:
         assert "zfs-fuse daemon is running" in error.message, error.message
         assert "start it" in error.message, error.message
     else:
         raise AssertionError("the storage was opened without a daemon")
     with _private_pool(directory) as pid_file:
-        storage = ZfsStorage(_POOL, lock_directory=locks)
+        storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         sandbox = Sandbox(name="web")
@@ -100,30 +101,30 @@ def check_dead_daemon(directory: Path) -> None:
                 raise AssertionError("the operation succeeded without a daemon")
         storage.close()
         _restart_daemon(pid_file, directory)
-        restarted = ZfsStorage(_POOL, lock_directory=locks)
-        restarted.open()
-        scan = restarted.scan()
+        restarted_storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+        restarted_storage.open()
+        scan = restarted_storage.scan()
         assert ([s.id for s in scan.sandboxes], [s.id for s in scan.snapshots]) == ([sandbox.id], [base.id]), scan
-        restarted.instances.mount(sandbox.instance)
-        assert (restarted.instances.path(sandbox.instance) / "file").exists()
-        restarted.close()
+        restarted_storage.instances.mount(sandbox.instance)
+        assert (restarted_storage.instances.path(sandbox.instance) / "file").exists()
+        restarted_storage.close()
 
 
 def check_killed_daemon(directory: Path) -> None:
     """Check that every acknowledged object exists, and that every other object is complete or does not exist."""
-    locks = directory / "locks"
+    lock_directory = directory / "locks"
     rng = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
     with _private_pool(directory) as pid_file:
-        storage = ZfsStorage(_POOL, lock_directory=locks)
+        storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         storage.close()
-        acknowledged: dict[str, str] = {}
+        acknowledged_objects: dict[str, str] = {}
         for _ in range(5):
-            storage = ZfsStorage(_POOL, lock_directory=locks)
+            storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
             storage.open()
             storage.scan()
-            writer = threading.Thread(target=_create_until_failure, args=(storage, base.id, acknowledged))
+            writer = threading.Thread(target=_create_until_failure, args=(storage, base.id, acknowledged_objects))
             writer.start()
             time.sleep(0.2 + rng.random() * 0.3)
             _kill(pid_file)
@@ -131,30 +132,32 @@ def check_killed_daemon(directory: Path) -> None:
             assert not writer.is_alive()
             storage.close()
             _restart_daemon(pid_file, directory)
-            _check(locks, acknowledged)
+            _check_objects(lock_directory, acknowledged_objects)
 
 
-def _create_until_failure(storage: ZfsStorage, base: str, acknowledged: dict[str, str]) -> None:
+def _create_until_failure(storage: ZfsStorage, base_id: str, acknowledged_objects: dict[str, str]) -> None:
     with contextlib.suppress(GatewayError):
         while True:
             sandbox = Sandbox(name="web", metadata={"text": "x" * 5000})
-            storage.instances.clone(base, sandbox.instance)
+            storage.instances.clone(base_id, sandbox.instance)
             storage.instances.save(sandbox)
-            acknowledged[sandbox.id] = "sandbox"
+            acknowledged_objects[sandbox.id] = "sandbox"
             snapshot = storage.snapshots.capture(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
-            acknowledged[snapshot.id] = "snapshot"
+            acknowledged_objects[snapshot.id] = "snapshot"
             storage.snapshots.save(snapshot)
 
 
-def _check(locks: Path, acknowledged: dict[str, str]) -> None:
-    storage = ZfsStorage(_POOL, lock_directory=locks)
+def _check_objects(lock_directory: Path, acknowledged_objects: dict[str, str]) -> None:
+    storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
     storage.open()
     scan = storage.scan()
     ids = {record.id for record in (*scan.sandboxes, *scan.snapshots)}
-    assert set(acknowledged) <= ids, set(acknowledged) - ids
-    assert len(ids - set(acknowledged)) <= 6, "the base, and one unacknowledged object for each time"
+    assert set(acknowledged_objects) <= ids, set(acknowledged_objects) - ids
+    assert len(ids - set(acknowledged_objects)) <= 6, (
+        "the scan found more than the base and one unacknowledged object per kill"
+    )
     assert all("removed, because it was never committed" in note for note in scan.repaired), scan.repaired
-    for name in zfs.list_datasets(f"{_POOL}/sandboxes", depth=1)[1:]:
+    for name in zfs.list_datasets(f"{_POOL_NAME}/sandboxes", depth=1)[1:]:
         assert name.rpartition("/")[2] in {sandbox.instance for sandbox in scan.sandboxes}
     assert storage.scan().repaired == []
     storage.close()

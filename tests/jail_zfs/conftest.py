@@ -36,13 +36,13 @@ def root_path(zpool: pools.Pool, root: str) -> Path:
 
 
 @pytest.fixture
-def locks(tmp_path: Path) -> Path:
+def lock_directory(tmp_path: Path) -> Path:
     return tmp_path / "locks"
 
 
 @pytest.fixture
-def storage(root: str, locks: Path) -> Iterator[ZfsStorage]:
-    storage = ZfsStorage(root, lock_directory=locks)
+def storage(root: str, lock_directory: Path) -> Iterator[ZfsStorage]:
+    storage = ZfsStorage(root, lock_directory=lock_directory)
     storage.open()
     storage.scan()
     yield storage

@@ -19,7 +19,7 @@ from tests.support import session
 from tests.support.waiting import eventually
 
 # A machine can have only one daemon, so all test runs share this lock.
-_LOCK = Path("/var/run/grove-test-zfs-fuse.lock")
+_LOCK_FILE = Path("/var/run/grove-test-zfs-fuse.lock")
 _PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
 
 
@@ -81,8 +81,8 @@ def stop_daemon(pid_file: Path) -> None:
 def _is_running(pid: int) -> bool:
     """Return whether the process is a running zfs-fuse. A stale pid file may contain the pid of another process."""
     try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-        return name.endswith("(zfs-fuse") and rest.split()[0] != "Z"
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return name.endswith("(zfs-fuse") and fields.split()[0] != "Z"
     except OSError:
         return False
 
@@ -102,9 +102,9 @@ def destroy_all(dataset: str) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive() -> Iterator[Path]:
+def _daemon_locked() -> Iterator[Path]:
     """Prevent other test runs from starting or stopping the daemon. Yields the path of its pid file."""
-    with _LOCK.open("a") as lock:
+    with _LOCK_FILE.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield _PID_FILE
 
@@ -113,67 +113,67 @@ def _exclusive() -> Iterator[Path]:
 def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
     """Create a pool on a sparse file in ``directory``, mount it there, and destroy it with all datasets at the end."""
     image, mount_point = directory / f"{name}.img", directory / name
-    with _exclusive() as pid_file:
+    with _daemon_locked() as pid_file:
         if not is_zfs_available():
             start_daemon(pid_file)
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
         run("zpool", "create", "-O", "atime=off", "-m", str(mount_point), name, str(image))
     try:
-        with _keep_responsive(mount_point):
+        with _kept_responsive(mount_point):
             yield Pool(name, mount_point)
     finally:
-        with _exclusive() as pid_file:
-            _destroy(name)
+        with _daemon_locked() as pid_file:
+            _destroy_pool(name)
             image.unlink()
             shutil.rmtree(mount_point, ignore_errors=True)
             _stop_unused_daemon(pid_file)
 
 
 def destroy_pools(names: Iterable[str]) -> None:
-    """Destroy the pools of runs that were killed."""
-    with _exclusive() as pid_file:
+    """Destroy the pools with these names, which belong to killed runs."""
+    with _daemon_locked() as pid_file:
         for name in names:
-            _destroy(name)
+            _destroy_pool(name)
         _stop_unused_daemon(pid_file)
 
 
 def _stop_unused_daemon(pid_file: Path) -> None:
-    """Stop the daemon that ``pool`` started, if there are no pools any more."""
-    if pid_file.exists() and not _pool_names():
+    """Stop the daemon that ``pool`` started, if no pools are left."""
+    if pid_file.exists() and not _list_pool_names():
         stop_daemon(pid_file)
 
 
 @contextlib.contextmanager
-def _keep_responsive(mount_point: Path) -> Iterator[None]:
+def _kept_responsive(mount_point: Path) -> Iterator[None]:
     """Send requests to zfs-fuse inside the context, so that it cannot hang.
 
-    Its only listener polls all file systems, and then does a blocking read from one that has a request. If the kernel
-    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no requests for any
-    file system until the one that it is reading from receives another request.
+    The only listener of zfs-fuse polls all file systems, and then does a blocking read from one that has a request. If
+    the kernel withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no requests
+    for any file system until the one that it is reading from receives another request.
     """
-    finished = threading.Event()
+    stop_event = threading.Event()
 
     def watch() -> None:
-        while not finished.wait(1):
+        while not stop_event.wait(1):
             if not _all_respond([mount_point], 2):
-                _all_respond(_mounted_below(mount_point), 10)
+                _all_respond(_list_mount_points_below(mount_point), 10)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield
     finally:
-        finished.set()
+        stop_event.set()
         thread.join()
 
 
-def _mounted_below(mount_point: Path) -> list[Path]:
-    targets = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
-    return [target for target in targets if target.is_relative_to(mount_point)]
+def _list_mount_points_below(mount_point: Path) -> list[Path]:
+    mount_points = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return [path for path in mount_points if path.is_relative_to(mount_point)]
 
 
-def _all_respond(mounts: list[Path], seconds: float) -> bool:
+def _all_respond(mounts: list[Path], timeout: float) -> bool:
     """Query the size of each file system, and return whether all respond in time.
 
     A request that hangs blocks only its thread.
@@ -186,14 +186,14 @@ def _all_respond(mounts: list[Path], seconds: float) -> bool:
     threads = [threading.Thread(target=query, args=(mount,), daemon=True) for mount in mounts]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
 
 
 @contextlib.contextmanager
-def pinned() -> Iterator[None]:
+def mounts_kept_in_use() -> Iterator[None]:
     """Create a mount namespace that keeps all current mounts in use inside the context, even if they are unmounted.
 
     Other tests create such namespaces all the time. On FreeBSD, an unfinished forced unmount has the same effect.
@@ -209,22 +209,22 @@ def pinned() -> Iterator[None]:
 
 
 def mount_ids(directory: Path) -> dict[str, str]:
-    """Return the kernel's ids of the mounts below a directory. Unmounting and mounting again changes the id."""
+    """Return the kernel's ids of the mounts below a directory, by path. Unmounting and mounting again changes an id."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(directory)}
 
 
-def _destroy(name: str) -> None:
+def _destroy_pool(name: str) -> None:
     """Destroy a pool. Retries, because mount namespaces that other tests create keep its mounts in use.
 
     Checks the list of pools, because a failed attempt may also report that a dataset in the pool does not exist.
     """
     deadline = time.monotonic() + 180
-    while name in _pool_names():
+    while name in _list_pool_names():
         result = run("zpool", "destroy", "-f", name, check=False)
         assert time.monotonic() < deadline, f"the pool {name} cannot be destroyed: {result.stderr}"
         time.sleep(0.1)
 
 
-def _pool_names() -> list[str]:
+def _list_pool_names() -> list[str]:
     return run("zpool", "list", "-H", "-o", "name").stdout.split()

@@ -27,8 +27,8 @@ def frozen_directory(need_root: None, tmp_path: Path) -> Iterator[Path]:
             subprocess.run(["fsfreeze", "--unfreeze", str(xfs.mount_point)], check=False, timeout=30)
 
 
-def thaw(frozen_directory: Path) -> None:
-    """Unfreeze the file system. Wait until the command has exited and the event loop has noticed it."""
+def unfreeze(frozen_directory: Path) -> None:
+    """Unfreeze the file system, and wait until the command has exited and the event loop has noticed the exit."""
     subprocess.run(["fsfreeze", "--unfreeze", str(frozen_directory)], check=True, timeout=30)
     eventually(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
     time.sleep(0.2)
@@ -39,13 +39,13 @@ async def test_an_unkillable_command_is_abandoned(frozen_directory: Path) -> Non
         with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
             await asyncio.wait_for(run_async(["touch", str(frozen_directory / "file")], timeout=0.5), 60)
     finally:
-        await asyncio.to_thread(thaw, frozen_directory)
+        await asyncio.to_thread(unfreeze, frozen_directory)
 
 
 async def test_a_cancelled_caller_does_not_wait_for_an_unkillable_command(frozen_directory: Path) -> None:
-    command = asyncio.ensure_future(run_async(["touch", str(frozen_directory / "file")], timeout=600))
+    task = asyncio.ensure_future(run_async(["touch", str(frozen_directory / "file")], timeout=600))
     await asyncio.sleep(0.5)
-    command.cancel()
-    completed, _ = await asyncio.wait([command], timeout=60)
-    await asyncio.to_thread(thaw, frozen_directory)
-    assert completed and command.cancelled()
+    task.cancel()
+    completed, _ = await asyncio.wait([task], timeout=60)
+    await asyncio.to_thread(unfreeze, frozen_directory)
+    assert completed and task.cancelled()

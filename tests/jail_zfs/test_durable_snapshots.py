@@ -15,7 +15,7 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
-from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER
+from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
@@ -23,11 +23,11 @@ from tests.support.jail_world import JailZfsWorld, shim_environment
 from tests.support.worlds import TEMPLATE
 
 _SANDBOXCTL = Path(sys.executable).with_name("sandboxctl")
-_WORD = "/root/word"
+_WORD_FILE = "/root/word"
 
 
 class JailGateway(Gateway):
-    """A daemon on a jail/ZFS host that uses the test doubles of FreeBSD's commands."""
+    """A daemon on a jail/ZFS host that uses test doubles of FreeBSD's commands."""
 
     def __init__(self, scratch: Path, settings: Config) -> None:
         network = {"prefix": settings.network.prefix, "subnet": settings.network.subnet}
@@ -54,55 +54,55 @@ class JailGateway(Gateway):
 
     def zfs_snapshot_ids(self) -> set[str]:
         """Return the ids of the snapshots in ZFS, except for the template's."""
-        rows = zfs.get_tree(self.dataset, ("defer_destroy",))
-        alive = {name for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].is_on}
-        return {name.partition("@")[2] for name in alive if not name.endswith("@base")}
+        tree = zfs.get_tree(self.dataset, ("defer_destroy",))
+        names = {name for name, facts in tree.items() if "@" in name and not facts["defer_destroy"].is_on}
+        return {name.partition("@")[2] for name in names if not name.endswith("@base")}
 
-    def sandboxctl(self, *args: str) -> subprocess.CompletedProcess[str]:
+    def run_sandboxctl(self, *args: str) -> subprocess.CompletedProcess[str]:
         argv = [str(_SANDBOXCTL), "--url", self.url, *args]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
 def gateway(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
-    """Start a gateway on its own dataset, with a sandbox `source` whose file contains the word "first"."""
+    """Start a gateway on its own dataset, with a sandbox `source` whose word file contains "first"."""
     settings = jail_zfs_world.config()
     gateway = JailGateway(tmp_path, settings)
     try:
         gateway.start()
         gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
-        gateway.sh("source", f"echo first >{_WORD}")
+        gateway.sh("source", f"echo first >{_WORD_FILE}")
         yield gateway
     finally:
         problems = gateway.end()
-        jail_zfs_world.forget(settings)
+        jail_zfs_world.clean_up(settings)
     assert not problems, "; ".join(problems)
 
 
 def read_word(gateway: Gateway, sandbox: str) -> str:
-    return gateway.sh(sandbox, f"cat {_WORD}").strip()
+    return gateway.sh(sandbox, f"cat {_WORD_FILE}").strip()
 
 
-def test_the_snapshot_endpoints(gateway: JailGateway) -> None:
+def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
     body = {"name": "mark", "description": "before the change"}
     snapshot = gateway.call("POST", "/sandboxes/source/snapshots", body, status=201)
     assert (snapshot["status"], snapshot["memory"], snapshot["names"]) == ("ready", "none", ["mark"])
     assert snapshot["zfsSnapshot"].startswith(f"{gateway.dataset}/sandboxes/")
     assert gateway.zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs.lzc_exists(snapshot["zfsSnapshot"])
-    gateway.sh("source", f"echo second >{_WORD}")
-    later = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
-    assert later["parentSnapshotID"] == snapshot["snapshotID"]
+    gateway.sh("source", f"echo second >{_WORD_FILE}")
+    later_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
+    assert later_snapshot["parentSnapshotID"] == snapshot["snapshotID"]
 
     assert gateway.snapshot_names() == gateway.snapshot_names(sandboxID="source") == ["mark", "later"]
     assert gateway.snapshot_names(name="mark") == ["mark"] and gateway.snapshot_names(sandboxID="other") == []
-    page = gateway.client.get("/snapshots?limit=1")
-    token = page.headers["x-next-token"]
-    assert page.json() == [snapshot] and gateway.snapshot_names(limit=1, nextToken=token) == ["later"]
+    first_page = gateway.client.get("/snapshots?limit=1")
+    token = first_page.headers["x-next-token"]
+    assert first_page.json() == [snapshot] and gateway.snapshot_names(limit=1, nextToken=token) == ["later"]
     for ref in ("mark", snapshot["snapshotID"]):
         assert gateway.call("GET", f"/snapshots/{ref}") == {**snapshot, "users": []}
 
     forks = gateway.call("POST", "/snapshots/mark/fork", {"names": ["left", "right"]}, status=201)["sandboxes"]
-    gateway.sh("left", f"echo of the left one >{_WORD}")
+    gateway.sh("left", f"echo of the left one >{_WORD_FILE}")
     assert (read_word(gateway, "right"), read_word(gateway, "source")) == ("first", "second")
     refusal = gateway.call("DELETE", "/snapshots/mark", status=409)
     assert refusal["kind"] == "in_use" and set(refusal["blockers"]) == {item["sandboxID"] for item in forks}
@@ -112,14 +112,14 @@ def test_the_snapshot_endpoints(gateway: JailGateway) -> None:
         gateway.call("DELETE", f"/sandboxes/{name}", status=204)
     gateway.call("DELETE", "/snapshots/mark", status=204)
     assert "not found" in gateway.call("GET", "/snapshots/mark", status=404)["message"]
-    assert gateway.snapshot_names() == ["later"] and gateway.zfs_snapshot_ids() == {later["snapshotID"]}
+    assert gateway.snapshot_names() == ["later"] and gateway.zfs_snapshot_ids() == {later_snapshot["snapshotID"]}
     assert read_word(gateway, "source") == "second"
 
 
 def test_a_snapshot_survives_its_source_and_a_restart(gateway: JailGateway) -> None:
     snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
     gateway.call("DELETE", "/sandboxes/source", status=204)
-    gateway.kill_9()
+    gateway.kill()
     gateway.start()
     listed_snapshot = gateway.call("GET", "/snapshots/mark")
     assert (
@@ -136,20 +136,20 @@ def test_a_snapshot_survives_its_source_and_a_restart(gateway: JailGateway) -> N
     assert zfs.list_datasets(f"{gateway.dataset}/sandboxes", depth=1)[1:] == []
 
 
-def test_the_snapshot_commands(gateway: JailGateway) -> None:
-    assert "mark" in gateway.sandboxctl("snapshot", "create", "source", "--name", "mark").stdout
-    assert "mark" in gateway.sandboxctl("snapshot", "list", "--sandbox", "source").stdout
-    output = gateway.sandboxctl("snapshot", "show", "mark").stdout
+def test_snapshots_can_be_managed_with_sandboxctl(gateway: JailGateway) -> None:
+    assert "mark" in gateway.run_sandboxctl("snapshot", "create", "source", "--name", "mark").stdout
+    assert "mark" in gateway.run_sandboxctl("snapshot", "list", "--sandbox", "source").stdout
+    output = gateway.run_sandboxctl("snapshot", "show", "mark").stdout
     assert gateway.call("GET", "/snapshots/mark")["zfsSnapshot"] in output
-    assert gateway.sandboxctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
+    assert gateway.run_sandboxctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
     assert read_word(gateway, "left") == "first"
-    refusal = gateway.sandboxctl("snapshot", "delete", "mark")
+    refusal = gateway.run_sandboxctl("snapshot", "delete", "mark")
     assert refusal.returncode == 4 and "left, right" in refusal.stderr and "sandboxctl kill" in refusal.stderr
-    deletion = gateway.sandboxctl("snapshot", "delete", "mark", "--when-unused")
+    deletion = gateway.run_sandboxctl("snapshot", "delete", "mark", "--when-unused")
     assert deletion.returncode == 0 and "is hidden" in deletion.stderr
-    assert gateway.sandboxctl("snapshot", "show", "mark").returncode == 3
+    assert gateway.run_sandboxctl("snapshot", "show", "mark").returncode == 3
     assert gateway.zfs_snapshot_ids(), "the forks of the snapshot still need it"
-    assert gateway.sandboxctl("kill", "left", "right", "source").returncode == 0
+    assert gateway.run_sandboxctl("kill", "left", "right", "source").returncode == 0
     assert gateway.zfs_snapshot_ids() == set(), "the snapshot was not removed with its last user"
 
 
@@ -163,39 +163,41 @@ def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: Ja
     gateway.call("POST", "/snapshots/lost/fork", {}, status=404)
     gateway.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
     assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
-    recreated = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
-    assert recreated["snapshotID"] in gateway.zfs_snapshot_ids(), "the name of the lost snapshot cannot be used again"
+    recreated_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
+    assert recreated_snapshot["snapshotID"] in gateway.zfs_snapshot_ids(), (
+        "the name of the lost snapshot cannot be used again"
+    )
 
 
-def test_damaged_properties_do_not_prevent_a_start(gateway: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
+def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
     snapshots = {
         name: gateway.call("POST", "/sandboxes/source/snapshots", {"name": name})
         for name in ("good", "torn", "short", "empty", "noise")
     }
-    before = set(zfs.list_datasets(gateway.dataset))
+    datasets_before = set(zfs.list_datasets(gateway.dataset))
     gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "broken", "timeout": -1})
-    (broken,) = set(zfs.list_datasets(gateway.dataset)) - before
+    (broken_dataset,) = set(zfs.list_datasets(gateway.dataset)) - datasets_before
     gateway.stop()
     jail_zfs_world.damage_snapshots(
         gateway.settings, **{name: snapshots[name]["snapshotID"] for name in ("torn", "short", "empty")}
     )
     for name, prop, value in (
         (snapshots["noise"]["zfsSnapshot"], HEAD, "two\nlines\tlocal\nand more"),
-        (broken, HEAD, "{not json"),
-        (gateway.dataset, OWNER, "nobody knows"),
+        (broken_dataset, HEAD, "{not json"),
+        (gateway.dataset, OWNER_PROPERTY, "nobody knows"),
     ):
         pools.run("zfs", "set", f"{prop}={value}", name)
     gateway.start()
     assert gateway.snapshot_names() == ["good"]
     assert [item["name"] for item in gateway.call("GET", "/sandboxes")] == ["source"]
-    log = gateway.log_file.read_text()
+    log_text = gateway.log_file.read_text()
     for name in (
         snapshots["torn"]["zfsSnapshot"],
         snapshots["short"]["zfsSnapshot"],
         snapshots["noise"]["zfsSnapshot"],
-        broken,
+        broken_dataset,
     ):
-        assert zfs.local_props(name)[QUARANTINE] and name in log, "the snapshot was not quarantined and reported"
+        assert zfs.local_props(name)[QUARANTINE] and name in log_text, "the snapshot was not quarantined and reported"
     assert zfs.lzc_exists(snapshots["empty"]["zfsSnapshot"]), "a snapshot without a record was removed"
     gateway.call("POST", "/snapshots/good/fork", {"names": ["fork"]}, status=201)
     assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
@@ -214,7 +216,7 @@ def test_two_gateways_cannot_share_a_dataset(gateway: JailGateway, tmp_path: Pat
         assert second_gateway.process is not None and second_gateway.process.returncode == 2
         second_gateway.client.close()
         assert gateway.snapshot_names() == ["mark"] and read_word(gateway, "source") == "first", (
-            "the first gateway does not work any more"
+            "the first gateway no longer works"
         )
     successor = JailGateway(tmp_path, gateway.settings)
     gateway.stop()

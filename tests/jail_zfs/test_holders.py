@@ -12,17 +12,19 @@ HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
 ROOT = Path("/p/sandboxes/x")
 
 
-def _row(command: str = "sh", pid: int = 12, fd: str = "  wd", mount: str = str(ROOT)) -> str:
+def _format_row(command: str = "sh", pid: int = 12, fd: str = "  wd", mount: str = str(ROOT)) -> str:
     return f"root     {command:<10} {pid:>5} {fd} {mount:<8}     34 drwxr-xr-x     22  r"
 
 
 def test_each_process_is_listed_once() -> None:
-    text = "\n".join([HEADER, _row(), _row(fd="root"), _row(fd="   3"), _row("python3", 7, "text")])
+    text = "\n".join(
+        [HEADER, _format_row(), _format_row(fd="root"), _format_row(fd="   3"), _format_row("python3", 7, "text")]
+    )
     assert parse_fstat(text, ROOT) == ["the process sh (pid 12)", "the process python3 (pid 7)"]
 
 
 def test_files_on_other_mounts_are_ignored() -> None:
-    rows = [_row(mount=mount) for mount in ("/p/sandboxes", "/p/sandboxes/x/dev", "/p/sandboxes/xy", "/")]
+    rows = [_format_row(mount=mount) for mount in ("/p/sandboxes", "/p/sandboxes/x/dev", "/p/sandboxes/xy", "/")]
     assert parse_fstat("\n".join([HEADER, *rows]), ROOT) == []
 
 
@@ -31,7 +33,7 @@ def test_files_on_other_mounts_are_ignored() -> None:
     [("a b", "a b"), ("", ""), ("\x1b[2J", "?[2J"), ("x" * 40, "x" * 32), ("7 8 wd / 9 r", "7 8 wd / 9 r")],
 )
 def test_unusual_command_names_are_parsed(command: str, expected: str) -> None:
-    assert parse_fstat(_row(command), ROOT) == [f"the process {expected} (pid 12)"]
+    assert parse_fstat(_format_row(command), ROOT) == [f"the process {expected} (pid 12)"]
 
 
 @pytest.mark.parametrize("text", ["", "fstat: no\n", "root sh", f"{HEADER}\nroot     sh  -  - bad    -"])

@@ -23,7 +23,7 @@ from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, debian_tarball, shim
+from tests.support.jail_world import JailZfsWorld, debian_tarball, run_shim
 from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
@@ -42,34 +42,36 @@ def live(make_live: Callable[..., Live]) -> Live:
 
 
 @pytest.fixture
-def knob() -> Iterator[Callable[[str, str], None]]:
+def set_knob() -> Iterator[Callable[[str, str], None]]:
     """Return a function that sets a knob of the shim. All knobs are restored at the end of the test."""
     defaults = {"dying": "0", "kern.racct.enable": "1"}
 
-    def set_knob(name: str, value: str) -> None:
+    def set_value(name: str, value: str) -> None:
         assert name in defaults
-        shim("freebsd-shim", "set", name, value)
+        run_shim("freebsd-shim", "set", name, value)
 
-    yield set_knob
+    yield set_value
     for name, value in defaults.items():
-        shim("freebsd-shim", "set", name, value)
+        run_shim("freebsd-shim", "set", name, value)
 
 
 def test_deleting_sixty_sandboxes_leaves_no_resources(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     for count in (30, 30):
         forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
         assert len(jail_zfs_world.traces(live.config)["jails"]) == count + 1
         for fork in forks:
             live.do(live.engine.sandboxes.delete(fork.id))
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
 
 
 def test_jails_have_restrictive_parameters(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    name = live.sandbox("one").host["jail"]
-    output = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
+    jail_name = live.sandbox("one").host["jail"]
+    output = run_shim(
+        "jls", "-j", jail_name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets"
+    )
     assert output.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
     mount_result = live.do(live.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
     assert mount_result.exit_code != 0
@@ -79,53 +81,55 @@ def test_jails_have_restrictive_parameters(live: Live) -> None:
 
 def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
-    name = live.sandbox("small").host["jail"]
-    rules = {line for line in shim("rctl").split() if f":{name}:" in line}
+    jail_name = live.sandbox("small").host["jail"]
+    rules = {line for line in run_shim("rctl").split() if f":{jail_name}:" in line}
     assert rules == {
-        f"jail:{name}:maxproc:deny=1000",
-        f"jail:{name}:vmemoryuse:deny={64 << 20}",
-        f"jail:{name}:pcpu:deny=200",
+        f"jail:{jail_name}:maxproc:deny=1000",
+        f"jail:{jail_name}:vmemoryuse:deny={64 << 20}",
+        f"jail:{jail_name}:pcpu:deny=200",
     }
-    allocation = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
-    assert allocation.exit_code != 0
+    allocation_result = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
+    assert allocation_result.exit_code != 0
     assert live.do(live.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("small"))
-    assert name not in shim("rctl")
+    assert jail_name not in run_shim("rctl")
 
 
 def test_a_host_without_racct_runs_sandboxes_without_limits(
-    make_live: Callable[..., Live], knob: Callable[[str, str], None]
+    make_live: Callable[..., Live], set_knob: Callable[[str, str], None]
 ) -> None:
-    knob("kern.racct.enable", "0")
+    set_knob("kern.racct.enable", "0")
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
     assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
     (sample,) = live.do(live.engine.loads.history("free"))
-    assert sample.memory_bytes is None and sample.cpu_percent is None, "what is not measured is not invented"
+    assert sample.memory_bytes is None and sample.cpu_percent is None, (
+        "a value that the host cannot measure is not None"
+    )
     assert sample.disk_bytes is not None and sample.disk_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("free"))
     live.close()
 
 
-def test_the_room_of_the_dataset_limits_forks(make_live: Callable[..., Live]) -> None:
+def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Live]) -> None:
     live = make_live()
     dataset = live.config.jail_zfs.dataset
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     room = live.do(live.engine.host.room())
     assert 0 < room.disk_free < room.disk_total
     assert 0 < room.memory_free < room.memory_total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    used = room.disk_total - room.disk_free
-    zfs.lzc_set_prop(dataset, "quota", used + (500 << 20))
+    used_bytes = room.disk_total - room.disk_free
+    zfs.lzc_set_prop(dataset, "quota", used_bytes + (500 << 20))
     try:
-        before = zfs.list_datasets(dataset, types="filesystem,snapshot")
-        for attempt in (
+        datasets_before = zfs.list_datasets(dataset, types="filesystem,snapshot")
+        for operation in (
             live.engine.forks.create(TEMPLATE, ForkSpec()),
             live.engine.forks.clone("one", ForkSpec()),
             live.engine.snapshots.create("one", name="more"),
         ):
             with pytest.raises(NoSpace, match="less than 512 MiB of disk space free"):
-                live.do(attempt)
-        assert zfs.list_datasets(dataset, types="filesystem,snapshot") == before
+                live.do(operation)
+        assert zfs.list_datasets(dataset, types="filesystem,snapshot") == datasets_before
     finally:
         pools.run("zfs", "set", "quota=none", dataset)
     live.do(live.engine.snapshots.create("one", name="more"))
@@ -147,17 +151,17 @@ def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[...
     live.do(live.engine.sandboxes.delete("source"))
     assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
-    restarted = make_live(config=live.config)
-    assert zfs.lzc_exists(restarted.engine.snapshots.get("mark").host["zfsSnapshot"])
-    fork = restarted.do(restarted.engine.forks.create("mark", ForkSpec()))
-    assert restarted.shell(fork.id, "cat /root/kept").strip() == "kept"
+    live_after_restart = make_live(config=live.config)
+    assert zfs.lzc_exists(live_after_restart.engine.snapshots.get("mark").host["zfsSnapshot"])
+    fork = live_after_restart.do(live_after_restart.engine.forks.create("mark", ForkSpec()))
+    assert live_after_restart.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
 def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: Callable[..., Live]) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
-    box = live.sandbox("box")
-    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{box.instance}"
+    sandbox = live.sandbox("box")
+    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     live.close()
     record = zfs.local_props(dataset)[HEAD]
     zfs.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
@@ -165,10 +169,10 @@ def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: 
         make_live(config=live.config)
     assert QUARANTINE not in zfs.local_props(dataset)
     zfs.lzc_set_prop(dataset, HEAD, record)
-    restarted = make_live(config=live.config)
-    assert restarted.sandbox("box").state is SandboxState.RUNNING
-    assert restarted.sandbox("box").instance == box.instance
-    assert restarted.shell("box", "echo alive").strip() == "alive"
+    live_after_restart = make_live(config=live.config)
+    assert live_after_restart.sandbox("box").state is SandboxState.RUNNING
+    assert live_after_restart.sandbox("box").instance == sandbox.instance
+    assert live_after_restart.shell("box", "echo alive").strip() == "alive"
 
 
 def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: Callable[..., Live]) -> None:
@@ -182,9 +186,9 @@ def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: 
     with pytest.raises(GatewayError, match="not found"):
         live.do(live.engine.forks.create("lost", ForkSpec()))
     live.close()
-    restarted = make_live(config=live.config)
-    assert [snapshot.names for snapshot in restarted.engine.snapshots.list()] == [["kept"]]
-    assert restarted.shell("source", "echo alive").strip() == "alive"
+    live_after_restart = make_live(config=live.config)
+    assert [snapshot.names for snapshot in live_after_restart.engine.snapshots.list()] == [["kept"]]
+    assert live_after_restart.shell("source", "echo alive").strip() == "alive"
 
 
 def test_a_failed_rollback_keeps_the_old_jail_running(
@@ -195,20 +199,20 @@ def test_a_failed_rollback_keeps_the_old_jail_running(
     live.shell("victim", "echo now >/root/now")
     live.shell("broken", "rm -r /opt/sandbox_agent")
     live.do(live.engine.snapshots.create("broken", name="no-agent"))
-    instance, before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
+    instance, traces_before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
     start_time = time.monotonic()
     with pytest.raises(BackendFailed, match="its jail ended together with the agent"):
         live.do(live.engine.sandboxes.rollback("victim", "no-agent"))
     assert time.monotonic() - start_time < 10
     assert live.sandbox("victim").instance == instance
     assert live.shell("victim", "cat /root/now").strip() == "now"
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
 
 
 def test_a_killed_jail_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
-    name = live.sandbox("gone").host["jail"]
-    shim("pkill", "-KILL", "-j", name)
+    jail_name = live.sandbox("gone").host["jail"]
+    run_shim("pkill", "-KILL", "-j", jail_name)
     eventually(lambda: live.sandbox("gone").state_reason != "", 20)
     assert "its jail ended" in live.sandbox("gone").state_reason
     live.do(live.engine.sandboxes.resume("gone"))
@@ -219,7 +223,7 @@ def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: J
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
     time.sleep(6)  # long enough for a probe to reach the agent
     with pytest.raises(
-        BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox broke"
+        BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox was lost"
     ):
         live.shell("headless", "kill -KILL -1; sleep 100")
     eventually(lambda: live.sandbox("headless").state_reason != "", 20)
@@ -227,35 +231,35 @@ def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: J
 
 
 def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
-    live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
+    live: Live, jail_zfs_world: JailZfsWorld, set_knob: Callable[[str, str], None]
 ) -> None:
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
-    knob("dying", "forever")
+    set_knob("dying", "forever")
     start_time = time.monotonic()
     live.do(live.engine.sandboxes.delete("slow"))
     assert time.monotonic() - start_time < 10
     assert live.engine.sandboxes.list() == []
-    knob("dying", "0")
-    eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
+    set_knob("dying", "0")
+    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
 
 
 def test_resume_chooses_another_name_while_the_old_jail_is_dying(
-    make_live: Callable[..., Live], knob: Callable[[str, str], None]
+    make_live: Callable[..., Live], set_knob: Callable[[str, str], None]
 ) -> None:
     live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
-    first = live.sandbox("slow").host["jail"]
+    first_jail_name = live.sandbox("slow").host["jail"]
     live.shell("slow", "echo kept >/root/kept")
-    knob("dying", "forever")
+    set_knob("dying", "forever")
     live.do(live.engine.sandboxes.pause("slow"))
     live.do(live.engine.sandboxes.resume("slow"))
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
-    assert live.sandbox("slow").host["jail"] == f"{first}-2"
+    assert live.sandbox("slow").host["jail"] == f"{first_jail_name}-2"
     live.close()
-    restarted = make_live(config=live.config)
-    assert restarted.shell("slow", "cat /root/kept").strip() == "kept"
-    knob("dying", "0")
+    live_after_restart = make_live(config=live.config)
+    assert live_after_restart.shell("slow", "cat /root/kept").strip() == "kept"
+    set_knob("dying", "0")
 
 
 def test_a_restart_does_not_unmount_paused_sandboxes(
@@ -271,19 +275,19 @@ def test_a_restart_does_not_unmount_paused_sandboxes(
     live.do(live.engine.sandboxes.rollback("source", "mark"))
     live.do(live.engine.sandboxes.pause("source"))
     live.close()
-    root = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
-    before = pools.mount_ids(jail_zfs_world.mount_point(live.config))[root]
-    with pools.pinned():
-        restarted = make_live(config=live.config)
-        assert pools.mount_ids(jail_zfs_world.mount_point(live.config))[root] == before
-        restarted.do(restarted.engine.sandboxes.resume("source"))
-    assert restarted.shell("source", "hostname").strip() == "source"
+    sandbox_mount_point = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
+    mount_id_before = pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point]
+    with pools.mounts_kept_in_use():
+        live_after_restart = make_live(config=live.config)
+        assert pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point] == mount_id_before
+        live_after_restart.do(live_after_restart.engine.sandboxes.resume("source"))
+    assert live_after_restart.shell("source", "hostname").strip() == "source"
 
 
 def test_a_mount_error_lists_the_holder(
     make_live: Callable[..., Live],
     jail_zfs_world: JailZfsWorld,
-    knob: Callable[[str, str], None],
+    set_knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
@@ -291,20 +295,21 @@ def test_a_mount_error_lists_the_holder(
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     sandbox = live.sandbox("held")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
-    knob("dying", "forever")
+    set_knob("dying", "forever")
     live.do(live.engine.sandboxes.pause("held"))
-    shim("umount", "-f", str(jail_zfs_world.mount_point(live.config) / "sandboxes" / sandbox.instance))
+    run_shim("umount", "-f", str(jail_zfs_world.mount_point(live.config) / "sandboxes" / sandbox.instance))
     with pytest.raises(Busy) as caught:
         live.do(live.engine.sandboxes.resume("held"))
-    assert f"({dataset}) cannot be mounted: held by the dying jail {sandbox.host['jail']}." in caught.value.message
-    knob("dying", "0")
+    holder = f"the dying jail {sandbox.host['jail']}"
+    assert f"({dataset}) cannot be mounted: it is in use by {holder}." in caught.value.message
+    set_knob("dying", "0")
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))
     live.do(live.engine.sandboxes.pause("held"))
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
-    with pools.pinned():
+    with pools.mounts_kept_in_use():
         zfs.unmount(dataset)
-        with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. Stop"):
+        with pytest.raises(Busy, match=r"no jail, mount or process that uses it was found\. Stop"):
             live.do(live.engine.sandboxes.resume("held"))
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))
@@ -314,19 +319,19 @@ def test_a_mount_error_lists_the_holder(
 def test_a_removal_warning_lists_the_holder(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    root = jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("held").instance
-    with subprocess.Popen(["sleep", "infinity"], cwd=root) as holder:
+    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("held").instance
+    with subprocess.Popen(["sleep", "infinity"], cwd=root_path) as holder:
         live.do(live.engine.sandboxes.delete("held"))
         holder.kill()
-    fields = [
+    warning_fields = [
         record.fields
         for record in caplog.records
         if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
     ]
-    assert [each["holders"] for each in fields] == [f"held by the process sleep (pid {holder.pid})"]
-    eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
+    assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
+    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
 
 
 def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
@@ -335,20 +340,22 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
     """A gateway that is killed while it creates a jail leaves an epair, limits, rules, a clone and mounts behind."""
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     live.close()
-    prefix, root = live.config.network.prefix, live.config.jail_zfs.dataset
-    shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
-    shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
-    shim("pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
-    zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
+    prefix, root_dataset = live.config.network.prefix, live.config.jail_zfs.dataset
+    run_shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
+    run_shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
+    run_shim(
+        "pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n"
+    )
+    zfs.lzc_clone(f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
     root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
-    shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
-    shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
-    assert jail_zfs_world.traces(live.config) != before
-    restarted = make_live(config=live.config)
-    assert jail_zfs_world.traces(restarted.config) == before
-    assert restarted.shell("fine", "echo alive").strip() == "alive"
+    run_shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
+    run_shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
+    assert jail_zfs_world.traces(live.config) != traces_before
+    live_after_restart = make_live(config=live.config)
+    assert jail_zfs_world.traces(live_after_restart.config) == traces_before
+    assert live_after_restart.shell("fine", "echo alive").strip() == "alive"
 
 
 def test_memory_snapshots_are_refused(live: Live) -> None:
@@ -374,11 +381,11 @@ def build_recipe(live: Live, recipe: Recipe) -> Any:
 
 
 def test_a_debootstrap_recipe_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     build = build_recipe(live, Recipe())
     assert build.status == "error"
     assert "cannot build templates with debootstrap" in build.reason and "base.txz" in build.reason
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
 
 
 def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_path: Path) -> None:
@@ -407,10 +414,10 @@ def test_an_unusable_root_file_system_is_refused_and_removed(
         if name != missing:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
     assert build.status == "error" and message in build.reason
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
 
 
 def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_path: Path) -> None:
@@ -423,14 +430,14 @@ def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_pa
 
 
 def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
-    """Runs in new namespaces with a private zfs-fuse daemon."""
+    """The scenario runs in new namespaces with a private zfs-fuse daemon."""
     tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)
-    unshare = ["unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork", "--kill-child"]
-    program = [sys.executable, "-m", "tests.jail_zfs.host_alone", str(directory)]
-    argv = [*unshare, "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh", *program]
+    unshare_command = ["unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork", "--kill-child"]
+    scenario_command = [sys.executable, "-m", "tests.jail_zfs.host_alone", str(directory)]
+    argv = [*unshare_command, "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh", *scenario_command]
     result = subprocess.run(argv, cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-5000:]
     assert json.loads(result.stdout.splitlines()[-1]) == "passed"

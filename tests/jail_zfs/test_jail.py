@@ -18,10 +18,10 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import format_rules, parse_usage, parse_usages
 from sandbox_gateway.records import Resources
-from tests.support.jail_world import JailZfsWorld, shim, shim_environment
+from tests.support.jail_world import JailZfsWorld, run_shim, shim_environment
 
 T = TypeVar("T")
-SAMPLE = (
+SAMPLE_OUTPUT = (
     '{"__version":"2","jail-information":{"jail":[{"jid":"5","name":"N","path":"/P","dying":"false"},'
     '{"jid":"6","name":"M","path":"/Q R","dying":"true"}]}}'
 )
@@ -31,15 +31,15 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(coroutine)
 
 
-def test_parse_jails() -> None:
-    assert parse_jails(SAMPLE) == [Jail("N", "/P", False), Jail("M", "/Q R", True)]
+def test_jails_are_parsed() -> None:
+    assert parse_jails(SAMPLE_OUTPUT) == [Jail("N", "/P", False), Jail("M", "/Q R", True)]
     assert parse_jails('{"__version": "2", "jail-information": {"jail": []}}') == []
 
 
-@given(st.integers(0, len(SAMPLE) - 1))
+@given(st.integers(0, len(SAMPLE_OUTPUT) - 1))
 def test_a_truncated_list_of_jails_is_refused(length: int) -> None:
     with pytest.raises(BackendFailed, match="not a list of jails"):
-        parse_jails(SAMPLE[:length])
+        parse_jails(SAMPLE_OUTPUT[:length])
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.text(), st.booleans())))
@@ -49,7 +49,7 @@ def test_jails_with_any_name_are_listed(rows: list[tuple[str, str, bool]]) -> No
 
 
 @given(st.text())
-def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
+def test_arbitrary_text_is_parsed_or_rejected(text: str) -> None:
     try:
         parse_jails(text)
     except BackendFailed as error:
@@ -61,13 +61,13 @@ def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     parse_usage(text)
 
 
-def test_parse_mounts() -> None:
-    rows = (
+def test_mounts_are_parsed() -> None:
+    entries_json = (
         '{"special":"zroot/a","node":"/a","fstype":"zfs","opts":["local"]},'
         '{"special":"/b c","node":"/a/d e","fstype":"nullfs","opts":["local","read-only"],"fsid":"01ff000029000000"},'
         '{"special":"devfs","node":"/a/dev","fstype":"devfs","fsid":"02ff000071000000"}'
     )
-    assert parse_mounts('{"mount": {"mounted": [' + rows + "]}}") == [
+    assert parse_mounts('{"mount": {"mounted": [' + entries_json + "]}}") == [
         MountEntry("zroot/a", "/a", "zfs"),
         MountEntry("/b c", "/a/d e", "nullfs", "01ff000029000000", read_only=True),
         MountEntry("devfs", "/a/dev", "devfs", "02ff000071000000"),
@@ -96,31 +96,34 @@ def jails(jail_zfs_world: JailZfsWorld) -> Jails:
 
 
 @pytest.fixture
-def table(jail_zfs_world: JailZfsWorld) -> MountTable:
+def mount_table(jail_zfs_world: JailZfsWorld) -> MountTable:
     return MountTable(CommandRunner(shim_environment()))
 
 
-def test_removing_a_missing_jail_succeeds(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+def test_removing_a_missing_jail_succeeds(jails: Jails, mount_table: MountTable, tmp_path: Path) -> None:
     run_async(jails.remove("nowhere", "nowhere-b"))
-    run_async(table.unmount(MountEntry("", str(tmp_path), "nullfs")))
-    run_async(table.unmount(MountEntry("", str(tmp_path / "missing"), "nullfs")))
-    run_async(table.unmount(MountEntry("", "", "nullfs", "00ff00ff00ff00ff")))
+    run_async(mount_table.unmount(MountEntry("", str(tmp_path), "nullfs")))
+    run_async(mount_table.unmount(MountEntry("", str(tmp_path / "missing"), "nullfs")))
+    run_async(mount_table.unmount(MountEntry("", "", "nullfs", "00ff00ff00ff00ff")))
     run_async(jails.signal("nowhere", "STOP"))
-    assert run_async(table.list_below(tmp_path)) == []
+    assert run_async(mount_table.list_below(tmp_path)) == []
 
 
-def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, mount_table: MountTable, tmp_path: Path) -> None:
     for name in ("dev", "bin"):
         (tmp_path / name).mkdir()
     with pytest.raises(BackendFailed, match="interface missing-b does not exist"):
         run_async(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
     with pytest.raises(BackendFailed, match="No such file or directory"):
         run_async(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
-    assert run_async(table.list_below(tmp_path)) == []
-    assert "odd" not in shim("jls", "-d", "name").split()
+    assert run_async(mount_table.list_below(tmp_path)) == []
+    assert "odd" not in run_shim("jls", "-d", "name").split()
 
 
 def test_the_usage_of_several_jails_is_parsed() -> None:
     text = "cputime=0\nmemoryuse=4096\npcpu=7\ncputime=1\nmemoryuse=8192\npcpu=0\n"
-    first, second = {"cputime": 0, "memoryuse": 4096, "pcpu": 7}, {"cputime": 1, "memoryuse": 8192, "pcpu": 0}
-    assert parse_usages(text) == [first, second] and parse_usages("") == []
+    first_usage, second_usage = (
+        {"cputime": 0, "memoryuse": 4096, "pcpu": 7},
+        {"cputime": 1, "memoryuse": 8192, "pcpu": 0},
+    )
+    assert parse_usages(text) == [first_usage, second_usage] and parse_usages("") == []

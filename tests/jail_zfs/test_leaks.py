@@ -13,7 +13,7 @@ from tests import leaks
 from tests.support import session
 
 ADDRESS = "198.51.100.254"
-RUN = """
+RUN_PROGRAM = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from tests import leaks
@@ -30,7 +30,7 @@ pool.__enter__()
 for target in ("jailed", "bound"):
     (temporary / target).mkdir()
 shim_state = place / jail_world.SHIM_DIRECTORY
-jail_world.shim("mount", "-t", "nullfs", "-o", "ro", "/usr", f"{temporary}/jailed", state=shim_state)
+jail_world.run_shim("mount", "-t", "nullfs", "-o", "ro", "/usr", f"{temporary}/jailed", state=shim_state)
 for command in (
     f"mount --bind /usr {temporary}/bound",
     f"ip netns add {prefix}n",
@@ -50,14 +50,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_leftovers_of_a_killed_run_are_removed(
     need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary_directory = tmp_path / "temporary"
+    temporary_directory.mkdir()
     monkeypatch.setenv("GROVE_TEST_STATE", str(tmp_path / "state"))
     mark_file = tmp_path / "mark"
     # The output goes to a file, because processes that keep running would keep a pipe open.
     with (tmp_path / "errors").open("w") as errors:
         subprocess.run(
-            [sys.executable, "-c", RUN, str(temporary), str(mark_file), ADDRESS],
+            [sys.executable, "-c", RUN_PROGRAM, str(temporary_directory), str(mark_file), ADDRESS],
             cwd=session.REPOSITORY,
             env={name: value for name, value in os.environ.items() if name != session.RUN_VARIABLE},
             stdout=errors,
@@ -67,25 +67,25 @@ def test_leftovers_of_a_killed_run_are_removed(
         )
     assert mark_file.exists(), (tmp_path / "errors").read_text()
     mark = mark_file.read_text()
-    code = mark.partition("-")[2]
-    leftovers = _leftovers(mark, f"t{code}", tmp_path)
+    run_id = mark.partition("-")[2]
+    leftovers = _find_leftovers(mark, f"t{run_id}", tmp_path)
     assert [len(items) for items in leftovers.values()] == [1, 4, 1, 1, 1, 1, 1, 1, 1], leftovers
     leaks.sweep_earlier_runs()
-    assert not any(_leftovers(mark, f"t{code}", tmp_path).values())
+    assert not any(_find_leftovers(mark, f"t{run_id}", tmp_path).values())
     assert any(Path("/usr/bin").iterdir())
 
 
-def _leftovers(mark: str, prefix: str, directory: Path) -> dict[str, list[str]]:
+def _find_leftovers(mark: str, prefix: str, directory: Path) -> dict[str, list[str]]:
     """Return only the leftovers of the killed run, because other runs may be active."""
     inventory = leaks.take_inventory()
     return {
-        "processes": list(leaks._processes(directory / "state" / f"run-{mark}", mark).values()),
+        "processes": list(leaks._find_processes(directory / "state" / f"run-{mark}", mark).values()),
         "mounts": [line for line in inventory.mounts if line.startswith(str(directory))],
         "loops": [line for line in inventory.loops if str(directory) in line],
         "namespaces": [name for name in inventory.namespaces if name.startswith(prefix)],
         "links": [name for name in inventory.links if name.startswith(prefix)],
         "tables": [line for line in inventory.tables if f" {prefix}" in line],
-        "addresses": [address for address in leaks._addresses("lo") if address == ADDRESS],
+        "addresses": [address for address in leaks._list_addresses("lo") if address == ADDRESS],
         "zpools": [name for name in inventory.zpools if name.startswith(prefix)],
         "files": [str(path) for path in (directory / "state").glob("run-*")],
     }

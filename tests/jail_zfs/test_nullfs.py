@@ -17,12 +17,12 @@ def list_tree(root: Path) -> set[str]:
 
 def test_missing_directories_are_created_for_all_users(tmp_path: Path) -> None:
     (tmp_path / "srv").mkdir(mode=0o700)
-    umask = os.umask(0o077)
+    old_umask = os.umask(0o077)
     try:
         prepare(tmp_path, "/srv/data/deep")
         prepare(tmp_path, "/srv/data/deep")
     finally:
-        os.umask(umask)
+        os.umask(old_umask)
     modes = [(tmp_path / name).stat().st_mode & 0o7777 for name in ("srv", "srv/data", "srv/data/deep")]
     assert modes == [0o700, 0o755, 0o755]
 
@@ -40,7 +40,7 @@ def test_missing_directories_are_created_for_all_users(tmp_path: Path) -> None:
         ("/" + "/".join(["x" * 200] * 6), "too long for a mount point"),
     ],
 )
-def test_symlinks_are_refused_and_nothing_is_created(tmp_path: Path, path: str, message: str) -> None:
+def test_unusable_mount_points_are_refused_and_nothing_is_created(tmp_path: Path, path: str, message: str) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "dir").mkdir(parents=True)
     outside.mkdir()
@@ -48,10 +48,10 @@ def test_symlinks_are_refused_and_nothing_is_created(tmp_path: Path, path: str, 
     (root / "link").symlink_to(outside)
     (root / "dir/inner").symlink_to("../../outside")
     (root / "loop").symlink_to("loop")
-    before = list_tree(tmp_path)
+    tree_before = list_tree(tmp_path)
     with pytest.raises(Invalid, match=message) as caught:
         prepare(root, path)
-    assert list_tree(tmp_path) == before
+    assert list_tree(tmp_path) == tree_before
     assert str(tmp_path) not in caught.value.message
     assert len(caught.value.message) < 300
 
@@ -70,11 +70,11 @@ def test_a_missing_root_is_reported(tmp_path: Path) -> None:
 
 def test_all_descriptors_are_closed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    count_before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         prepare(tmp_path, "/a/b/c")
         with pytest.raises(Invalid):
             prepare(tmp_path, "/a/b/../x")
         with pytest.raises(Invalid):
             prepare(tmp_path, "/file/x")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == count_before

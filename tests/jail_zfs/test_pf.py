@@ -18,25 +18,25 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
-from tests.support.jail_world import PF_RULES, JailZfsWorld, shim, shim_environment
+from tests.support.jail_world import PF_RULES, JailZfsWorld, run_shim, shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
-SERVER = (
+SERVER_PROGRAM = (
     "import socket\n"
     "s = socket.create_server(('', 7000)); print('up', flush=True)\n"
     "while True:\n"
     "    c, peer = s.accept(); c.sendall(peer[0].encode()); c.close()\n"
 )
 METADATA_NETWORKS = ("100.100.100.200/32", "168.63.129.16/32", "169.254.0.0/16", "192.0.0.192/32")
-CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
-KEEP_OPEN = (
+CLIENT_PROGRAM = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
+KEEP_OPEN_PROGRAM = (
     "import socket, sys, time\n"
     "c = socket.create_connection((sys.argv[1], 7001), 2)\n"
     "for number in range(40):\n"
     "    c.sendall(b'x'); open('/root/beats', 'w').write(str(number)); c.recv(1); time.sleep(0.1)\n"
 )
-ECHO = (
+ECHO_PROGRAM = (
     "import socket\n"
     "s = socket.create_server(('', 7001)); print('up', flush=True)\n"
     "while True:\n"
@@ -54,33 +54,33 @@ class OutsideJail:
 
     def __init__(self, root: Path) -> None:
         network = ipaddress.IPv4Network(session.network()["subnet"])
-        self.host, self.address = str(network.network_address + 1), str(network.network_address + 9)
+        self.host_address, self.address = str(network.network_address + 1), str(network.network_address + 9)
         self.interface = f"t{session.run_id()}-outa"
         self._root = root
         self._servers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> OutsideJail:
-        shim("jail", "-c", "name=outside", f"path={self._root}", "persist", "vnet=new")
-        epair = shim("ifconfig", "epair", "create").strip()
-        inner = self.interface[:-1] + "b"
-        shim("ifconfig", epair, "name", self.interface)
-        shim("ifconfig", f"{epair[:-1]}b", "name", inner)
-        shim("ifconfig", inner, "vnet", "outside")
-        shim("ifconfig", self.interface, "inet", f"{self.host}/24")
-        shim("ifconfig", "-j", "outside", inner, "inet", f"{self.address}/24")
-        for program in (SERVER, ECHO):
-            self._servers.append(serve(["jexec", "outside", "/usr/bin/python3", "-c", program]))
+        run_shim("jail", "-c", "name=outside", f"path={self._root}", "persist", "vnet=new")
+        host_end = run_shim("ifconfig", "epair", "create").strip()
+        jail_end = self.interface[:-1] + "b"
+        run_shim("ifconfig", host_end, "name", self.interface)
+        run_shim("ifconfig", f"{host_end[:-1]}b", "name", jail_end)
+        run_shim("ifconfig", jail_end, "vnet", "outside")
+        run_shim("ifconfig", self.interface, "inet", f"{self.host_address}/24")
+        run_shim("ifconfig", "-j", "outside", jail_end, "inet", f"{self.address}/24")
+        for program in (SERVER_PROGRAM, ECHO_PROGRAM):
+            self._servers.append(start_server(["jexec", "outside", "/usr/bin/python3", "-c", program]))
         return self
 
     def __exit__(self, *_: object) -> None:
-        shim("pkill", "-KILL", "-j", "outside")
-        shim("jail", "-R", "outside")
-        shim("ifconfig", self.interface, "destroy")
+        run_shim("pkill", "-KILL", "-j", "outside")
+        run_shim("jail", "-R", "outside")
+        run_shim("ifconfig", self.interface, "destroy")
         for server in self._servers:
             server.communicate(timeout=20)
 
 
-def serve(argv: list[str]) -> subprocess.Popen[str]:
+def start_server(argv: list[str]) -> subprocess.Popen[str]:
     env = {**os.environ, **shim_environment()}
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
@@ -100,34 +100,34 @@ def live(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[Li
     yield live
     live.remove_all()
     live.close()
-    jail_zfs_world.forget(config)
+    jail_zfs_world.clean_up(config)
 
 
 def request_from(live: Live, ref: str, address: str) -> str:
     """Connect to port 7000 of an address from a sandbox. Returns the response, or "" if the server is unreachable."""
-    result = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT, address]))
+    result = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT_PROGRAM, address]))
     return result.stdout.decode().strip() if result.exit_code == 0 else ""
 
 
 def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
-    other = live.sandbox("b").host["address"]
-    gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
-    live.shell("b", f'python3 -c "{SERVER}" </dev/null >/dev/null 2>&1 &')
-    host = serve(["/usr/bin/python3", "-c", SERVER])
+    other_address = live.sandbox("b").host["address"]
+    gateway_address = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
+    live.shell("b", f'python3 -c "{SERVER_PROGRAM}" </dev/null >/dev/null 2>&1 &')
+    host_server = start_server(["/usr/bin/python3", "-c", SERVER_PROGRAM])
     try:
-        assert request_from(live, "a", outside_jail.address) == outside_jail.host  # under the host's address
-        for address in (other, gateway, outside_jail.host):
+        assert request_from(live, "a", outside_jail.address) == outside_jail.host_address  # under the host's address
+        for address in (other_address, gateway_address, outside_jail.host_address):
             assert not request_from(live, "a", address), address
         assert live.shell("b", "echo alive").strip() == "alive"
     finally:
-        host.kill()
-        host.communicate()
+        host_server.kill()
+        host_server.communicate()
 
 
 def test_a_policy_also_applies_to_open_connections(live: Live, outside_jail: OutsideJail) -> None:
-    no_internet = NetworkPolicy(allow_internet=False)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet)))
+    no_internet_policy = NetworkPolicy(allow_internet=False)
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet_policy)))
     assert not request_from(live, "shut", outside_jail.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == ""
     live.do(
@@ -138,24 +138,27 @@ def test_a_policy_also_applies_to_open_connections(live: Live, outside_jail: Out
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside_jail.address}/24"])))
     assert not request_from(live, "shut", outside_jail.address)
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
-    live.shell("shut", f'python3 -c "{KEEP_OPEN}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
+    live.shell("shut", f'python3 -c "{KEEP_OPEN_PROGRAM}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
     live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
-    live.do(live.engine.sandboxes.set_network("shut", no_internet))
-    first, later = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
-    assert first == later, "the open connection still works"
+    live.do(live.engine.sandboxes.set_network("shut", no_internet_policy))
+    first_beat, later_beat = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
+    assert first_beat == later_beat, "the open connection still works"
 
 
-def test_packets_with_a_forged_address_are_dropped(live: Live, outside_jail: OutsideJail) -> None:
+def test_packets_with_a_spoofed_address_are_dropped(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
-    number, inner = (
+    number, interface = (
         live.sandbox("liar").host["number"],
         f"{live.config.network.prefix}-{live.sandbox('liar').host['number']}b",
     )
     network = ipaddress.IPv4Network(live.config.network.subnet)
-    live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {inner}")
-    connect = CLIENT.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
+    live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {interface}")
+    spoofing_program = CLIENT_PROGRAM.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
     assert request_from(live, "liar", outside_jail.address)
-    assert live.do(live.engine.commands.exec("liar", ["python3", "-c", connect, outside_jail.address])).exit_code != 0
+    assert (
+        live.do(live.engine.commands.exec("liar", ["python3", "-c", spoofing_program, outside_jail.address])).exit_code
+        != 0
+    )
 
 
 def test_an_invalid_address_is_refused(live: Live) -> None:
@@ -170,24 +173,24 @@ def test_an_invalid_address_is_refused(live: Live) -> None:
 )
 def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, message: str) -> None:
     config = jail_zfs_world.config()
-    shim("pfctl", "-q", "-f", "-", input=rules)
+    run_shim("pfctl", "-q", "-f", "-", input=rules)
     try:
         with pytest.raises(BackendFailed, match=message):
             Live(jail_zfs_world.host(config), config)
     finally:
-        shim("pfctl", "-q", "-f", "-", input=PF_RULES)
+        run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
     Live(jail_zfs_world.host(config), config).close()
-    jail_zfs_world.forget(config)
+    jail_zfs_world.clean_up(config)
 
 
 def test_disabled_pf_is_refused_at_startup(jail_zfs_world: JailZfsWorld) -> None:
     config = jail_zfs_world.config()
-    shim("pfctl", "-q", "-d")
+    run_shim("pfctl", "-q", "-d")
     with contextlib.ExitStack() as stack:
-        stack.callback(shim, "pfctl", "-q", "-e")
+        stack.callback(run_shim, "pfctl", "-q", "-e")
         with pytest.raises(BackendFailed, match=r"pf is not enabled.*service pf start"):
             Live(jail_zfs_world.host(config), config)
-    jail_zfs_world.forget(config)
+    jail_zfs_world.clean_up(config)
 
 
 def test_rules_are_formatted() -> None:

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, volume_snapshot_head
-from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VOLUME_FACTS, VolumeFindings, interpret_volumes
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    DOOMED,
+    HEAD,
+    QUARANTINE,
+    encode,
+    volume_snapshot_property,
+)
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
 from sandbox_gateway.zfs.parse import Property
 
@@ -36,23 +42,25 @@ class Tree:
             "refquota": str(64 << 20),
         }
         values = {key: str(value) for key, value in (defaults | facts).items()}
-        assert set(values) == set(VOLUME_FACTS)
+        assert set(values) == set(VOLUME_SCAN_PROPERTIES)
         self.facts[name] = {key: Property(name, key, value, "local") for key, value in values.items()}
         self.local[name] = props or {}
         return self
 
-    def volume(self, volume: Volume, number: int = 0, generation: int = 1, **facts: Any) -> Tree:
+    def add_volume(self, volume: Volume, number: int = 0, generation: int = 1, **facts: Any) -> Tree:
         return self.add(dataset_name(volume, number), encode(volume, generation), **facts)
 
-    def snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
-        return self.add(f"{dataset}@{record.id}", {volume_snapshot_head(record.id): encode(record, 1)[HEAD]}, **facts)
+    def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
+        return self.add(
+            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[HEAD]}, **facts
+        )
 
     def interpret(self) -> VolumeFindings:
         return interpret_volumes(ROOT, self.facts, self.local)
 
 
 def test_volumes_and_their_snapshots_are_found() -> None:
-    tree = Tree().add(ROOT).add(f"{ROOT}/volumes").volume(VOLUME).snapshot(SNAPSHOT, dataset_name(VOLUME))
+    tree = Tree().add(ROOT).add(f"{ROOT}/volumes").add_volume(VOLUME).add_snapshot(SNAPSHOT, dataset_name(VOLUME))
     tree.add(f"{dataset_name(VOLUME)}@hourly")
     findings = tree.interpret()
     assert findings.volumes == [VOLUME.model_copy(update={"host": {"dataset": dataset_name(VOLUME)}})]
@@ -68,9 +76,14 @@ def test_volumes_and_their_snapshots_are_found() -> None:
     )
 
 
-def test_the_newest_record_of_a_volume_wins() -> None:
+def test_the_newest_record_of_a_volume_is_used() -> None:
     """If a rollback was interrupted after its commit, the old dataset must still be retired."""
-    tree = Tree().volume(VOLUME, generation=3).volume(VOLUME, 1, generation=4).snapshot(SNAPSHOT, dataset_name(VOLUME))
+    tree = (
+        Tree()
+        .add_volume(VOLUME, generation=3)
+        .add_volume(VOLUME, 1, generation=4)
+        .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
+    )
     findings = tree.interpret()
     assert (findings.datasets, findings.leftover) == ({VOLUME.id: dataset_name(VOLUME, 1)}, [dataset_name(VOLUME)])
     assert findings.snapshots == [SNAPSHOT]
@@ -78,8 +91,10 @@ def test_the_newest_record_of_a_volume_wins() -> None:
 
 @pytest.mark.parametrize("is_retired", [True, False])
 def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
-    tree = Tree().volume(VOLUME, 2)
-    tree.add(dataset_name(VOLUME), canmount="noauto" if is_retired else "on").snapshot(SNAPSHOT, dataset_name(VOLUME))
+    tree = Tree().add_volume(VOLUME, 2)
+    tree.add(dataset_name(VOLUME), canmount="noauto" if is_retired else "on").add_snapshot(
+        SNAPSHOT, dataset_name(VOLUME)
+    )
     tree.add(dataset_name(VOLUME, 3))  # created by an uncommitted rollback
     findings = tree.interpret()
     assert (
@@ -96,14 +111,14 @@ def test_uncommitted_datasets_are_found() -> None:
 
 
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
-    findings = Tree().add(dataset_name(VOLUME)).snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
+    findings = Tree().add(dataset_name(VOLUME)).add_snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
     assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
     assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.to_mark == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
     tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
-    tree.add(dataset_name(VOLUME), canmount="noauto").snapshot(SNAPSHOT, dataset_name(VOLUME))
+    tree.add(dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, dataset_name(VOLUME))
     findings = tree.interpret()
     assert (findings.doomed, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
         {VOLUME.id},
@@ -115,33 +130,33 @@ def test_a_volume_being_removed_is_not_listed() -> None:
 
 
 def test_damaged_records_are_quarantined() -> None:
-    other = Volume(name="other", size_mb=64)
+    other_volume = Volume(name="other", size_mb=64)
     tree = (
         Tree()
         .add(dataset_name(VOLUME), {HEAD: "{not json"})
-        .snapshot(SNAPSHOT, dataset_name(VOLUME))
+        .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
         .add(dataset_name(VOLUME, 1))
     )
-    tree.add(dataset_name(other), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
+    tree.add(dataset_name(other_volume), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
     findings = tree.interpret()
-    assert findings.unreadable == {VOLUME.id, other.id}
+    assert findings.unreadable == {VOLUME.id, other_volume.id}
     assert (findings.volumes, findings.snapshots, findings.uncommitted, findings.leftover) == ([], [], [], [])
     assert (
         set(findings.marks.quarantined)
-        == {dataset_name(VOLUME), dataset_name(other), f"{ROOT}/volumes/odd one"}
+        == {dataset_name(VOLUME), dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.to_mark)
     )
-    recovered = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
-    assert (recovered.marks.recovered, [volume.id for volume in recovered.volumes]) == (
+    recovered_findings = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
+    assert (recovered_findings.marks.recovered, [volume.id for volume in recovered_findings.volumes]) == (
         [dataset_name(VOLUME)],
         [VOLUME.id],
     )
 
 
 def test_damaged_snapshot_records_are_quarantined() -> None:
-    foreign = VolumeSnapshot(name="x", volume="0" * 12, size_mb=64)
-    tree = Tree().volume(VOLUME).snapshot(foreign, dataset_name(VOLUME))
-    tree.add(f"{dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_head(SNAPSHOT.id): '{"v": 1}'})
+    foreign_snapshot = VolumeSnapshot(name="x", volume="0" * 12, size_mb=64)
+    tree = Tree().add_volume(VOLUME).add_snapshot(foreign_snapshot, dataset_name(VOLUME))
+    tree.add(f"{dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
     findings = tree.interpret()
     assert findings.snapshots == [] and len(findings.marks.quarantined) == 2
 
@@ -152,38 +167,38 @@ def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
     assert list(findings.marks.newer) == [dataset_name(VOLUME)]
     assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])
     head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
-    name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
-    findings = Tree().volume(VOLUME).add(name, {volume_snapshot_head(SNAPSHOT.id): head}).interpret()
-    assert (list(findings.marks.newer), findings.marks.quarantined) == ([name], {})
+    snapshot_name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
+    findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
+    assert (list(findings.marks.newer), findings.marks.quarantined) == ([snapshot_name], {})
 
 
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
-    valid, orphaned, hidden = (
+    valid_snapshot, orphaned_snapshot, hidden_snapshot = (
         VolumeSnapshot(name=f"s{n}", volume=VOLUME.id, size_mb=64, sandbox_snapshot=str(n) * 12) for n in range(3)
     )
-    tree = Tree().volume(VOLUME)
-    for record in (valid, orphaned, hidden):
-        tree.snapshot(record, dataset_name(VOLUME))
+    tree = Tree().add_volume(VOLUME)
+    for record in (valid_snapshot, orphaned_snapshot, hidden_snapshot):
+        tree.add_snapshot(record, dataset_name(VOLUME))
     # A damaged record still counts, because it may be repaired.
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {HEAD: "{not json"})
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
     findings = tree.interpret()
-    assert findings.snapshots == [valid]
-    assert findings.orphaned == [orphaned.id, hidden.id]
+    assert findings.snapshots == [valid_snapshot]
+    assert findings.orphaned == [orphaned_snapshot.id, hidden_snapshot.id]
 
 
 def test_differences_between_dataset_and_record_are_found() -> None:
-    findings = Tree().volume(VOLUME, refquota=128 << 20, mounted="no").interpret()
+    findings = Tree().add_volume(VOLUME, refquota=128 << 20, mounted="no").interpret()
     assert (findings.unmounted, findings.sizes) == ([dataset_name(VOLUME)], {dataset_name(VOLUME): 64 << 20})
 
 
 def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     """One `zfs snapshot` command sets all properties on all snapshots that it takes."""
-    other = Volume(name="other", size_mb=64)
-    records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other.id, size_mb=64)]
-    props = {volume_snapshot_head(record.id): encode(record, 1)[HEAD] for record in records}
-    tree = Tree().volume(VOLUME).volume(other)
+    other_volume = Volume(name="other", size_mb=64)
+    records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other_volume.id, size_mb=64)]
+    props = {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
+    tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
-        dataset = dataset_name(VOLUME if record.volume == VOLUME.id else other)
+        dataset = dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)
         tree.add(f"{dataset}@{record.id}", props | {HEAD: "the record of the sandbox's snapshot"})
     assert tree.interpret().snapshots == records

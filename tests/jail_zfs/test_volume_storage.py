@@ -11,9 +11,8 @@ import pytest
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from sandbox_gateway.zfs import snapshots
 from sandbox_gateway.zfs.capabilities import openzfs_capabilities
@@ -21,7 +20,7 @@ from sandbox_gateway.zfs.outcome import Outcome
 from tests.jail_zfs import pools
 
 
-def list_names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
+def list_volume_datasets(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
     prefix = f"{storage.root.dataset}/volumes/"
     return [
         name.removeprefix(prefix) for name in zfs.list_datasets(storage.root.dataset, types=types) if prefix in name
@@ -29,7 +28,7 @@ def list_names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[
 
 
 def reopen(storage: ZfsStorage) -> ZfsStorage:
-    """Close and open the storage, as a restart of the gateway does."""
+    """Close and reopen the storage, as a restart of the gateway does."""
     storage.close()
     storage.open()
     return storage
@@ -41,8 +40,8 @@ def create_volume(storage: ZfsStorage, name: str = "data", *, source: VolumeSnap
     return volume
 
 
-def take_snapshot(storage: ZfsStorage, volume: Volume, name: str, **more: str) -> VolumeSnapshot:
-    snapshot = VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, **more)
+def take_snapshot(storage: ZfsStorage, volume: Volume, name: str, **fields: str) -> VolumeSnapshot:
+    snapshot = VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, **fields)
     storage.volume_snapshots.capture(snapshot)
     return snapshot
 
@@ -53,7 +52,7 @@ def data_file(storage: ZfsStorage, volume: Volume) -> Path:
 
 def roll_back(storage: ZfsStorage, volume: Volume, snapshot: VolumeSnapshot) -> None:
     storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id))
-    storage.volumes.settle(volume.id)
+    storage.volumes.retire_former_datasets(volume.id)
 
 
 def write_megabytes(path: Path, megabytes: int) -> None:
@@ -65,18 +64,18 @@ def write_megabytes(path: Path, megabytes: int) -> None:
 
 def test_a_volume_is_accessible_only_inside_sandboxes(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    root = storage.volumes.mount(volume.id)
-    assert (root.stat().st_mode & 0o7777, root.stat().st_uid) == (0o777, 0)
-    assert root.parent.stat().st_mode & 0o7777 == 0o700
+    mount_point = storage.volumes.mount(volume.id)
+    assert (mount_point.stat().st_mode & 0o7777, mount_point.stat().st_uid) == (0o777, 0)
+    assert mount_point.parent.stat().st_mode & 0o7777 == 0o700
     assert volume.host == {"dataset": f"{storage.root.dataset}/volumes/{volume.id}"}
     scan = reopen(storage).scan()
     assert (scan.volumes, scan.repaired, storage.volumes.sweep()) == ([volume], [], [])
     storage.volumes.commit_removal(volume.id)
     storage.volumes.finish_removal(volume.id)
-    assert list_names(storage) == [] and list(root.parent.iterdir()) == []
+    assert list_volume_datasets(storage) == [] and list(mount_point.parent.iterdir()) == []
 
 
-def test_the_size_is_enforced_and_grows_while_in_use(storage: ZfsStorage) -> None:
+def test_the_size_of_a_volume_is_enforced_and_can_grow_while_in_use(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     path = data_file(storage, volume)
     with pytest.raises(OSError, match="quota"):
@@ -103,14 +102,14 @@ def test_a_scan_undoes_an_interrupted_growth(storage: ZfsStorage) -> None:
 def test_a_clone_has_the_snapshots_contents_and_is_independent(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     data_file(storage, volume).write_text("first")
-    mark = take_snapshot(storage, volume, "mark")
+    snapshot = take_snapshot(storage, volume, "mark")
     data_file(storage, volume).write_text("second")
-    clones = [create_volume(storage, f"clone{n}", source=mark) for n in range(2)]
+    clones = [create_volume(storage, f"clone{n}", source=snapshot) for n in range(2)]
     assert [data_file(storage, each).read_text() for each in clones] == ["first", "first"]
     data_file(storage, clones[0]).write_text("third")
     assert data_file(storage, volume).read_text() == "second"
     for operation in (
-        lambda: storage.volume_snapshots.destroy(mark.id),
+        lambda: storage.volume_snapshots.destroy(snapshot.id),
         lambda: storage.volumes.commit_removal(volume.id),
     ):
         with pytest.raises(InUseExternally) as error:
@@ -120,75 +119,75 @@ def test_a_clone_has_the_snapshots_contents_and_is_independent(storage: ZfsStora
     scan = reopen(storage).scan()
     assert ({each.id for each in scan.volumes}, scan.volume_snapshots) == (
         {volume.id, *(each.id for each in clones)},
-        [mark],
+        [snapshot],
     )
     for each in clones:
         storage.volumes.commit_removal(each.id)
         storage.volumes.finish_removal(each.id)
-    storage.volume_snapshots.destroy(mark.id)
+    storage.volume_snapshots.destroy(snapshot.id)
     with pytest.raises(NotFound):
-        storage.volumes.create(Volume(name="late"), mark.id)
-    assert list_names(storage) == [volume.id]
+        storage.volumes.create(Volume(name="late"), snapshot.id)
+    assert list_volume_datasets(storage) == [volume.id]
 
 
 def test_a_clone_too_small_for_the_snapshot_is_refused(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     storage.volumes.grow(volume, 128)
     write_megabytes(data_file(storage, volume), 80)
-    mark = take_snapshot(storage, volume, "mark")
+    snapshot = take_snapshot(storage, volume, "mark")
     with pytest.raises(OverQuota, match=r"a volume of 64 MiB is too small|quota"):
-        storage.volumes.create(Volume(name="small", size_mb=64), mark.id)
-    assert len(list_names(storage, "filesystem")) == 1
+        storage.volumes.create(Volume(name="small", size_mb=64), snapshot.id)
+    assert len(list_volume_datasets(storage, "filesystem")) == 1
 
 
 def test_rollback_keeps_newer_snapshots(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    marks = []
+    taken_snapshots = []
     for text in ("one", "two", "three"):
         data_file(storage, volume).write_text(text)
-        marks.append(take_snapshot(storage, volume, text))
+        taken_snapshots.append(take_snapshot(storage, volume, text))
     storage.volumes.grow(volume, 128)
     volume.size_mb = 128
     for index in (0, 2, 1):
-        roll_back(storage, volume, marks[index])
-        assert data_file(storage, volume).read_text() == marks[index].name
+        roll_back(storage, volume, taken_snapshots[index])
+        assert data_file(storage, volume).read_text() == taken_snapshots[index].name
         scan = reopen(storage).scan()
-        assert (scan.volumes, scan.volume_snapshots, scan.repaired) == ([volume], marks, [])
+        assert (scan.volumes, scan.volume_snapshots, scan.repaired) == ([volume], taken_snapshots, [])
         assert (storage.volumes.sweep(), volume.size_mb) == ([], 128)
-    last = take_snapshot(storage, volume, "own")
+    last_snapshot = take_snapshot(storage, volume, "own")
     # The volume depends only on the first of these, which is hidden until the volume is removed.
-    for mark in (marks[1], marks[0], marks[2], last):
-        storage.volume_snapshots.destroy(mark.id)
+    for snapshot in (taken_snapshots[1], taken_snapshots[0], taken_snapshots[2], last_snapshot):
+        storage.volume_snapshots.destroy(snapshot.id)
     assert data_file(storage, volume).read_text() == "two"
     scan = reopen(storage).scan()
     assert (scan.volume_snapshots, scan.repaired) == ([], [])
     storage.volumes.commit_removal(volume.id)
     storage.volumes.finish_removal(volume.id)
-    assert list_names(storage) == []
+    assert list_volume_datasets(storage) == []
 
 
 def test_a_retired_dataset_is_removed_with_its_last_snapshot(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    first, second = take_snapshot(storage, volume, "first"), take_snapshot(storage, volume, "second")
-    roll_back(storage, volume, first)
-    roll_back(storage, volume, first)
-    assert list_names(storage, "filesystem") == [volume.id, f"{volume.id}.2"]
-    storage.volume_snapshots.destroy(second.id)
-    last = take_snapshot(storage, volume, "own")
-    roll_back(storage, volume, last)
-    assert len(list_names(storage, "filesystem")) == 3
+    first_snapshot, second_snapshot = take_snapshot(storage, volume, "first"), take_snapshot(storage, volume, "second")
+    roll_back(storage, volume, first_snapshot)
+    roll_back(storage, volume, first_snapshot)
+    assert list_volume_datasets(storage, "filesystem") == [volume.id, f"{volume.id}.2"]
+    storage.volume_snapshots.destroy(second_snapshot.id)
+    last_snapshot = take_snapshot(storage, volume, "own")
+    roll_back(storage, volume, last_snapshot)
+    assert len(list_volume_datasets(storage, "filesystem")) == 3
     storage.volumes.commit_removal(volume.id)
     storage.volumes.finish_removal(volume.id)
-    assert list_names(storage) == []
+    assert list_volume_datasets(storage) == []
 
 
 INTERRUPTIONS: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]] = {
-    "before the commit": lambda storage, volume, mark: storage.volumes.begin_rollback(volume, mark.id),
-    "after the commit": lambda storage, volume, mark: storage.volumes.commit_rollback(
-        volume, storage.volumes.begin_rollback(volume, mark.id)
+    "before the commit": lambda storage, volume, snapshot: storage.volumes.begin_rollback(volume, snapshot.id),
+    "after the commit": lambda storage, volume, snapshot: storage.volumes.commit_rollback(
+        volume, storage.volumes.begin_rollback(volume, snapshot.id)
     ),
-    "while retiring": lambda storage, volume, mark: (
-        storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, mark.id)),
+    "while retiring": lambda storage, volume, snapshot: (
+        storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id)),
         zfs.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", HEAD),
     ),
     "none": roll_back,
@@ -199,57 +198,61 @@ INTERRUPTIONS: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]]
 def test_a_scan_completes_or_undoes_an_interrupted_rollback(storage: ZfsStorage, interruption: str) -> None:
     volume = create_volume(storage)
     data_file(storage, volume).write_text("old")
-    mark = take_snapshot(storage, volume, "mark")
+    snapshot = take_snapshot(storage, volume, "mark")
     data_file(storage, volume).write_text("new")
-    later = take_snapshot(storage, volume, "later")
-    INTERRUPTIONS[interruption](storage, volume, mark)
+    later_snapshot = take_snapshot(storage, volume, "later")
+    INTERRUPTIONS[interruption](storage, volume, snapshot)
     scan = reopen(storage).scan()
     notes = storage.volumes.sweep()
-    assert ([each.id for each in scan.volumes], scan.volume_snapshots) == ([volume.id], [mark, later])
+    assert ([each.id for each in scan.volumes], scan.volume_snapshots) == ([volume.id], [snapshot, later_snapshot])
     assert data_file(storage, volume).read_text() == ("new" if interruption == "before the commit" else "old")
     assert len(notes) == (0 if interruption == "none" else 1), notes
-    assert len(list_names(storage, "filesystem")) == (1 if interruption == "before the commit" else 2)
+    assert len(list_volume_datasets(storage, "filesystem")) == (1 if interruption == "before the commit" else 2)
     assert (
-        sum(zfs.is_mounted(f"{storage.root.dataset}/volumes/{name}") for name in list_names(storage, "filesystem")) == 1
+        sum(
+            zfs.is_mounted(f"{storage.root.dataset}/volumes/{name}")
+            for name in list_volume_datasets(storage, "filesystem")
+        )
+        == 1
     )
     assert (reopen(storage).scan().repaired, storage.volumes.sweep()) == ([], [])
 
 
 def test_a_scan_finishes_an_interrupted_removal(storage: ZfsStorage) -> None:
-    volume, other = create_volume(storage), create_volume(storage, "other")
-    mark = take_snapshot(storage, volume, "mark")
+    volume, other_volume = create_volume(storage), create_volume(storage, "other")
+    snapshot = take_snapshot(storage, volume, "mark")
     take_snapshot(storage, volume, "more")
-    roll_back(storage, volume, mark)
+    roll_back(storage, volume, snapshot)
     storage.volumes.commit_removal(volume.id)
     with pytest.raises(NotFound):
         storage.volumes.mount(volume.id)
     scan = reopen(storage).scan()
-    assert ([each.id for each in scan.volumes], scan.volume_snapshots) == ([other.id], [])
+    assert ([each.id for each in scan.volumes], scan.volume_snapshots) == ([other_volume.id], [])
     assert len(storage.volumes.sweep()) == 1
-    assert list_names(storage) == [other.id]
+    assert list_volume_datasets(storage) == [other_volume.id]
 
 
-def test_a_scan_finishes_a_removal_interrupted_after_the_newest_dataset(
+def test_a_scan_finishes_a_removal_interrupted_after_the_newest_dataset_is_destroyed(
     storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = create_volume(storage)
-    mark = take_snapshot(storage, volume, "mark")
-    roll_back(storage, volume, mark)
+    snapshot = take_snapshot(storage, volume, "mark")
+    roll_back(storage, volume, snapshot)
     storage.volumes.commit_removal(volume.id)
-    destroy = DatasetTree.destroy
+    original_destroy = DatasetTree.destroy
 
     def destroy_and_interrupt(self: DatasetTree, dataset: str) -> None:
-        destroy(self, dataset)
+        original_destroy(self, dataset)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DatasetTree, "destroy", destroy_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         storage.volumes.finish_removal(volume.id)
     monkeypatch.undo()
-    assert list_names(storage, "filesystem") == [volume.id]
+    assert list_volume_datasets(storage, "filesystem") == [volume.id]
     assert reopen(storage).scan().volumes == []
     storage.volumes.sweep()
-    assert list_names(storage) == []
+    assert list_volume_datasets(storage) == []
 
 
 def test_sweep_removes_an_uncommitted_volume(storage: ZfsStorage) -> None:
@@ -257,46 +260,49 @@ def test_sweep_removes_an_uncommitted_volume(storage: ZfsStorage) -> None:
     zfs.lzc_inherit_prop(volume.host["dataset"], HEAD)
     assert reopen(storage).scan().volumes == []
     assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, because it was never committed"]
-    assert list_names(storage) == []
+    assert list_volume_datasets(storage) == []
 
 
 def test_damaged_records_are_quarantined_and_keep_their_data(storage: ZfsStorage) -> None:
-    intact, damaged = create_volume(storage, "good"), create_volume(storage, "bad")
-    intact_snapshot, damaged_snapshot = take_snapshot(storage, intact, "fine"), take_snapshot(storage, intact, "torn")
-    dependent_snapshot = take_snapshot(storage, damaged, "lost")
-    record = zfs.local_props(damaged.host["dataset"])[HEAD]
-    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", damaged.host["dataset"])
+    intact_volume, damaged_volume = create_volume(storage, "good"), create_volume(storage, "bad")
+    intact_snapshot, damaged_snapshot = (
+        take_snapshot(storage, intact_volume, "fine"),
+        take_snapshot(storage, intact_volume, "torn"),
+    )
+    dependent_snapshot = take_snapshot(storage, damaged_volume, "lost")
+    record = zfs.local_props(damaged_volume.host["dataset"])[HEAD]
+    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", damaged_volume.host["dataset"])
     pools.run(
         "zfs",
         "set",
         f"sandbox:volume-snapshot.{damaged_snapshot.id}={{}}",
-        f"{intact.host['dataset']}@{damaged_snapshot.id}",
+        f"{intact_volume.host['dataset']}@{damaged_snapshot.id}",
     )
     pools.run("zfs", "create", f"{storage.root.dataset}/volumes/odd one")
-    before = list_names(storage)
+    datasets_before = list_volume_datasets(storage)
     for _ in range(2):
         scan = reopen(storage).scan()
-        assert (scan.volumes, scan.volume_snapshots) == ([intact], [intact_snapshot])
+        assert (scan.volumes, scan.volume_snapshots) == ([intact_volume], [intact_snapshot])
         assert storage.volumes.sweep() == []
-        assert list_names(storage) == before
+        assert list_volume_datasets(storage) == datasets_before
     assert len(scan.repaired) == 3, scan.repaired
-    assert "not JSON" in zfs.local_props(damaged.host["dataset"])[QUARANTINE]
-    assert storage.volumes.is_known(damaged.id) is None and storage.volumes.is_known(intact.id) is True
-    zfs.lzc_set_prop(damaged.host["dataset"], HEAD, record)
+    assert "not JSON" in zfs.local_props(damaged_volume.host["dataset"])[QUARANTINE]
+    assert storage.volumes.is_known(damaged_volume.id) is None and storage.volumes.is_known(intact_volume.id) is True
+    zfs.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
     scan = reopen(storage).scan()
-    assert {each.id for each in scan.volumes} == {intact.id, damaged.id}
+    assert {each.id for each in scan.volumes} == {intact_volume.id, damaged_volume.id}
     assert {each.id for each in scan.volume_snapshots} == {intact_snapshot.id, dependent_snapshot.id}
-    assert QUARANTINE not in zfs.local_props(damaged.host["dataset"])
+    assert QUARANTINE not in zfs.local_props(damaged_volume.host["dataset"])
 
 
 def test_a_volume_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    mark = take_snapshot(storage, volume, "mark")
-    pools.run("zfs", "destroy", f"{volume.host['dataset']}@{mark.id}")
+    snapshot = take_snapshot(storage, volume, "mark")
+    pools.run("zfs", "destroy", f"{volume.host['dataset']}@{snapshot.id}")
     with pytest.raises(NotFound):
-        storage.volume_snapshots.destroy(mark.id)
+        storage.volume_snapshots.destroy(snapshot.id)
     with pytest.raises(NotFound):
-        storage.volumes.begin_rollback(volume, mark.id)
+        storage.volumes.begin_rollback(volume, snapshot.id)
     pools.destroy_all(volume.host["dataset"])
     for operation in (storage.volumes.mount, storage.volumes.used_bytes):
         with pytest.raises(NotFound, match="volume"):
@@ -328,54 +334,61 @@ def create_sandbox(storage: ZfsStorage) -> Sandbox:
 def test_capturing_a_sandbox_with_volumes_is_all_or_nothing(storage: ZfsStorage) -> None:
     sandbox, volumes = create_sandbox(storage), [create_volume(storage, name) for name in ("a", "b", "c")]
     record = Snapshot(source_sandbox=sandbox.id, recipe={"text": "y" * 20_000})
-    parts = [VolumeSnapshot(name=each.name, volume=each.id, size_mb=64, sandbox_snapshot=record.id) for each in volumes]
+    volume_snapshots = [
+        VolumeSnapshot(name=each.name, volume=each.id, size_mb=64, sandbox_snapshot=record.id) for each in volumes
+    ]
     # One of the names is already in use, so the snapshots taken before it must be removed again.
-    pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{parts[1].id}")
-    before = zfs.list_datasets(storage.root.dataset, types="snapshot")
+    pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{volume_snapshots[1].id}")
+    snapshots_before = zfs.list_datasets(storage.root.dataset, types="snapshot")
     with pytest.raises(GatewayError, match="already exists"):
-        storage.snapshots.capture(sandbox.instance, record, parts)
-    assert zfs.list_datasets(storage.root.dataset, types="snapshot") == before
-    zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{parts[1].id}"], False)
-    storage.snapshots.capture(sandbox.instance, record, parts)
+        storage.snapshots.capture(sandbox.instance, record, volume_snapshots)
+    assert zfs.list_datasets(storage.root.dataset, types="snapshot") == snapshots_before
+    zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{volume_snapshots[1].id}"], False)
+    storage.snapshots.capture(sandbox.instance, record, volume_snapshots)
     scan = reopen(storage).scan()
     assert scan.snapshots[-1] == record
-    assert scan.volume_snapshots == parts
+    assert scan.volume_snapshots == volume_snapshots
     assert (scan.repaired, storage.volumes.sweep()) == ([], [])
 
 
 def test_sweep_removes_volume_snapshots_of_an_uncommitted_snapshot(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    unused = take_snapshot(storage, volume, "part", sandbox_snapshot="0" * 12)
-    cloned = take_snapshot(storage, volume, "cloned-part", sandbox_snapshot="1" * 12)
-    clone = create_volume(storage, "clone", source=cloned)
+    unused_snapshot = take_snapshot(storage, volume, "part", sandbox_snapshot="0" * 12)
+    cloned_snapshot = take_snapshot(storage, volume, "cloned-part", sandbox_snapshot="1" * 12)
+    clone = create_volume(storage, "clone", source=cloned_snapshot)
     scan = reopen(storage).scan()
     assert scan.volume_snapshots == []
     assert len(storage.volumes.sweep()) == 2
-    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{unused.id}")
+    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{unused_snapshot.id}")
     assert (reopen(storage).scan().volume_snapshots, storage.volumes.sweep()) == ([], [])
     storage.volumes.commit_removal(clone.id)
     storage.volumes.finish_removal(clone.id)
-    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{cloned.id}"), "the snapshot was not removed with its clone"
+    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{cloned_snapshot.id}"), (
+        "the snapshot was not removed with its clone"
+    )
 
 
 def test_one_command_takes_several_snapshots(storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox, volume = create_sandbox(storage), create_volume(storage)
     record = Snapshot(source_sandbox=sandbox.id)
-    part = VolumeSnapshot(name="part", volume=volume.id, size_mb=64, sandbox_snapshot=record.id)
+    volume_snapshot = VolumeSnapshot(name="part", volume=volume.id, size_mb=64, sandbox_snapshot=record.id)
     commands: list[tuple[str, ...]] = []
 
-    def run(*argv: str, **_: object) -> Outcome:
+    def record_command(*argv: str, **_: object) -> Outcome:
         commands.append(argv)
         return Outcome("", "", None)
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "detect_capabilities", lambda: openzfs_capabilities((2, 2)))
-        patch.setattr(snapshots, "run", run)
-        storage.snapshots.capture(sandbox.instance, record, [part])
+        patch.setattr(snapshots, "run", record_command)
+        storage.snapshots.capture(sandbox.instance, record, [volume_snapshot])
     (command,) = commands
     assert command[0] == "snapshot"
     assert command[-2:] == (
-        f"{volume.host['dataset']}@{part.id}",
+        f"{volume.host['dataset']}@{volume_snapshot.id}",
         f"{storage.instances.dataset(sandbox.instance)}@{record.id}",
     )
-    assert [word.partition("=")[0] for word in command[2:-2:2]] == [f"sandbox:volume-snapshot.{part.id}", HEAD]
+    assert [word.partition("=")[0] for word in command[2:-2:2]] == [
+        f"sandbox:volume-snapshot.{volume_snapshot.id}",
+        HEAD,
+    ]

@@ -21,7 +21,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from sandbox_gateway.zfs import snapshots
 from tests.jail_zfs import pools
-from tests.support.jail_world import JailZfsWorld, shim
+from tests.support.jail_world import JailZfsWorld, run_shim
 from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
@@ -32,7 +32,7 @@ def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
     """Return a function that starts engines with their own state. See ``engines``."""
     with engines(jail_zfs_world) as make_live:
         yield make_live
-        shim("freebsd-shim", "set", "busy", "")
+        run_shim("freebsd-shim", "set", "busy", "")
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ def jail_host(live: Live) -> JailZfsHost:
     return live.engine.host
 
 
-def create_volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
-    return live.do(live.engine.volumes.create(name, size_mb, **more))
+def create_volume(live: Live, name: str = "data", size_mb: int = 64, **options: Any) -> Volume:
+    return live.do(live.engine.volumes.create(name, size_mb, **options))
 
 
-def create_box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
-    specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
-    return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
+def create_sandbox(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
+    mount_specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
+    return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=mount_specs)))
 
 
 def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
     return world.mount_point(live.config) / "sandboxes" / live.sandbox(name).instance
 
 
-def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the repairs that the gateway logged at start-up."""
+def list_startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the repairs that the gateway logged at startup."""
     return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
 
 
@@ -68,7 +68,7 @@ def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
     create_volume(live)
-    create_box(live, "box", ("data", "/data"))
+    create_sandbox(live, "box", ("data", "/data"))
     live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
     assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
@@ -76,7 +76,7 @@ def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
 def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     """The engine refuses such mounts, but the host supports them: it mounts outer volumes before inner ones."""
     outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
-    sandbox = create_box(live, "box")
+    sandbox = create_sandbox(live, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
         live.do(jail_host(live).attach(sandbox, mount))
     live.shell("box", "touch /data/a /data/below/b")
@@ -88,7 +88,7 @@ def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZ
 def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     name = "v" + "-" * 63
     volume = create_volume(live, name)
-    sandbox = create_box(live, "box")
+    sandbox = create_sandbox(live, "box")
     deep_path = "/srv/" + "/".join(["d" * 120] * 3)
     live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
     live.shell("box", f"touch {deep_path}/file")
@@ -108,12 +108,12 @@ def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsW
 def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     create_volume(live, "a")
     create_volume(live, "b")
-    create_box(live, "source", ("a", "/a"), ("b", "/b"))
+    create_sandbox(live, "source", ("a", "/a"), ("b", "/b"))
     live.shell("source", "echo one | tee /a/file >/b/file")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     live.shell("source", "echo two | tee /a/file >/b/file")
-    clones = [MountSpec(name, f"/{name}", clone=True) for name in ("a", "b")]
-    live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], mounts=clones)))
+    clone_specs = [MountSpec(name, f"/{name}", clone=True) for name in ("a", "b")]
+    live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], mounts=clone_specs)))
     assert live.shell("fork", "cat /a/file /b/file").split() == ["one", "one"]
     live.shell("fork", "echo three >/a/file")
     assert live.shell("source", "cat /a/file").strip() == "two"
@@ -132,29 +132,31 @@ def test_all_writers_are_stopped_during_a_capture(
 ) -> None:
     """Writers must be stopped because zfs-fuse cannot take several snapshots atomically."""
     create_volume(live)
-    create_box(live, "source", ("data", "/data"))
-    create_box(live, "writer", ("data", "/data"))
-    create_box(live, "reader", ("data", "/data"), read_only=True)
+    create_sandbox(live, "source", ("data", "/data"))
+    create_sandbox(live, "writer", ("data", "/data"))
+    create_sandbox(live, "reader", ("data", "/data"), read_only=True)
     states: dict[str, set[str]] = {}
-    snapshot_at_once = snapshots._snapshot_at_once
+    original_snapshot_atomically = snapshots._snapshot_atomically
 
     def record_states(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
-            states.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
-        snapshot_at_once(names, options)
+            states.setdefault(name, set()).update(read_process_states(jail_zfs_world, live, name))
+        original_snapshot_atomically(names, options)
 
-    monkeypatch.setattr(snapshots, "_snapshot_at_once", record_states)
+    monkeypatch.setattr(snapshots, "_snapshot_atomically", record_states)
     live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert (states["source"], states["writer"]) == ({"T"}, {"T"})
     assert "T" not in states["reader"]
-    assert "T" not in process_states(jail_zfs_world, live, "source") | process_states(jail_zfs_world, live, "writer")
+    assert "T" not in read_process_states(jail_zfs_world, live, "source") | read_process_states(
+        jail_zfs_world, live, "writer"
+    )
 
 
-def process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
+def read_process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
     """Return the states of a jail's processes, as `ps` prints them."""
     states = set()
-    for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
+    for pid in run_shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
         try:
             states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
         except OSError:
@@ -164,17 +166,17 @@ def process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
 
 def test_rolling_back_a_mounted_volume_updates_all_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     volume = create_volume(live)
-    create_box(live, "writer", ("data", "/data"))
-    create_box(live, "reader", ("data", "/srv/data"), read_only=True)
-    marks = []
+    create_sandbox(live, "writer", ("data", "/data"))
+    create_sandbox(live, "reader", ("data", "/srv/data"), read_only=True)
+    taken_snapshots = []
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file")
-        marks.append(live.do(live.engine.volumes.create_snapshot("data", text)))
+        taken_snapshots.append(live.do(live.engine.volumes.create_snapshot("data", text)))
     live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
-    for mark in (marks[0], marks[1], marks[0]):
-        live.do(live.engine.volumes.rollback("data", mark.name, force=True))
-        assert live.shell("writer", "cat /data/file").strip() == mark.name
-        assert live.shell("reader", "cat /srv/data/file").strip() == mark.name
+    for snapshot in (taken_snapshots[0], taken_snapshots[1], taken_snapshots[0]):
+        live.do(live.engine.volumes.rollback("data", snapshot.name, force=True))
+        assert live.shell("writer", "cat /data/file").strip() == snapshot.name
+        assert live.shell("reader", "cat /srv/data/file").strip() == snapshot.name
         assert live.do(live.engine.commands.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
     live.shell("writer", "echo on >/data/file")
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
@@ -188,20 +190,20 @@ def test_a_failed_rollback_restores_the_mounts(
 ) -> None:
     create_volume(live)
     for name in ("first", "second"):
-        create_box(live, name, ("data", f"/data/{name}"))
+        create_sandbox(live, name, ("data", f"/data/{name}"))
     live.shell("first", "echo old >/data/first/file")
     live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
-    before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
-    commit = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
+    mounts_and_traces_before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
+    commit_method_name = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
 
-    def refuse(*args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise BackendFailed("forced")
 
     with monkeypatch.context() as patch, pytest.raises(BackendFailed, match="forced"):
-        patch.setattr(commit, refuse)
+        patch.setattr(commit_method_name, fail)
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == before
+    assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == mounts_and_traces_before
     # Root in a jail may remove the mount point, which does not affect other jails.
     live.shell("second", "mv /data /gone; ln -s /etc /data")
     with pytest.raises(Invalid, match="symbolic link"):
@@ -221,99 +223,113 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     live = make_live()
     for name in ("kept", "missing", "stray", "wrong"):
         create_volume(live, name)
-    sandbox = create_box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
+    sandbox = create_sandbox(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
-    expected = jail_zfs_world.volume_mounts(live.config)
+    expected_mounts = jail_zfs_world.volume_mounts(live.config)
     live.close()
-    root, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.mount_point(live.config) / "volumes"
+    root, volumes_directory = (
+        root_path(jail_zfs_world, live, "box"),
+        jail_zfs_world.mount_point(live.config) / "volumes",
+    )
     for name in ("missing", "wrong"):
-        shim("umount", f"{root}/{name}")
+        run_shim("umount", f"{root}/{name}")
     (root / "stray").mkdir()
-    stray = live.engine.volumes.get("stray").id
-    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volumes.get("wrong").id), f"{root}/wrong")
-    shim("mount", "-t", "nullfs", str(volumes / stray), f"{root}/stray")
+    stray_volume_id = live.engine.volumes.get("stray").id
+    run_shim(
+        "mount",
+        "-t",
+        "nullfs",
+        "-o",
+        "ro",
+        str(volumes_directory / live.engine.volumes.get("wrong").id),
+        f"{root}/wrong",
+    )
+    run_shim("mount", "-t", "nullfs", str(volumes_directory / stray_volume_id), f"{root}/stray")
     (live.config.host.state_root / "stopped").mkdir(exist_ok=True)
     (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
-    shim("pkill", "-STOP", "-j", sandbox.host["jail"])
+    run_shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
-    restarted = make_live(live.config)
-    repairs = startup_repairs(caplog)
-    for words in (
+    live_after_restart = make_live(live.config)
+    repairs = list_startup_repairs(caplog)
+    for expected_text in (
         f"mounted /missing in sandbox {sandbox.id} again",
         f"mounted /wrong in sandbox {sandbox.id} again",
         f"unmounted {root}/stray",
         f"resumed the jail {sandbox.host['jail']}",
     ):
-        assert any(words in sentence for sentence in repairs), repairs
-    assert jail_zfs_world.volume_mounts(restarted.config) == expected
-    assert restarted.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
-    restarted.shell("box", "echo works >/wrong/file")
-    restarted.close()
+        assert any(expected_text in sentence for sentence in repairs), repairs
+    assert jail_zfs_world.volume_mounts(live_after_restart.config) == expected_mounts
+    assert live_after_restart.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
+    live_after_restart.shell("box", "echo works >/wrong/file")
+    live_after_restart.close()
     caplog.clear()
-    restarted_twice = make_live(live.config)
-    assert startup_repairs(caplog) == [], "the second start repaired something"
-    restarted_twice.do(restarted_twice.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(restarted_twice.config) == set()
+    live_after_second_restart = make_live(live.config)
+    assert list_startup_repairs(caplog) == [], "the second start repaired something"
+    live_after_second_restart.do(live_after_second_restart.engine.sandboxes.delete("box"))
+    assert jail_zfs_world.volume_mounts(live_after_second_restart.config) == set()
 
 
 def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     live = make_live()
     create_volume(live)
-    create_box(live, "box", ("data", "/data"))
+    create_sandbox(live, "box", ("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.close()
-    shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
-    restarted = make_live(live.config)
-    eventually(lambda: restarted.sandbox("box").state is SandboxState.RUNNING, 60)
-    assert restarted.shell("box", "cat /data/file").strip() == "kept"
-    restarted.wait_for(jail_zfs_world.check_no_strays, restarted.engine, restarted.config, "after the resume")
+    run_shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
+    live_after_restart = make_live(live.config)
+    eventually(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 60)
+    assert live_after_restart.shell("box", "cat /data/file").strip() == "kept"
+    live_after_restart.wait_for(
+        jail_zfs_world.check_no_strays, live_after_restart.engine, live_after_restart.config, "after the resume"
+    )
 
 
 def test_a_sandbox_starts_without_a_volume_destroyed_with_zfs(
     make_live: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
     live = make_live()
-    lost, kept = create_volume(live, "lost"), create_volume(live, "kept")
-    sandbox = create_box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
+    lost_volume, kept_volume = create_volume(live, "lost"), create_volume(live, "kept")
+    sandbox = create_sandbox(live, "box", ("lost", "/lost"), ("kept", "/kept"))
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
-    pools.destroy_all(lost.host["dataset"])
+    pools.destroy_all(lost_volume.host["dataset"])
     caplog.clear()
-    restarted = make_live(live.config)
-    log = startup_repairs(caplog)
+    live_after_restart = make_live(live.config)
+    repairs = list_startup_repairs(caplog)
     assert (
-        f"sandbox {sandbox.id} mounts volume {lost.id} at /lost, but the volume is missing: restore or detach it" in log
-    ), log
-    assert [each.id for each in restarted.engine.volumes.list()] == [kept.id]
-    assert [each.path for each in restarted.sandbox("box").mounts] == ["/lost", "/kept"]
-    restarted.do(restarted.engine.sandboxes.resume("box"))
-    restarted.shell("box", "touch /kept/file")
-    restarted.do(restarted.engine.attachments.detach("box", lost.id))
-    assert [each.path for each in restarted.sandbox("box").mounts] == ["/kept"]
+        f"sandbox {sandbox.id} mounts volume {lost_volume.id} at /lost, but the volume is missing: restore or detach it"
+        in repairs
+    ), repairs
+    assert [each.id for each in live_after_restart.engine.volumes.list()] == [kept_volume.id]
+    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/lost", "/kept"]
+    live_after_restart.do(live_after_restart.engine.sandboxes.resume("box"))
+    live_after_restart.shell("box", "touch /kept/file")
+    live_after_restart.do(live_after_restart.engine.attachments.detach("box", lost_volume.id))
+    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/kept"]
 
 
-def test_damaged_volume_records_do_not_prevent_a_start(
+def test_damaged_volume_records_do_not_prevent_startup(
     make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = make_live()
-    damaged = create_volume(live, "torn")
-    create_box(live, "box", ("torn", "/torn"))
+    damaged_volume = create_volume(live, "torn")
+    create_sandbox(live, "box", ("torn", "/torn"))
     live.shell("box", "echo kept >/torn/file")
-    record = zfs.local_props(damaged.host["dataset"])[HEAD]
+    record = zfs.local_props(damaged_volume.host["dataset"])[HEAD]
     live.close()
-    zfs.lzc_set_prop(damaged.host["dataset"], HEAD, record[:60])
-    restarted = make_live(live.config)
-    assert restarted.engine.volumes.list() == []
-    assert restarted.shell("box", "cat /torn/file").strip() == "kept", (
+    zfs.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record[:60])
+    live_after_restart = make_live(live.config)
+    assert live_after_restart.engine.volumes.list() == []
+    assert live_after_restart.shell("box", "cat /torn/file").strip() == "kept", (
         "the volume with the damaged record was unmounted"
     )
-    restarted.do(restarted.engine.sandboxes.update("box", metadata={"saved": "again"}))
-    restarted.close()
-    zfs.lzc_set_prop(damaged.host["dataset"], HEAD, record)
-    restarted_twice = make_live(live.config)
-    assert [each.name for each in restarted_twice.engine.volumes.list()] == ["torn"]
-    assert [each.path for each in restarted_twice.sandbox("box").mounts] == ["/torn"]
-    assert restarted_twice.shell("box", "cat /torn/file").strip() == "kept"
+    live_after_restart.do(live_after_restart.engine.sandboxes.update("box", metadata={"saved": "again"}))
+    live_after_restart.close()
+    zfs.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
+    live_after_second_restart = make_live(live.config)
+    assert [each.name for each in live_after_second_restart.engine.volumes.list()] == ["torn"]
+    assert [each.path for each in live_after_second_restart.sandbox("box").mounts] == ["/torn"]
+    assert live_after_second_restart.shell("box", "cat /torn/file").strip() == "kept"
 
 
 # -- stuck mounts -----------------------------------------------------------------------------------------------------
@@ -321,11 +337,11 @@ def test_damaged_volume_records_do_not_prevent_a_start(
 
 def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     volume = create_volume(live)
-    create_box(live, "bystander")
-    before = jail_zfs_world.traces(live.config)
-    sandbox = create_box(live, "box", ("data", "/data"))
+    create_sandbox(live, "bystander")
+    traces_before = jail_zfs_world.traces(live.config)
+    sandbox = create_sandbox(live, "box", ("data", "/data"))
     node = f"{root_path(jail_zfs_world, live, 'box')}/data"
-    shim("freebsd-shim", "set", "busy", node)
+    run_shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
         live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
     assert live.do(live.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
@@ -336,30 +352,30 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs
     assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
     (sentence,) = live.do(live.engine.volumes.state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
-    assert jail_zfs_world.traces(live.config) != before, "the files were removed although a mount is stuck"
-    shim("freebsd-shim", "set", "busy", "")
-    eventually(lambda: jail_zfs_world.traces(live.config) == before, 40)
+    assert jail_zfs_world.traces(live.config) != traces_before, "the files were removed although a mount is stuck"
+    run_shim("freebsd-shim", "set", "busy", "")
+    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
 def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     live = make_live()
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     create_volume(live)
-    create_box(live, "box", ("data", "/data"))
-    shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
+    create_sandbox(live, "box", ("data", "/data"))
+    run_shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
     live.do(live.engine.sandboxes.delete("box"))
     start_time = time.monotonic()
     live.do(live.engine.volumes.delete("data"))
     assert time.monotonic() - start_time < 5
     live.close()
-    restarted = make_live(live.config)
-    assert restarted.engine.volumes.list() == [], "a volume that is being removed is still listed"
-    shim("freebsd-shim", "set", "busy", "")
+    live_after_restart = make_live(live.config)
+    assert live_after_restart.engine.volumes.list() == [], "a volume that is being removed is still listed"
+    run_shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
-    restarted.close()
-    restarted_twice = make_live(live.config)
-    assert jail_zfs_world.traces(restarted_twice.config) == before
+    live_after_restart.close()
+    live_after_second_restart = make_live(live.config)
+    assert jail_zfs_world.traces(live_after_second_restart.config) == traces_before
 
 
 # -- malicious jails --------------------------------------------------------------------------------------------------
@@ -367,12 +383,12 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
 
 @pytest.fixture
 def host_directory(tmp_path: Path) -> Iterator[Path]:
-    """Create a directory on the host in which nothing may be mounted."""
+    """Create a directory on the host, and check at the end that nothing was mounted in it."""
     directory = tmp_path / "host_directory"
     directory.mkdir()
     yield directory
-    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    assert [node for node in mounted if node.startswith(str(tmp_path))] == []
+    mount_points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    assert [node for node in mount_points if node.startswith(str(tmp_path))] == []
 
 
 @pytest.mark.parametrize(
@@ -388,19 +404,19 @@ def test_a_planted_symlink_cannot_redirect_a_volume_mount(
     live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path, script: str, path: str
 ) -> None:
     volume = create_volume(live)
-    sandbox = create_box(live, "sly")
+    sandbox = create_sandbox(live, "sly")
     live.shell("sly", script.format(host_directory=host_directory))
-    before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.traces(live.config)
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
     assert list(host_directory.iterdir()) == []
     # The same must hold when a fork of the sandbox starts.
     live.do(live.engine.snapshots.create("sly", name="mark"))
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
     live.do(live.engine.snapshots.delete("mark"))
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
     assert live.shell("sly", "echo alive").strip() == "alive"
 
 
@@ -409,20 +425,20 @@ def test_a_symlink_created_after_the_check_is_detected(
 ) -> None:
     """The test acts like a process in the jail that runs between the check and the mount."""
     volume = create_volume(live)
-    bystander = create_box(live, "bystander", ("data", "/data"))
-    sandbox = create_box(live, "sly")
-    before = jail_zfs_world.traces(live.config)
-    prepare = mount_point.prepare
+    bystander = create_sandbox(live, "bystander", ("data", "/data"))
+    sandbox = create_sandbox(live, "sly")
+    traces_before = jail_zfs_world.traces(live.config)
+    original_prepare = mount_point.prepare
 
-    def swap_then_mount(root: Path, path: str) -> None:
-        prepare(root, path)
+    def prepare_then_swap(root: Path, path: str) -> None:
+        original_prepare(root, path)
         (root / "data").rename(root / "aside")
         (root / "data").symlink_to(host_directory)
 
-    monkeypatch.setattr(mount_point, "prepare", swap_then_mount)
+    monkeypatch.setattr(mount_point, "prepare", prepare_then_swap)
     with pytest.raises(Invalid, match="contains a symbolic link"):
         live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert jail_zfs_world.traces(live.config) == before
+    assert jail_zfs_world.traces(live.config) == traces_before
     assert not os.path.ismount(host_directory)
     live.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == volume.id
@@ -433,17 +449,17 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
 ) -> None:
     """The jail's processes are stopped during an attach, but a thread of the test keeps swapping another path."""
     volume = create_volume(live)
-    sandbox = create_box(live, "sly")
+    sandbox = create_sandbox(live, "sly")
     swap_script = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(host_directory))
     live.shell("sly", swap_script)
-    root, keep_swapping = root_path(jail_zfs_world, live, "sly"), [True]
+    root, stop_event = root_path(jail_zfs_world, live, "sly"), threading.Event()
     (root / "c/data").mkdir(parents=True)
     (host_directory / "data").mkdir()
 
     def swap_paths() -> None:
-        while keep_swapping:
+        while not stop_event.is_set():
             for change in (
                 lambda: (root / "c").rename(root / "d"),
                 lambda: (root / "c").symlink_to(host_directory),
@@ -470,7 +486,7 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
             live.do(jail_host(live).detach(sandbox, mount))
             assert jail_zfs_world.volume_mounts(live.config) == set()
     finally:
-        keep_swapping.clear()
+        stop_event.set()
         thread.join()
     assert outcomes
     assert not any((host_directory / "data").iterdir())

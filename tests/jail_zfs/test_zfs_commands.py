@@ -23,13 +23,13 @@ def _catch_error(function: Callable[..., object], *args: object) -> lzc_exc.ZFSE
     return caught.value
 
 
-def _single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
+def _get_single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
     assert isinstance(error, lzc_exc.MultipleOperationsFailure)
     assert len(error.errors) == 1
     return error.errors[0]
 
 
-def test_create_and_destroy(root: str, root_path: Path) -> None:
+def test_a_dataset_can_be_created_and_destroyed(root: str, root_path: Path) -> None:
     name = f"{root}/a".encode()
     zfs.lzc_create(name, props={b"sandbox:x": b"1 2", "atime": False})
     assert zfs.lzc_exists(name) and zfs.lzc_exists(name.decode())
@@ -40,12 +40,16 @@ def test_create_and_destroy(root: str, root_path: Path) -> None:
     assert zfs.list_datasets(root) == [root]
 
 
-def test_create_errors(root: str) -> None:
+def test_create_raises_specific_errors(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    exists = _catch_error(zfs.lzc_create, f"{root}/a")
-    assert isinstance(exists, lzc_exc.FilesystemExists) and isinstance(exists, lzc_exc.DatasetExists)
-    assert (exists.name, exists.errno, exists.message) == (f"{root}/a", 17, "Filesystem already exists")
-    assert str(exists).startswith(f"[Errno 17] Filesystem already exists: '{root}/a'")
+    exists_error = _catch_error(zfs.lzc_create, f"{root}/a")
+    assert isinstance(exists_error, lzc_exc.FilesystemExists) and isinstance(exists_error, lzc_exc.DatasetExists)
+    assert (exists_error.name, exists_error.errno, exists_error.message) == (
+        f"{root}/a",
+        17,
+        "Filesystem already exists",
+    )
+    assert str(exists_error).startswith(f"[Errno 17] Filesystem already exists: '{root}/a'")
     assert isinstance(_catch_error(zfs.lzc_create, f"{root}/no/a"), lzc_exc.ParentNotFound)
     assert isinstance(_catch_error(zfs.lzc_create, "nopool/a"), lzc_exc.ParentNotFound)
     assert isinstance(_catch_error(zfs.lzc_create, f"{root}/a b"), lzc_exc.NameInvalid)
@@ -62,35 +66,37 @@ def test_an_unmountable_dataset_is_destroyed(root: str, root_path: Path) -> None
     assert not zfs.lzc_exists(f"{root}/a")
 
 
-def test_snapshots_and_their_properties(root: str) -> None:
-    for short in "ab":
-        zfs.lzc_create(f"{root}/{short}")
+def test_snapshots_are_taken_with_their_properties(root: str) -> None:
+    for short_name in "ab":
+        zfs.lzc_create(f"{root}/{short_name}")
     snapshot_names = [f"{root}/a@1", f"{root}/b@1"]
     zfs.lzc_snapshot(snapshot_names, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
     for name in snapshot_names:
         assert zfs.local_props(name) == {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'}
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [snapshot_names[0]])), lzc_exc.SnapshotExists)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
-    duplicate = _catch_error(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
-    assert isinstance(duplicate, lzc_exc.SnapshotFailure) and isinstance(
-        _single_error(duplicate), lzc_exc.DuplicateSnapshots
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [snapshot_names[0]])), lzc_exc.SnapshotExists)
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
+    duplicate_error = _catch_error(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
+    assert isinstance(duplicate_error, lzc_exc.SnapshotFailure) and isinstance(
+        _get_single_error(duplicate_error), lzc_exc.DuplicateSnapshots
     )
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
+    assert isinstance(
+        _get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer
+    )
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
     assert zfs.list_snapshots(f"{root}/a") == [snapshot_names[0]]
 
 
 def test_taking_several_snapshots_is_all_or_nothing(root: str) -> None:
-    for short in "abc":
-        zfs.lzc_create(f"{root}/{short}")
+    for short_name in "abc":
+        zfs.lzc_create(f"{root}/{short_name}")
     zfs.lzc_snapshot([f"{root}/c@1"])
     error = _catch_error(zfs.lzc_snapshot, [f"{root}/a@1", f"{root}/b@1", f"{root}/c@1"])
-    assert isinstance(_single_error(error), lzc_exc.SnapshotExists)
+    assert isinstance(_get_single_error(error), lzc_exc.SnapshotExists)
     assert zfs.list_datasets(root, types="snapshot") == [f"{root}/c@1"]
 
 
-def test_clone_and_clone_errors(root: str, root_path: Path) -> None:
+def test_clone_creates_a_dataset_or_raises_specific_errors(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
     (root_path / "a" / "file").write_text("here")
     zfs.lzc_snapshot([f"{root}/a@1"])
@@ -109,14 +115,14 @@ def test_clone_and_clone_errors(root: str, root_path: Path) -> None:
 
 def test_destroying_several_snapshots_is_all_or_nothing(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    for short in "123":
-        zfs.lzc_snapshot([f"{root}/a@{short}"])
+    for short_name in "123":
+        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
     zfs.lzc_clone(f"{root}/b", f"{root}/a@2")
     zfs.lzc_destroy_snaps([f"{root}/a@never", f"{root}/nor@this"], False)
     error = _catch_error(zfs.lzc_destroy_snaps, [f"{root}/a@1", f"{root}/a@2"], False)
     assert isinstance(error, lzc_exc.SnapshotDestructionFailure)
-    cloned = _single_error(error)
-    assert isinstance(cloned, lzc_exc.SnapshotIsCloned) and cloned.related == (f"{root}/b",)
+    cloned_error = _get_single_error(error)
+    assert isinstance(cloned_error, lzc_exc.SnapshotIsCloned) and cloned_error.related == (f"{root}/b",)
     assert len(zfs.list_snapshots(f"{root}/a")) == 3, "a snapshot was destroyed although another one was refused"
     zfs.lzc_destroy_snaps([f"{root}/a@1", f"{root}/a@2"], True)
     assert zfs.list_snapshots(f"{root}/a") == [f"{root}/a@2", f"{root}/a@3"]
@@ -144,12 +150,12 @@ def test_a_dataset_with_open_files_is_busy(root: str, root_path: Path) -> None:
     zfs.lzc_destroy(f"{root}/a")
 
 
-def test_rollback_to_the_latest_snapshot(root: str, root_path: Path) -> None:
+def test_only_a_rollback_to_the_latest_snapshot_is_possible(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
     assert isinstance(_catch_error(zfs.lzc_rollback, f"{root}/a"), lzc_exc.SnapshotNotFound)
-    for short in "12":
-        (root_path / "a" / "file").write_text(short)
-        zfs.lzc_snapshot([f"{root}/a@{short}"])
+    for short_name in "12":
+        (root_path / "a" / "file").write_text(short_name)
+        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
     (root_path / "a" / "file").write_text("later")
     assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotLatest)
     assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@9"), lzc_exc.SnapshotNotFound)
@@ -196,11 +202,11 @@ def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
     zfs.lzc_snapshot([f"{root}/b@1"])
     zfs.lzc_clone(f"{root}/c", f"{root}/b@1")
     zfs.unmount(f"{root}/a")
-    before = pools.mount_ids(root_path)
-    with pools.pinned():
+    mount_ids_before = pools.mount_ids(root_path)
+    with pools.mounts_kept_in_use():
         is_refused = not zfs.detect_capabilities().rename_without_unmount
         error = _catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if is_refused else None
-    assert pools.mount_ids(root_path) == before
+    assert pools.mount_ids(root_path) == mount_ids_before
     if error is not None:
         assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
     for name in ("b", "c"):
@@ -211,39 +217,43 @@ def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
 
 def test_mount_waits_until_the_dataset_is_released(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    with ThreadPoolExecutor(1) as pool, pools.pinned():
+    with ThreadPoolExecutor(1) as pool, pools.mounts_kept_in_use():
         zfs.unmount(f"{root}/a")
-        mounting = pool.submit(zfs.mount, f"{root}/a")
+        mount_future = pool.submit(zfs.mount, f"{root}/a")
         with pytest.raises(TimeoutError):
-            mounting.result(1)
-    mounting.result()
+            mount_future.result(1)
+    mount_future.result()
     assert zfs.is_mounted(f"{root}/a")
 
 
-def test_mount_of_a_held_dataset_times_out(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mount_of_a_busy_dataset_times_out(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     zfs.lzc_create(f"{root}/a")
-    with pools.pinned():
+    with pools.mounts_kept_in_use():
         zfs.unmount(f"{root}/a")
         assert isinstance(_catch_error(zfs.mount, f"{root}/a"), lzc_exc.DatasetBusy)
     zfs.mount(f"{root}/a")
 
 
-def test_hold_and_release(root: str) -> None:
+def test_a_held_snapshot_is_not_destroyed_until_its_release(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    snap = f"{root}/a@1"
-    zfs.lzc_snapshot([snap])
-    assert zfs.lzc_hold({snap: "keep this", f"{root}/a@no": "x"}) == [f"{root}/a@no"]
-    assert list(zfs.lzc_get_holds(snap)) == ["keep this"]
-    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "keep this"})), lzc_exc.HoldExists)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "x" * 300})), lzc_exc.NameTooLong)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "-r"})), lzc_exc.NameInvalid)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_destroy_snaps, [snap], False)), lzc_exc.SnapshotIsHeld)
-    assert isinstance(_single_error(_catch_error(zfs.lzc_release, {snap: ["other"]})), lzc_exc.HoldNotFound)
-    assert zfs.lzc_release({snap: ["keep this"], f"{root}/a@no": ["x"]}) == [f"{root}/a@no"]
-    assert zfs.lzc_get_holds(snap) == {}
+    snapshot_name = f"{root}/a@1"
+    zfs.lzc_snapshot([snapshot_name])
+    assert zfs.lzc_hold({snapshot_name: "keep this", f"{root}/a@no": "x"}) == [f"{root}/a@no"]
+    assert list(zfs.lzc_get_holds(snapshot_name)) == ["keep this"]
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "keep this"})), lzc_exc.HoldExists)
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "x" * 300})), lzc_exc.NameTooLong)
+    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "-r"})), lzc_exc.NameInvalid)
+    assert isinstance(
+        _get_single_error(_catch_error(zfs.lzc_destroy_snaps, [snapshot_name], False)), lzc_exc.SnapshotIsHeld
+    )
+    assert isinstance(
+        _get_single_error(_catch_error(zfs.lzc_release, {snapshot_name: ["other"]})), lzc_exc.HoldNotFound
+    )
+    assert zfs.lzc_release({snapshot_name: ["keep this"], f"{root}/a@no": ["x"]}) == [f"{root}/a@no"]
+    assert zfs.lzc_get_holds(snapshot_name) == {}
     assert isinstance(_catch_error(zfs.lzc_get_holds, f"{root}/a@no"), lzc_exc.SnapshotNotFound)
-    zfs.lzc_destroy_snaps([snap], False)
+    zfs.lzc_destroy_snaps([snapshot_name], False)
 
 
 def test_the_last_release_destroys_a_deferred_snapshot(root: str) -> None:
@@ -256,37 +266,41 @@ def test_the_last_release_destroys_a_deferred_snapshot(root: str) -> None:
     assert not zfs.lzc_exists(f"{root}/a@1")
 
 
-def test_send_and_receive(root: str, root_path: Path) -> None:
+def test_a_dataset_can_be_sent_and_received(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
-    for short in "12":
-        (root_path / "a" / "file").write_text(short)
-        zfs.lzc_snapshot([f"{root}/a@{short}"])
-    with tempfile.TemporaryFile() as full, tempfile.TemporaryFile() as rest, tempfile.TemporaryFile() as invalid:
-        zfs.lzc_send(f"{root}/a@1", None, full.fileno())
-        zfs.lzc_send(f"{root}/a@2", f"{root}/a@1", rest.fileno())
-        invalid.write(b"no stream")
+    for short_name in "12":
+        (root_path / "a" / "file").write_text(short_name)
+        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
+    with (
+        tempfile.TemporaryFile() as full_stream,
+        tempfile.TemporaryFile() as incremental_stream,
+        tempfile.TemporaryFile() as invalid_stream,
+    ):
+        zfs.lzc_send(f"{root}/a@1", None, full_stream.fileno())
+        zfs.lzc_send(f"{root}/a@2", f"{root}/a@1", incremental_stream.fileno())
+        invalid_stream.write(b"no stream")
 
         def receive(name: str, stream: object, force: bool = False) -> None:
             os.lseek(stream.fileno(), 0, os.SEEK_SET)  # type: ignore[attr-defined]
             zfs.lzc_receive(name, stream.fileno(), force)  # type: ignore[attr-defined]
 
         # zfs-fuse looks for the stream's origin on its own, and therefore reports another error.
-        error = _catch_error(receive, f"{root}/b@2", rest)
+        error = _catch_error(receive, f"{root}/b@2", incremental_stream)
         assert isinstance(error, lzc_exc.DatasetNotFound | lzc_exc.StreamMismatch)
-        assert isinstance(_catch_error(receive, f"{root}/b@2", invalid), lzc_exc.BadStream)
-        receive(f"{root}/b@1", full)
+        assert isinstance(_catch_error(receive, f"{root}/b@2", invalid_stream), lzc_exc.BadStream)
+        receive(f"{root}/b@1", full_stream)
         zfs.mount(f"{root}/b")
         assert (root_path / "b" / "file").read_text() == "1"
-        assert isinstance(_catch_error(receive, f"{root}/b@1", full), lzc_exc.DatasetExists)
+        assert isinstance(_catch_error(receive, f"{root}/b@1", full_stream), lzc_exc.DatasetExists)
         (root_path / "b" / "file").write_text("changed")
-        assert isinstance(_catch_error(receive, f"{root}/b@2", rest), lzc_exc.DestinationModified)
-        receive(f"{root}/b@2", rest, True)
+        assert isinstance(_catch_error(receive, f"{root}/b@2", incremental_stream), lzc_exc.DestinationModified)
+        receive(f"{root}/b@2", incremental_stream, True)
         assert (root_path / "b" / "file").read_text() == "2"
         zfs.lzc_create(f"{root}/c")
         zfs.lzc_snapshot([f"{root}/c@0"])
-        assert isinstance(_catch_error(receive, f"{root}/c@2", rest), lzc_exc.StreamMismatch)
-    with tempfile.TemporaryFile() as out:
-        fd = out.fileno()
+        assert isinstance(_catch_error(receive, f"{root}/c@2", incremental_stream), lzc_exc.StreamMismatch)
+    with tempfile.TemporaryFile() as output:
+        fd = output.fileno()
         assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@no", None, fd), lzc_exc.SnapshotNotFound)
         assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", f"{root}/b@1", fd), lzc_exc.SnapshotMismatch)
         assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", "nopool/b@1", fd), lzc_exc.PoolsDiffer)
@@ -301,9 +315,9 @@ def test_only_the_datasets_own_properties_are_returned(root: str) -> None:
         f"{root}/a": {"sandbox:x": "parent"},
         f"{root}/a/b@1": {"sandbox:y": "line\nend\tlocal\nand \x7f more"},
     }
-    inherited = zfs.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
-    assert (inherited["sandbox:x"].value, inherited["sandbox:x"].is_local) == ("parent", False)
-    assert inherited["sandbox:no"].value == "-"
+    props = zfs.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
+    assert (props["sandbox:x"].value, props["sandbox:x"].is_local) == ("parent", False)
+    assert props["sandbox:no"].value == "-"
     zfs.lzc_inherit_prop(f"{root}/a", "sandbox:x")
     assert f"{root}/a" not in zfs.local_tree(root)
     assert isinstance(_catch_error(zfs.get_props, [f"{root}/a", f"{root}/no"], ["used"]), lzc_exc.DatasetNotFound)
@@ -346,13 +360,13 @@ def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> 
     zfs.lzc_snapshot([f"{b}@3"])
     assert not zfs.has_changed_since(b, f"{a}@1")
     (root_path / "b" / "file").touch()
-    for snap in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.has_changed_since(b, snap)
+    for snapshot_name in (f"{b}@3", f"{a}@2", f"{a}@1"):
+        assert zfs.has_changed_since(b, snapshot_name)
     zfs.lzc_snapshot([f"{b}@4"])
     zfs.lzc_snapshot([f"{b}@5"])
     assert not zfs.has_changed_since(b, f"{b}@5")
     assert not zfs.has_changed_since(b, f"{b}@4")
-    for snap in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.has_changed_since(b, snap)
+    for snapshot_name in (f"{b}@3", f"{a}@2", f"{a}@1"):
+        assert zfs.has_changed_since(b, snapshot_name)
     assert isinstance(_catch_error(zfs.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
     assert isinstance(_catch_error(zfs.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)

@@ -13,14 +13,23 @@ from sandbox_gateway.zfs import process
 from tests.support import session
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs namespaces (Linux)")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux namespaces")
 @pytest.mark.parametrize("scenario", ["dead", "killed"])
 def test_storage_survives_an_unavailable_daemon(scenario: str, need_root: None) -> None:
     directory = session.run_dir() / f"zfs-{scenario}"
     directory.mkdir()
     # The shell is the first process of the namespace: when it exits, the kernel kills processes that still run there.
-    unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.jail_zfs.alone", scenario]
+    unshare_command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
+    argv = [*unshare_command, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.jail_zfs.alone", scenario]
     result = subprocess.run(
         [*argv, str(directory)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300
     )

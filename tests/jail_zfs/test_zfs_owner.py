@@ -17,16 +17,16 @@ from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from tests.support.waiting import eventually
 
 
-def _set_owner(root: str, **changes: object) -> None:
-    zfs.lzc_set_prop(root, host_lock.OWNER, json.dumps(json.loads(host_lock._own_identity()) | changes))
+def _change_owner(root: str, **changes: object) -> None:
+    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, json.dumps(json.loads(host_lock._own_identity()) | changes))
 
 
-def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, locks: Path) -> None:
+def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, lock_directory: Path) -> None:
     with pytest.raises(Conflict, match="another gateway on this machine"):
-        ZfsStorage(root, lock_directory=locks).open()
-    assert storage.scan().repaired == [], "the first gateway does not work any more"
+        ZfsStorage(root, lock_directory=lock_directory).open()
+    assert storage.scan().repaired == [], "the first gateway no longer works"
     storage.close()
-    second_storage = ZfsStorage(root, lock_directory=locks)
+    second_storage = ZfsStorage(root, lock_directory=lock_directory)
     assert second_storage.open() == []
     second_storage.close()
     assert zfs.local_props(root) == {}
@@ -41,27 +41,27 @@ def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tm
         "sys.stdin.read()\n"
     )
     argv = [sys.executable, "-c", program, root, str(tmp_path / "one")]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "open\n"
-        with pytest.raises(Conflict, match=f"is still running .process {other.pid} of host"):
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other_gateway:
+        assert other_gateway.stdout is not None and other_gateway.stdout.readline() == "open\n"
+        with pytest.raises(Conflict, match=f"is still running .process {other_gateway.pid} of host"):
             ZfsStorage(root, lock_directory=tmp_path / "two").open()
-        other.kill()
+        other_gateway.kill()
     storage = ZfsStorage(root, lock_directory=tmp_path / "two")
     assert storage.open() == [
-        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which has ended"
+        f"{root}: taken over from process {other_gateway.pid} of host {os.uname().nodename}, which has ended"
     ]
     storage.close()
 
 
-def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, tmp_path: Path) -> None:
-    """Otherwise, these commands would change datasets that the next gateway has already scanned."""
-    wrapper = tmp_path / "zfs"
-    wrapper.write_text(
+def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_directory: Path, tmp_path: Path) -> None:
+    """Commands that outlive a killed gateway could change datasets that the next gateway has already scanned."""
+    zfs_wrapper = tmp_path / "zfs"
+    zfs_wrapper.write_text(
         "#!/bin/sh\n"
         f'if [ "$1" = snapshot ]; then touch {tmp_path}/began; sleep 2; fi\n'
         f'PATH="${{PATH#{tmp_path}:}}" exec zfs "$@"\n'
     )
-    wrapper.chmod(0o755)
+    zfs_wrapper.chmod(0o755)
     program = (
         "import sys, pathlib\n"
         "from sandbox_gateway import zfs\n"
@@ -70,34 +70,34 @@ def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, 
         "storage.open()\n"
         "zfs.lzc_snapshot([sys.argv[1] + '@late'])\n"
     )
-    argv = [sys.executable, "-c", program, root, str(locks)]
+    argv = [sys.executable, "-c", program, root, str(lock_directory)]
     with subprocess.Popen(argv, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as gateway:
         eventually((tmp_path / "began").exists)
         with pytest.raises(Conflict, match="another gateway on this machine"):
-            ZfsStorage(root, lock_directory=locks).open()
+            ZfsStorage(root, lock_directory=lock_directory).open()
         gateway.kill()
-    successor = ZfsStorage(root, lock_directory=locks)
+    successor = ZfsStorage(root, lock_directory=lock_directory)
     assert "which has ended" in successor.open()[0]
-    assert zfs.lzc_exists(f"{root}@late"), "the start did not wait for the command"
+    assert zfs.lzc_exists(f"{root}@late"), "the startup did not wait for the command"
     successor.close()
 
 
-def test_an_owner_from_an_earlier_boot_is_replaced(root: str, locks: Path) -> None:
-    _set_owner(root, kernel="another", pid=1, host="elsewhere")
-    storage = ZfsStorage(root, lock_directory=locks)
+def test_an_owner_from_an_earlier_boot_is_replaced(root: str, lock_directory: Path) -> None:
+    _change_owner(root, kernel="another", pid=1, host="elsewhere")
+    storage = ZfsStorage(root, lock_directory=lock_directory)
     assert "ended with its machine" in storage.open()[0]
     storage.close()
 
 
-def test_an_owner_in_another_container_is_respected(root: str, locks: Path) -> None:
-    _set_owner(root, host="elsewhere", pid=1)
+def test_an_owner_in_another_container_is_respected(root: str, lock_directory: Path) -> None:
+    _change_owner(root, host="elsewhere", pid=1)
     with pytest.raises(Conflict, match=f"zfs inherit sandbox:owner {root}"):
-        ZfsStorage(root, lock_directory=locks).open()
+        ZfsStorage(root, lock_directory=lock_directory).open()
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
-def test_an_invalid_owner_is_replaced(root: str, locks: Path, text: str) -> None:
-    zfs.lzc_set_prop(root, host_lock.OWNER, text)
-    storage = ZfsStorage(root, lock_directory=locks)
+def test_an_invalid_owner_is_replaced(root: str, lock_directory: Path, text: str) -> None:
+    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, text)
+    storage = ZfsStorage(root, lock_directory=lock_directory)
     assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

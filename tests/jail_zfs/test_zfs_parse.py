@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sandbox_gateway.zfs import names, options, parse
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, join_lines
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_listed_datasets, join_lines
 from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
 from sandbox_gateway.zfs.parse import Property
 
@@ -25,7 +25,7 @@ _lines = st.lists(st.builds(Property, _names, _props, _values, _sources), max_si
 
 
 def _contains_line_end(value: str) -> bool:
-    """Return whether a value looks like the end of a line of `zfs get`, which makes the output ambiguous."""
+    """Return whether a value contains what looks like the end of a `zfs get` line, so that the output is ambiguous."""
     return any(
         parse._SOURCE.fullmatch(line.rpartition("\t")[2])
         for line in value.split("\n")[:-1]
@@ -56,17 +56,17 @@ def test_truncated_output_is_detected(lines: list[Property], data: st.DataObject
     text = _format_lines(lines)
     length = data.draw(st.integers(0, len(text) - 1))
     with pytest.raises(ZFSOutputError):
-        parsed = parse.parse_get(text[:length])
-        assert parsed == lines[: len(parsed)]
-        expected = {(line.name, line.prop) for line in lines}
-        if {(line.name, line.prop) for line in parsed} == expected:
+        parsed_lines = parse.parse_get(text[:length])
+        assert parsed_lines == lines[: len(parsed_lines)]
+        expected_pairs = {(line.name, line.prop) for line in lines}
+        if {(line.name, line.prop) for line in parsed_lines} == expected_pairs:
             raise ZFSOutputError(None)  # Only repeated lines were cut off, so nothing is missing.
-        for name, prop in expected:
-            parse.check_complete(parsed, [name], [prop])
+        for name, prop in expected_pairs:
+            parse.check_complete(parsed_lines, [name], [prop])
 
 
 @given(st.text())
-def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
+def test_arbitrary_text_is_parsed_or_rejected(text: str) -> None:
     for parse_text in (parse.parse_get, lambda text: parse.parse_table(text, 2)):
         try:
             parse_text(text)
@@ -81,13 +81,13 @@ def test_tables_are_parsed(rows: list[tuple[str, str]]) -> None:
 
 
 @given(_names | st.text() | st.binary())
-def test_names_are_validated_and_never_taken_for_options(name: str | bytes) -> None:
+def test_names_are_validated_and_never_mistaken_for_options(name: str | bytes) -> None:
     for check in (
-        names.existing_name,
-        names.new_filesystem_name,
-        names.filesystem_name,
-        names.snapshot_name,
-        names.new_snapshot_name,
+        names.validate_existing_name,
+        names.validate_new_filesystem_name,
+        names.validate_filesystem_name,
+        names.validate_snapshot_name,
+        names.validate_new_snapshot_name,
     ):
         try:
             text = check(name)
@@ -116,18 +116,18 @@ def test_names_are_validated_and_never_taken_for_options(name: str | bytes) -> N
 )
 def test_invalid_names_of_new_filesystems_are_refused(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        names.new_filesystem_name(name)
+        names.validate_new_filesystem_name(name)
 
 
 def test_valid_names_of_new_datasets_are_accepted() -> None:
     for name in ("pool/a", "pool/_template-0123@base", "pool/A.b:c-d_e", "pool/" + "n" * 250):
-        (names.new_snapshot_name if "@" in name else names.new_filesystem_name)(name)
+        (names.validate_new_snapshot_name if "@" in name else names.validate_new_filesystem_name)(name)
 
 
 @given(st.text() | _props, st.text() | st.binary() | st.integers() | st.booleans())
 def test_properties_are_validated(key: str, value: str | bytes | int | bool) -> None:
     try:
-        text = options.property_value(key, value)
+        text = options.format_property_assignment(key, value)
     except PropertyInvalid as error:
         assert str(error)
     else:
@@ -135,12 +135,12 @@ def test_properties_are_validated(key: str, value: str | bytes | int | bool) -> 
 
 
 def test_a_property_value_may_have_8191_bytes() -> None:
-    options.property_value("a:b", "x" * 8191)
+    options.format_property_assignment("a:b", "x" * 8191)
     with pytest.raises(PropertyInvalid, match="8192 bytes long, but the limit is 8191"):
-        options.property_value("a:b", "x" * 8192)
+        options.format_property_assignment("a:b", "x" * 8192)
 
 
-_SAMPLES = [
+_SAMPLE_ERRORS = [
     (Cause.EXISTS, "cannot create '{0}': dataset already exists"),
     (Cause.EXISTS, "cannot create snapshot '{0}': dataset already exists\nno snapshots were created"),
     (Cause.NO_PARENT, "cannot create '{0}': parent does not exist"),
@@ -175,11 +175,11 @@ _SAMPLES = [
     ),
     (Cause.NOT_CLONE, "cannot promote '{0}': not a cloned filesystem"),
     (Cause.SNAPSHOT_CONFLICT, "cannot promote '{0}': conflicting snapshot 'a' from parent 'b'"),
-    (Cause.TOO_SMALL, "cannot set property for '{0}': size is less than current used or reserved space"),
+    (Cause.SIZE_TOO_SMALL, "cannot set property for '{0}': size is less than current used or reserved space"),
     (Cause.NO_SPACE, "cannot create '{0}': out of space"),
     (Cause.EXISTS, "cannot receive new filesystem stream: destination '{0}' exists\nmust specify -F to overwrite it"),
     (
-        Cause.MODIFIED,
+        Cause.DESTINATION_MODIFIED,
         "cannot receive incremental stream: destination {0} has been modified\nsince most recent snapshot",
     ),
     (
@@ -207,19 +207,24 @@ _SAMPLES = [
     (Cause.NAME_INVALID, "cannot create '{0}': invalid character ' ' in name"),
     (Cause.NAME_INVALID, "cannot create '{0}': snapshot delimiter '@' in filesystem name"),
     (Cause.NAME_INVALID, "cannot create '{0}': empty component in name"),
-    (Cause.PROPERTY, "cannot create '{0}': bad numeric value 'banana'"),
-    (Cause.PROPERTY, "bad property list: invalid property '{0}'\nusage:\n\tget [-rHp] (dataset does not exist)"),
+    (Cause.PROPERTY_INVALID, "cannot create '{0}': bad numeric value 'banana'"),
+    (
+        Cause.PROPERTY_INVALID,
+        "bad property list: invalid property '{0}'\nusage:\n\tget [-rHp] (dataset does not exist)",
+    ),
     (Cause.SUSPENDED, "cannot open '{0}': pool I/O is currently suspended"),
     (Cause.OTHER, ""),
 ]
 
 
-@pytest.mark.parametrize(("cause", "message"), _SAMPLES)
+@pytest.mark.parametrize(("cause", "message"), _SAMPLE_ERRORS)
 def test_causes_are_recognized(cause: Cause, message: str) -> None:
     assert cause_of(message.format("tank/grove/x@y")) is cause
 
 
-@given(st.sampled_from([sample for sample in _SAMPLES if "'{0}'" in sample[1] and "\n{0}" not in sample[1]]), _names)
+@given(
+    st.sampled_from([sample for sample in _SAMPLE_ERRORS if "'{0}'" in sample[1] and "\n{0}" not in sample[1]]), _names
+)
 def test_a_name_is_not_mistaken_for_a_cause(sample: tuple[Cause, str], name: str) -> None:
     cause, message = sample
     assert cause_of(message.format(name)) is cause
@@ -230,15 +235,15 @@ def test_names_are_extracted_from_errors() -> None:
     stderr = (
         "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
     )
-    assert find_names(stderr) == ["c@d", "c"]
-    assert find_names("dataset is busy") == []
+    assert find_listed_datasets(stderr) == ["c@d", "c"]
+    assert find_listed_datasets("dataset is busy") == []
 
 
 @given(st.text())
-def test_any_error_becomes_one_line(stderr: str) -> None:
+def test_any_error_is_joined_into_one_line(stderr: str) -> None:
     assert isinstance(cause_of(stderr), Cause)
     assert len(join_lines(stderr).splitlines()) <= 1
-    find_names(stderr)
+    find_listed_datasets(stderr)
 
 
 def test_names_are_split_into_pool_and_filesystem() -> None:
@@ -259,14 +264,18 @@ def test_names_are_split_into_pool_and_filesystem() -> None:
     ("check", "valid_names", "invalid_names"),
     [
         (
-            names.existing_name,
+            names.validate_existing_name,
             ["p", "p/a b", "p/-x", "p" * 255, b"p/a"],
             ["", "-p", "/p", "p/", "p\n", "p\x7f", "p\0x", "p" * 256, "ä" * 128],
         ),
-        (names.new_filesystem_name, ["p", "p/_a.:-1", "P/0"], ["1p", "_p", "p//a", "p/.a", "p/-a", "p/a b", "p@a"]),
-        (names.snapshot_name, ["p@a", "p/a@-b c"], ["p", "@a", "p@", "p@a@b", "p@a/b", "-p@a"]),
-        (names.new_snapshot_name, ["p@a", "p@_a.:-1"], ["p", "p@-a", "p@a b", "p@.a"]),
-        (names.filesystem_name, ["p", "p/a b"], ["p@a", "p#a", "-p"]),
+        (
+            names.validate_new_filesystem_name,
+            ["p", "p/_a.:-1", "P/0"],
+            ["1p", "_p", "p//a", "p/.a", "p/-a", "p/a b", "p@a"],
+        ),
+        (names.validate_snapshot_name, ["p@a", "p/a@-b c"], ["p", "@a", "p@", "p@a@b", "p@a/b", "-p@a"]),
+        (names.validate_new_snapshot_name, ["p@a", "p@_a.:-1"], ["p", "p@-a", "p@a b", "p@.a"]),
+        (names.validate_filesystem_name, ["p", "p/a b"], ["p@a", "p#a", "-p"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -280,11 +289,11 @@ def test_invalid_names_are_quoted_in_the_error(check: Any, valid_names: list[Any
 
 
 def test_properties_are_formatted_for_the_command() -> None:
-    assert options.property_options(None) == []
-    assert options.property_options({"canmount": False, "atime": True, "refquota": 7, b"a:b": b"x=y"}) == [
+    assert options.format_property_options(None) == []
+    assert options.format_property_options({"canmount": False, "atime": True, "refquota": 7, b"a:b": b"x=y"}) == [
         *("-o", "canmount=off", "-o", "atime=on", "-o", "refquota=7", "-o", "a:b=x=y")
     ]
-    assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
+    assert options.format_property_assignment("a:b", "x" * 8191) == "a:b=" + "x" * 8191
     for value, message in (
         ("", "its value is empty, or contains a NUL character or a lone surrogate"),
         ("a\0b", "its value is empty, or contains a NUL character or a lone surrogate"),
@@ -294,24 +303,24 @@ def test_properties_are_formatted_for_the_command() -> None:
         ("ä" * 4096, "its value is 8192 bytes long, but the limit is 8191"),
     ):
         with pytest.raises(PropertyInvalid) as caught:
-            options.property_value("a:b", value)
+            options.format_property_assignment("a:b", value)
         assert caught.value.name == "a:b" and message in str(caught.value)
 
 
 def test_property_names_are_validated() -> None:
     for name in ("canmount", "a:b", "sandbox:owner", "written@snap:x", "a:" + "b" * 253):
-        assert options.property_name(name) == name
+        assert options.validate_property_name(name) == name
     for name in ("", "A", "a=b", "1a", "-a:b", "a b", "a:B"):
         with pytest.raises(PropertyInvalid) as caught:
-            options.property_name(name)
+            options.validate_property_name(name)
         assert caught.value.name == name
     with pytest.raises(PropertyInvalid, match="its name is longer than 255 bytes"):
-        options.property_name("a:" + "b" * 254)
+        options.validate_property_name("a:" + "b" * 254)
 
 
 def test_missing_properties_are_reported() -> None:
     properties = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
     parse.check_complete(properties, ["p"], ["a", "b"])
-    with pytest.raises(ZFSOutputError, match="the output lacks the property b") as caught:
+    with pytest.raises(ZFSOutputError, match="the output lacks the b property") as caught:
         parse.check_complete(properties, ["p", "q"], iter(["a", "b"]))
     assert caught.value.name == "q"

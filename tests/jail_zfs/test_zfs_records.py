@@ -16,10 +16,10 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     Kind,
     decode,
     encode,
-    stale_parts,
+    find_stale_parts,
 )
 from sandbox_gateway.records import NewerFormat, Record, Sandbox, Snapshot, Volume, VolumeSnapshot
-from sandbox_gateway.zfs.options import VALUE_MAX, property_value
+from sandbox_gateway.zfs.options import VALUE_MAX, format_property_assignment
 from sandbox_gateway.zfs.parse import Property
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=3000)
@@ -44,12 +44,12 @@ def test_a_record_survives_a_round_trip(record: Record, generation: int) -> None
     props = encode(record, generation)
     assert list(props)[-1] == HEAD
     for prop, value in props.items():
-        assert property_value(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
+        assert format_property_assignment(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
     assert decode(props, _kinds[type(record)]) == (generation, record)
-    for other in set(_kinds.values()) - {_kinds[type(record)]}:
+    for other_kind in set(_kinds.values()) - {_kinds[type(record)]}:
         with pytest.raises(ValueError, match="expected the record"):
-            decode(props, other)
-    assert stale_parts(props) == []
+            decode(props, other_kind)
+    assert find_stale_parts(props) == []
 
 
 def test_only_a_long_record_is_split() -> None:
@@ -59,12 +59,12 @@ def test_only_a_long_record_is_split() -> None:
 
 
 def test_stale_parts_are_ignored_and_missing_parts_are_detected() -> None:
-    old = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
-    new = encode(Snapshot(), 8)
-    assert sorted(stale_parts(old | new)) == [f"{HEAD}.7.{n}" for n in range(3)]
-    del old[f"{HEAD}.7.1"]
+    old_props = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
+    new_props = encode(Snapshot(), 8)
+    assert sorted(find_stale_parts(old_props | new_props)) == [f"{HEAD}.7.{n}" for n in range(3)]
+    del old_props[f"{HEAD}.7.1"]
     with pytest.raises(ValueError, match=r"sandbox:record\.7\.1 is missing"):
-        decode(old, "snapshot")
+        decode(old_props, "snapshot")
 
 
 def test_changed_parts_are_detected() -> None:
@@ -74,22 +74,26 @@ def test_changed_parts_are_detected() -> None:
         decode(props, "snapshot")
 
 
-def test_an_oversized_record_is_refused_with_a_remedy() -> None:
+def test_an_oversized_record_is_refused_and_a_remedy_is_named() -> None:
     with pytest.raises(Invalid, match="shorten its metadata"):
         encode(Sandbox(name="a", env={"A": "x" * 300_000}), 1)
 
 
-_json = st.recursive(
+_json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
     max_leaves=10,
 )
 _heads = (
     st.text(max_size=100)
-    | _json.map(json.dumps)
+    | _json_values.map(json.dumps)
     | st.fixed_dictionaries(
-        {"v": st.just(1) | _json, "kind": st.sampled_from(["sandbox", "snapshot"]) | _json, "generation": _json},
-        optional={"record": _json, "parts": _json, "sha256": _json},
+        {
+            "v": st.just(1) | _json_values,
+            "kind": st.sampled_from(["sandbox", "snapshot"]) | _json_values,
+            "generation": _json_values,
+        },
+        optional={"record": _json_values, "parts": _json_values, "sha256": _json_values},
     ).map(json.dumps)
     | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(lambda pair: encode(pair[0], 1)[HEAD][: pair[1]])
 )
@@ -101,7 +105,7 @@ def test_a_damaged_record_is_reported_as_damaged(head: str, kind: str) -> None:
         decode({HEAD: head}, kind)  # type: ignore[arg-type]
     except (ValueError, NewerFormat) as error:
         assert str(error)
-    stale_parts({HEAD: head, f"{HEAD}.1.0": "x"})
+    find_stale_parts({HEAD: head, f"{HEAD}.1.0": "x"})
 
 
 _ROOT = "p/r"
@@ -140,5 +144,5 @@ def test_damaged_properties_never_prevent_a_scan(local: dict[str, dict[str, str]
     assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
     assert not set(findings.to_move) & set(findings.empty)
     for name, reason in findings.marks.to_mark.items():
-        property_value(QUARANTINE, reason or "x")
+        format_property_assignment(QUARANTINE, reason or "x")
         assert name.rpartition("/")[2] not in removed_instances

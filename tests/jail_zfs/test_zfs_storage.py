@@ -20,10 +20,10 @@ from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
 from tests.support import session
 
-_EMPTY_STORAGE = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
+_DATASETS_OF_EMPTY_STORAGE = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
 
 
-def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
+def _list_dataset_names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
     return [name.removeprefix(storage.root.dataset) for name in zfs.list_datasets(storage.root.dataset, types=types)]
 
 
@@ -36,15 +36,15 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _create_sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **more: str) -> Sandbox:
-    sandbox = Sandbox(name=name, forked_from=source.id, **more)
+def _create_sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **fields: str) -> Sandbox:
+    sandbox = Sandbox(name=name, forked_from=source.id, **fields)
     storage.instances.clone(source.id, sandbox.instance)
     storage.instances.save(sandbox)
     return sandbox
 
 
 def _reopen(storage: ZfsStorage) -> ZfsStorage:
-    """Close and open the storage, as a restart of the gateway does."""
+    """Close and reopen the storage, as a restart of the gateway does."""
     storage.close()
     storage.open()
     return storage
@@ -62,18 +62,18 @@ def test_a_sandbox_can_be_created_and_removed(storage: ZfsStorage) -> None:
     storage.instances.forget(sandbox.instance)
     assert storage.instances.discard(sandbox.instance)
     assert storage.snapshots.destroy(base.id)
-    assert _names(storage) == _EMPTY_STORAGE
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE
     assert list((storage.root.mountpoint / "sandboxes").iterdir()) == []
 
 
 def test_a_failed_base_is_destroyed(storage: ZfsStorage) -> None:
-    def fill(path: Path) -> None:
+    def fail(path: Path) -> None:
         (path / "half").write_text("done")
         raise ValueError("no mirror")
 
     with pytest.raises(ValueError, match="no mirror"):
-        storage.snapshots.create_base(Snapshot(), fill)
-    assert _names(storage) == _EMPTY_STORAGE
+        storage.snapshots.create_base(Snapshot(), fail)
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE
 
 
 def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
@@ -84,8 +84,8 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     (storage.instances.path(source.instance) / "file").write_text("later")
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
-    retired = storage.snapshots.full_name(snapshot.id).partition("@")[0]
-    assert not zfs.is_mounted(retired)
+    retired_dataset = storage.snapshots.full_name(snapshot.id).partition("@")[0]
+    assert not zfs.is_mounted(retired_dataset)
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base, snapshot], [], [])
 
@@ -97,24 +97,24 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     assert caught.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage, "filesystem") == sorted([*_EMPTY_STORAGE, f"/_template-{base.id}"])
+    assert _list_dataset_names(storage, "filesystem") == sorted([*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}"])
     assert storage.snapshots.destroy(base.id)
-    assert _names(storage) == _EMPTY_STORAGE
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE
 
 
 def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     forks = [_create_sandbox(storage, base, f"web-{n}") for n in range(3)]
-    storage.instances.clone(base.id, uncommitted := new_id())
+    storage.instances.clone(base.id, uncommitted_instance := new_id())
     with pytest.raises(InUseExternally) as caught:
         storage.snapshots.destroy(base.id)
-    expected = {fork.id: fork.name for fork in forks}
-    assert set(caught.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
-    assert all(name in caught.value.message for name in expected.values())
+    fork_names = {fork.id: fork.name for fork in forks}
+    assert set(caught.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
+    assert all(name in caught.value.message for name in fork_names.values())
     zfs.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
-    storage.instances.discard(uncommitted)
+    storage.instances.discard(uncommitted_instance)
     with pytest.raises(InUseExternally, match="@") as caught:
         storage.snapshots.destroy(base.id)
     assert list(caught.value.users) == ["hold"]
@@ -131,7 +131,7 @@ def test_a_deferred_snapshot_is_hidden_and_removed_with_its_last_fork(storage: Z
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes) == ([], [fork])
     assert storage.instances.discard(fork.instance)
-    assert _names(storage) == _EMPTY_STORAGE
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE
 
 
 def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage: ZfsStorage) -> None:
@@ -145,24 +145,29 @@ def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage
     assert [record.id for record in _reopen(storage).scan().snapshots] == [snapshot.id]
     storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage) == _EMPTY_STORAGE, "retired datasets were not destroyed with the last snapshot"
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE, (
+        "retired datasets were not destroyed with the last snapshot"
+    )
 
 
-def test_the_newest_instance_of_a_sandbox_wins(storage: ZfsStorage) -> None:
+def test_a_scan_keeps_only_the_newest_instance_of_a_sandbox(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    old = sandbox.instance
-    first = storage.snapshots.capture(old, Snapshot())
-    second = storage.snapshots.capture(old, Snapshot())
-    storage.instances.clone(first.id, instance := new_id())
-    storage.instances.save(rolled_back := sandbox.model_copy(update={"instance": instance}))
+    old_instance = sandbox.instance
+    first_snapshot = storage.snapshots.capture(old_instance, Snapshot())
+    second_snapshot = storage.snapshots.capture(old_instance, Snapshot())
+    storage.instances.clone(first_snapshot.id, instance := new_id())
+    storage.instances.save(rolled_back_sandbox := sandbox.model_copy(update={"instance": instance}))
     # If the gateway is killed here, two instances have a record of the sandbox.
     scan = _reopen(storage).scan()
-    assert scan.sandboxes == [rolled_back]
+    assert scan.sandboxes == [rolled_back_sandbox]
     assert scan.repaired == [
-        f"{storage.instances.dataset(old)}: retired, because the instance of sandbox {sandbox.id} is now {instance}"
+        f"{storage.instances.dataset(old_instance)}: retired, "
+        f"because the instance of sandbox {sandbox.id} is now {instance}"
     ]
-    assert [record.id for record in scan.snapshots] == [base.id, first.id, second.id], "newer snapshots were removed"
+    assert [record.id for record in scan.snapshots] == [base.id, first_snapshot.id, second_snapshot.id], (
+        "newer snapshots were removed"
+    )
 
 
 def test_a_dataset_that_cannot_be_moved_is_retired_in_place(storage: ZfsStorage) -> None:
@@ -176,15 +181,15 @@ def test_a_dataset_that_cannot_be_moved_is_retired_in_place(storage: ZfsStorage)
     for _ in range(2):
         scan = _reopen(storage).scan()
         assert ([s.id for s in scan.sandboxes], scan.repaired) == ([fork.id for fork in forks], [])
-    name = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
-    assert name.partition("@")[0] in (
+    snapshot_name = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
+    assert snapshot_name.partition("@")[0] in (
         f"{storage.root.dataset}/{container}/{source.instance}" for container in ("retired", "sandboxes")
     )
     assert not storage.snapshots.destroy(base.id), "the base was not hidden"
     for fork in forks:
         storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage) == _EMPTY_STORAGE
+    assert _list_dataset_names(storage) == _DATASETS_OF_EMPTY_STORAGE
 
 
 def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
@@ -193,11 +198,11 @@ def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
     snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
     paths = [str(storage.instances.path(fork.instance)) for fork in forks]
-    before = pools.mount_ids(storage.root.mountpoint)
+    mount_ids_before = pools.mount_ids(storage.root.mountpoint)
     assert not storage.instances.discard(source.instance)
     _reopen(storage).scan()
-    after = pools.mount_ids(storage.root.mountpoint)
-    assert [after.get(path) for path in paths] == [before[path] for path in paths]
+    mount_ids_after = pools.mount_ids(storage.root.mountpoint)
+    assert [mount_ids_after.get(path) for path in paths] == [mount_ids_before[path] for path in paths]
 
 
 def test_a_scan_removes_uncommitted_objects(storage: ZfsStorage) -> None:
@@ -208,7 +213,9 @@ def test_a_scan_removes_uncommitted_objects(storage: ZfsStorage) -> None:
     scan = _reopen(storage).scan(torn_down_instances.append)
     assert torn_down_instances == [instance]
     assert len(scan.repaired) == 2
-    assert _names(storage) == sorted([*_EMPTY_STORAGE, f"/_template-{base.id}", f"/_template-{base.id}@base"])
+    assert _list_dataset_names(storage) == sorted(
+        [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/_template-{base.id}@base"]
+    )
 
 
 def test_a_scan_reports_objects_that_it_cannot_remove(storage: ZfsStorage) -> None:
@@ -224,26 +231,26 @@ def test_a_scan_reports_objects_that_it_cannot_remove(storage: ZfsStorage) -> No
 
 def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     base = _create_base(storage)
-    intact = _create_sandbox(storage, base, "good")
-    damaged = _create_sandbox(storage, base, "bad")
-    snapshot = storage.snapshots.capture(intact.instance, Snapshot())
-    duplicate = storage.snapshots.capture(intact.instance, Snapshot())
-    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(damaged.instance))
+    intact_sandbox = _create_sandbox(storage, base, "good")
+    damaged_sandbox = _create_sandbox(storage, base, "bad")
+    snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
+    duplicate_snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
+    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(damaged_sandbox.instance))
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
-    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(duplicate.id))
+    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(duplicate_snapshot.id))
     pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
         scan = _reopen(storage).scan()
-        assert (scan.sandboxes, scan.snapshots) == ([intact], [base])
+        assert (scan.sandboxes, scan.snapshots) == ([intact_sandbox], [base])
     assert len(scan.repaired) == 3
     assert any("is not JSON" in note for note in scan.repaired)
     assert any(f"also has the record of the snapshot {base.id}" in note for note in scan.repaired)
-    assert "not JSON" in zfs.local_props(storage.instances.dataset(damaged.instance))[QUARANTINE]
-    storage.instances.save(damaged)
+    assert "not JSON" in zfs.local_props(storage.instances.dataset(damaged_sandbox.instance))[QUARANTINE]
+    storage.instances.save(damaged_sandbox)
     scan = _reopen(storage).scan()
     assert {sandbox.name for sandbox in scan.sandboxes} == {"good", "bad"}
-    assert f"{storage.instances.dataset(damaged.instance)}: its record can be read again" in scan.repaired
-    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(damaged.instance))
+    assert f"{storage.instances.dataset(damaged_sandbox.instance)}: its record can be read again" in scan.repaired
+    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(damaged_sandbox.instance))
 
 
 def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage: ZfsStorage) -> None:
@@ -252,25 +259,25 @@ def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage:
     storage.instances.clone(base.id, new_id())  # It was never committed, so a scan would remove it.
     dataset = storage.instances.dataset(sandbox.instance)
     record = zfs.local_props(dataset)[HEAD]
-    newer = record.replace('"state":"running"', '"state":"frozen"')
-    pools.run("zfs", "set", f"{HEAD}={newer}", dataset)
-    before = (_names(storage), zfs.local_tree(storage.root.dataset))
+    newer_record = record.replace('"state":"running"', '"state":"frozen"')
+    pools.run("zfs", "set", f"{HEAD}={newer_record}", dataset)
+    state_before = (_list_dataset_names(storage), zfs.local_tree(storage.root.dataset))
     with pytest.raises(BackendFailed, match=f"{dataset} was written by a newer release .*its state is 'frozen'"):
         _reopen(storage).scan()
-    assert (_names(storage), zfs.local_tree(storage.root.dataset)) == before
+    assert (_list_dataset_names(storage), zfs.local_tree(storage.root.dataset)) == state_before
     pools.run("zfs", "set", f"{HEAD}={record}", dataset)
     assert _reopen(storage).scan().sandboxes == [sandbox]
 
 
-@pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
-def test_an_ambiguous_value_does_not_hide_other_records(storage: ZfsStorage, value: str) -> None:
+@pytest.mark.parametrize("ambiguous_value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
+def test_an_ambiguous_value_does_not_hide_other_records(storage: ZfsStorage, ambiguous_value: str) -> None:
     base = _create_base(storage)
     sandboxes = [_create_sandbox(storage, base, f"s{n}") for n in range(4)]
     for sandbox in sandboxes:
         pools.run(
             "zfs",
             "set",
-            f"sandbox:a={value.format(root=storage.root.dataset)}",
+            f"sandbox:a={ambiguous_value.format(root=storage.root.dataset)}",
             storage.instances.dataset(sandbox.instance),
         )
     scan = _reopen(storage).scan()
@@ -304,7 +311,7 @@ def test_foreign_snapshots_are_ignored_and_kept(storage: ZfsStorage) -> None:
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base], [sandbox], [])
     assert not storage.instances.discard(sandbox.instance)
-    assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _names(storage))
+    assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _list_dataset_names(storage))
 
 
 def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> None:
@@ -316,127 +323,129 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
         scan = _reopen(storage).scan()
         assert (scan.sandboxes, scan.repaired) == ([sandbox], [])
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
-    big = Snapshot(recipe={"setup": ["x" * 100_000]})
-    storage.snapshots.capture(sandbox.instance, big)
-    big.names = ["named"]
-    storage.snapshots.save(big)
-    assert _reopen(storage).scan().snapshots == [base, big]
+    big_snapshot = Snapshot(recipe={"setup": ["x" * 100_000]})
+    storage.snapshots.capture(sandbox.instance, big_snapshot)
+    big_snapshot.names = ["named"]
+    storage.snapshots.save(big_snapshot)
+    assert _reopen(storage).scan().snapshots == [base, big_snapshot]
 
 
 def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    partial = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
-    for prop, value in partial.items():
+    partial_props = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
+    for prop, value in partial_props.items():
         if prop != HEAD:
             zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert _reopen(storage).scan().sandboxes == [sandbox]
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
 
 
-def test_has_diverged(storage: ZfsStorage) -> None:
+def test_has_diverged_compares_an_instance_with_its_ancestors(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
     assert not storage.instances.has_diverged(sandbox.instance, base.id)
     (storage.instances.path(sandbox.instance) / "new").touch()
     assert storage.instances.has_diverged(sandbox.instance, base.id)
-    head = storage.snapshots.capture(sandbox.instance, Snapshot())
-    assert not storage.instances.has_diverged(sandbox.instance, head.id)
+    snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
+    assert not storage.instances.has_diverged(sandbox.instance, snapshot.id)
     storage.instances.save(sandbox)
-    assert not storage.instances.has_diverged(sandbox.instance, head.id), "saving a record counted as a change"
-    fork = _create_sandbox(storage, head)
+    assert not storage.instances.has_diverged(sandbox.instance, snapshot.id), "saving a record counted as a change"
+    fork = _create_sandbox(storage, snapshot)
     storage.instances.discard(sandbox.instance)
-    assert not storage.instances.has_diverged(fork.instance, head.id)
+    assert not storage.instances.has_diverged(fork.instance, snapshot.id)
     assert storage.instances.has_diverged(fork.instance, base.id)
-    other = storage.snapshots.create_base(Snapshot(), lambda path: None)
-    assert storage.instances.has_diverged(fork.instance, other.id), "an unrelated snapshot counted as an ancestor"
+    unrelated_base = storage.snapshots.create_base(Snapshot(), lambda path: None)
+    assert storage.instances.has_diverged(fork.instance, unrelated_base.id), (
+        "an unrelated snapshot counted as an ancestor"
+    )
 
 
 def test_quotas_are_enforced(storage: ZfsStorage) -> None:
-    base = storage.snapshots.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
+    base = storage.snapshots.create_base(Snapshot(), lambda path: _write_megabytes(path / "big", 5))
     with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small, because the snapshot contains \d+ MiB|quota"):
         storage.instances.clone(base.id, new_id(), disk_mb=4)
     instance = new_id()
     path = storage.instances.clone(base.id, instance, disk_mb=10)
     with pytest.raises(OSError, match="quota"):
-        _fill(path / "more", 20)
+        _write_megabytes(path / "more", 20)
     (path / "more").unlink()
-    _set_disk(storage, instance, 64)
-    _fill(path / "more", 20)
+    _set_disk_quota(storage, instance, 64)
+    _write_megabytes(path / "more", 20)
     with pytest.raises(OverQuota):
         zfs.sync(storage.instances.dataset(instance))
-        _set_disk(storage, instance, 8)
+        _set_disk_quota(storage, instance, 8)
     dataset = storage.instances.dataset(instance)
     assert zfs.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
     assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
     assert zfs.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
-    assert sorted(_names(storage, "filesystem")) == sorted(
-        [*_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
+    assert sorted(_list_dataset_names(storage, "filesystem")) == sorted(
+        [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
     )
 
 
 @translate_errors
-def _set_disk(storage: ZfsStorage, instance: str, disk_mb: int) -> None:
+def _set_disk_quota(storage: ZfsStorage, instance: str, disk_mb: int) -> None:
     zfs.lzc_set_prop(storage.instances.dataset(instance), "refquota", disk_mb << 20)
 
 
-def _fill(path: Path, megabytes: int) -> None:
+def _write_megabytes(path: Path, megabytes: int) -> None:
     with path.open("wb") as file:
         for _ in range(megabytes):
             file.write(os.urandom(1 << 20))
             file.flush()
 
 
-def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, locks: Path) -> None:
-    with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small:
-        storage = ZfsStorage(small.name, lock_directory=locks)
+def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, lock_directory: Path) -> None:
+    with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small_pool:
+        storage = ZfsStorage(small_pool.name, lock_directory=lock_directory)
         storage.open()
         base = _create_base(storage)
-        sandbox, keeper = _create_sandbox(storage, base, "fills"), _create_sandbox(storage, base, "keeps")
-        snapshot = storage.snapshots.capture(keeper.instance, Snapshot())
+        sandbox, captured_sandbox = _create_sandbox(storage, base, "fills"), _create_sandbox(storage, base, "keeps")
+        snapshot = storage.snapshots.capture(captured_sandbox.instance, Snapshot())
         with pytest.raises(OSError, match="No space left"):
-            _fill(storage.instances.path(sandbox.instance) / "all", 200)
-        with pytest.raises(NoSpace, match=f"the pool {small.name} has no space left"):
+            _write_megabytes(storage.instances.path(sandbox.instance) / "all", 200)
+        with pytest.raises(NoSpace, match=f"the pool {small_pool.name} has no space left"):
             storage.snapshots.capture(sandbox.instance, Snapshot())
         with pytest.raises(NoSpace):
             storage.instances.clone(base.id, new_id())
-        assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, keeper.id]
-        storage.instances.forget(keeper.instance)
-        assert not storage.instances.discard(keeper.instance), "the instance with a snapshot was not retired"
+        assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, captured_sandbox.id]
+        storage.instances.forget(captured_sandbox.instance)
+        assert not storage.instances.discard(captured_sandbox.instance), "the instance with a snapshot was not retired"
         assert storage.instances.discard(sandbox.instance)
         storage.scan()
-        assert "/ballast" in _names(storage)
+        assert "/ballast" in _list_dataset_names(storage)
         assert storage.snapshots.destroy(snapshot.id)
         storage.close()
 
 
 def test_concurrent_operations_leave_nothing_behind(storage: ZfsStorage) -> None:
     base = _create_base(storage)
-    before = _names(storage)
+    dataset_names_before = _list_dataset_names(storage)
     barrier = threading.Barrier(4)
 
     def run_life_cycle(number: int) -> None:
         barrier.wait()
-        for turn in range(2):
-            sandbox = _create_sandbox(storage, base, f"s-{number}-{turn}")
+        for round_number in range(2):
+            sandbox = _create_sandbox(storage, base, f"s-{number}-{round_number}")
             snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
-            fork = _create_sandbox(storage, snapshot, f"f-{number}-{turn}")
+            fork = _create_sandbox(storage, snapshot, f"f-{number}-{round_number}")
             storage.instances.discard(sandbox.instance)
             storage.instances.discard(fork.instance)
             storage.snapshots.destroy(snapshot.id)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run_life_cycle, range(4)))
-    assert _names(storage) == before
+    assert _list_dataset_names(storage) == dataset_names_before
     assert storage.scan().repaired == []
 
 
-def test_an_unusable_root_dataset_is_reported(root: str, locks: Path) -> None:
+def test_an_unusable_root_dataset_is_reported(root: str, lock_directory: Path) -> None:
     with pytest.raises(BackendFailed, match=re.escape(f"zfs create {root}/no")):
-        ZfsStorage(f"{root}/no", lock_directory=locks).open()
+        ZfsStorage(f"{root}/no", lock_directory=lock_directory).open()
     pools.run("zfs", "create", "-o", "mountpoint=none", f"{root}/nowhere")
     with pytest.raises(BackendFailed, match="zfs set mountpoint"):
-        ZfsStorage(f"{root}/nowhere", lock_directory=locks).open()
+        ZfsStorage(f"{root}/nowhere", lock_directory=lock_directory).open()
 
 
 def test_a_record_is_one_line_of_readable_json(storage: ZfsStorage) -> None:
@@ -453,7 +462,7 @@ def test_a_snapshot_can_be_forked_while_its_dataset_is_retired(storage: ZfsStora
         source = _create_sandbox(storage, base)
         snapshot = storage.snapshots.capture(source.instance, Snapshot())
         with ThreadPoolExecutor(2) as pool:
-            discarded = pool.submit(storage.instances.discard, source.instance)
-            forks = [pool.submit(storage.instances.clone, snapshot.id, new_id()) for _ in range(3)]
-            assert not discarded.result()
-            assert all((fork.result() / "file").exists() for fork in forks)
+            discard_future = pool.submit(storage.instances.discard, source.instance)
+            fork_futures = [pool.submit(storage.instances.clone, snapshot.id, new_id()) for _ in range(3)]
+            assert not discard_future.result()
+            assert all((fork_future.result() / "file").exists() for fork_future in fork_futures)

@@ -1,4 +1,4 @@
-"""Provide fixtures for the tests of the KVM/XFS host: a Debian file system, which is built once per run."""
+"""Fixtures for the tests of the KVM/XFS host: a Debian root file system, which is built once per run."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from tests.support import session
 
 @dataclass
 class BuiltRootfs:
-    """The files of a built template, and the lines of the build's log."""
+    """The files of a built template, and the lines of the build log."""
 
     image: Path
     kernel: Path
     initrd: Path
-    lines: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
 
 
 def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRootfs:
-    """Build ``recipe`` into ``directory``."""
-    built = BuiltRootfs(directory / "rootfs.img", directory / "kernel", directory / "initrd")
+    """Build the root file system of ``recipe`` in ``directory``."""
+    rootfs = BuiltRootfs(directory / "rootfs.img", directory / "kernel", directory / "initrd")
     asyncio.run(
         build_rootfs(
             recipe,
-            built.image,
-            built.kernel,
-            built.initrd,
+            rootfs.image,
+            rootfs.kernel,
+            rootfs.initrd,
             cache_root=cache or directory / "cache",
-            log=built.lines.append,
+            log=rootfs.log_lines.append,
         )
     )
-    return built
+    return rootfs
 
 
 @pytest.fixture(scope="session")
-def debian(need_root: None) -> BuiltRootfs:
-    """Build the default recipe. Later runs reuse the downloaded packages."""
+def debian_rootfs(need_root: None) -> BuiltRootfs:
+    """The root file system of the default recipe. Later runs reuse the downloaded packages."""
     directory = session.run_dir() / "debian"
     directory.mkdir()
     return build(Recipe(), directory, session.cache_dir())
 
 
 @pytest.fixture(scope="session")
-def template_kernel(debian: BuiltRootfs) -> Path:
-    return debian.kernel
+def template_kernel(debian_rootfs: BuiltRootfs) -> Path:
+    return debian_rootfs.kernel

@@ -1,4 +1,4 @@
-"""A real KVM/XFS host whose machines are this process: the memory of a machine is a private mapping of its image."""
+"""A KVM/XFS host with simulated machines: the memory of each is a private mapping of its image in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.machines import StartedMachine
 from sandbox_gateway.records import Sandbox, Snapshot
 
@@ -21,7 +21,7 @@ class ProcessMachine:
 
     has_ended = False
 
-    def __init__(self, files: Instance) -> None:
+    def __init__(self, files: InstanceFiles) -> None:
         self.files = files
         with files.memory.open("rb") as file:
             self.memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -60,7 +60,7 @@ class ProcessMachines:
 
     def check_platform(self, snapshot: Snapshot) -> None: ...
 
-    async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None, *, hold: bool = False) -> None:
+    async def launch(self, sandbox: Sandbox, files: InstanceFiles, state: Path | None, *, hold: bool = False) -> None:
         self.running[sandbox.instance] = ProcessMachine(files)
         sandbox.host = {"platform": {}}
 
@@ -73,7 +73,7 @@ class ProcessMachines:
         return {}
 
 
-class NoServers:
+class NoVolumeServers:
     async def open(self, ids: set[str]) -> list[str]:
         return []
 
@@ -81,8 +81,8 @@ class NoServers:
 def make_host(config: Config) -> KvmXfsHost:
     host: Any = KvmXfsHost(config)
     host._machines = ProcessMachines()
-    host._volumes._servers = NoServers()
+    host._volumes._servers = NoVolumeServers()
     host._layout.create()
     host._memory_roots.open()
-    opened: KvmXfsHost = host
-    return opened
+    opened_host: KvmXfsHost = host
+    return opened_host

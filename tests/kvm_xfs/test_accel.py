@@ -18,12 +18,12 @@ from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.accel import Accel
 
 
-def probe(cache: Path, kernel: Path | None = None, **settings: Any) -> Accel:
-    return asyncio.run(accel.probe(KvmXfs(**settings), cache, kernel))
+def probe(cache_file: Path, kernel: Path | None = None, **settings: Any) -> Accel:
+    return asyncio.run(accel.probe(KvmXfs(**settings), cache_file, kernel))
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache_file(tmp_path: Path) -> Path:
     return tmp_path / "accelerator.json"
 
 
@@ -34,15 +34,15 @@ def write_script(path: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["tcg", "auto"])
-def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> None:
-    result = probe(cache, accelerator=name)
+def test_the_probe_reports_its_choice_and_the_reason(cache_file: Path, name: str) -> None:
+    result = probe(cache_file, accelerator=name)
     assert result.name in ("kvm", "tcg")
     assert result.cpu_model == ("host" if result.name == "kvm" else "max")
     assert result.qemu_version[0].isdigit()
     assert result.reason
     if name == "tcg":
         assert result.name == "tcg"
-        assert not cache.exists()
+        assert not cache_file.exists()
 
 
 @pytest.mark.parametrize(
@@ -56,25 +56,25 @@ def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> 
         ),
     ],
 )
-def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], message: str) -> None:
+def test_an_unsuitable_qemu_is_refused(cache_file: Path, settings: dict[str, str], message: str) -> None:
     with pytest.raises(BackendFailed, match=message):
-        probe(cache, **settings)
+        probe(cache_file, **settings)
 
 
-def test_a_qemu_without_the_capture_command_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_qemu_without_the_capture_command_is_refused(cache_file: Path, tmp_path: Path) -> None:
     qemu = KvmXfs().qemu
     qemu_without_command = write_script(
         tmp_path / "qemu", f'{qemu} "$@" | sed s/xen-save-devices-state/something-else/g'
     )
     with pytest.raises(BackendFailed, match="has no command xen-save-devices-state, which captures need"):
-        probe(cache, qemu=qemu_without_command)
+        probe(cache_file, qemu=qemu_without_command)
 
 
-def test_accelerator_kvm_requires_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_accelerator_kvm_requires_the_device(cache_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", tmp_path / "kvm")
     with pytest.raises(BackendFailed, match="is missing"):
-        probe(cache, accelerator="kvm")
-    assert probe(cache).name == "tcg"
+        probe(cache_file, accelerator="kvm")
+    assert probe(cache_file).name == "tcg"
 
 
 def test_can_boot_returns_true_for_a_stock_kernel(template_kernel: Path) -> None:
@@ -87,11 +87,11 @@ def test_can_boot_returns_false_and_stops_qemu_if_the_boot_fails(tmp_path: Path,
     start = time.monotonic()
     assert not asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
     assert time.monotonic() - start < 5
-    not_a_kernel = tmp_path / "vmlinuz"
-    not_a_kernel.write_bytes(b"no kernel")
-    assert not asyncio.run(accel.can_boot(config, not_a_kernel, accelerator="tcg", cpu_model="max"))
-    remaining = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
-    assert remaining.returncode == 1, remaining.stdout
+    invalid_kernel = tmp_path / "vmlinuz"
+    invalid_kernel.write_bytes(b"no kernel")
+    assert not asyncio.run(accel.can_boot(config, invalid_kernel, accelerator="tcg", cpu_model="max"))
+    pgrep = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
+    assert pgrep.returncode == 1, pgrep.stdout
 
 
 def test_can_boot_gives_up_on_a_silent_guest(
@@ -104,41 +104,41 @@ def test_can_boot_gives_up_on_a_silent_guest(
 
 
 def test_auto_probes_once_and_caches_the_result(
-    cache: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache_file: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
-    runs = tmp_path / "runs"
+    runs_file = tmp_path / "runs"
     counting_qemu = write_script(
-        tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
+        tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs_file};; esac; exec {KvmXfs().qemu} "$@"'
     )
-    first = probe(cache, template_kernel, qemu=counting_qemu, probe_seconds=3)
-    second = probe(cache, template_kernel, qemu=counting_qemu, probe_seconds=3)
-    assert first == second
-    assert runs.read_text() == "run\n"
-    (key,) = json.loads(cache.read_text())
-    assert key.split()[:2] == [first.qemu_version, os.uname().release]
-    if first.name == "tcg":
-        assert str(cache) in first.reason, "the reason does not name the file to remove"
+    first_result = probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    second_result = probe(cache_file, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    assert first_result == second_result
+    assert runs_file.read_text() == "run\n"
+    (key,) = json.loads(cache_file.read_text())
+    assert key.split()[:2] == [first_result.qemu_version, os.uname().release]
+    if first_result.name == "tcg":
+        assert str(cache_file) in first_result.reason, "the reason does not name the file to remove"
     other_kernel = tmp_path / "vmlinuz-other"
     other_kernel.write_bytes(b"another kernel")
-    assert probe(cache, other_kernel, qemu=counting_qemu, probe_seconds=3).name == "tcg"
-    assert runs.read_text() == "run\nrun\n", "another kernel was not tested"
+    assert probe(cache_file, other_kernel, qemu=counting_qemu, probe_seconds=3).name == "tcg"
+    assert runs_file.read_text() == "run\nrun\n", "another kernel was not tested"
 
 
-def test_without_a_kernel_earlier_results_are_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_earlier_results_are_used(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     monkeypatch.setattr(accel, "_host_kernel", lambda: None)
-    version = probe(cache).qemu_version
-    assert probe(cache).name == "tcg"
-    for host_kernel, booted, name in (("other", True, "tcg"), (os.uname().release, False, "tcg")):
-        cache.write_text(json.dumps({f"{version} {host_kernel} 0123": booted}))
-        assert probe(cache).name == name
-    cache.write_text(json.dumps({f"{version} {os.uname().release} 0123": True}))
-    assert probe(cache).name == "kvm"
+    version = probe(cache_file).qemu_version
+    assert probe(cache_file).name == "tcg"
+    for host_kernel, has_booted, expected_name in (("other", True, "tcg"), (os.uname().release, False, "tcg")):
+        cache_file.write_text(json.dumps({f"{version} {host_kernel} 0123": has_booted}))
+        assert probe(cache_file).name == expected_name
+    cache_file.write_text(json.dumps({f"{version} {os.uname().release} 0123": True}))
+    assert probe(cache_file).name == "kvm"
 
 
-def test_a_damaged_cache_is_ignored(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_ignored(cache_file: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):
-        cache.write_text(text)
-        assert probe(cache, template_kernel, probe_seconds=0.5).qemu_version
+        cache_file.write_text(text)
+        assert probe(cache_file, template_kernel, probe_seconds=0.5).qemu_version

@@ -1,4 +1,4 @@
-"""Test control groups with the versions that this machine uses (1, 2 or both)."""
+"""Test the control groups of machines with the cgroup versions that this host uses (1, 2 or both)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
+from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from tests.support import session
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
-ONE, TWO = "0123456789ab", "ba9876543210"
+INSTANCE, OTHER_INSTANCE = "0123456789ab", "ba9876543210"
 
 
 @pytest.fixture
@@ -35,76 +35,76 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def read_groups(pid: int) -> str:
+def read_cgroup_file(pid: int) -> str:
     return Path(f"/proc/{pid}/cgroup").read_text()
 
 
 def read_limit(groups: Cgroups, controller: str, *files: str) -> str:
-    """Return the contents of the first of ``files`` that exists in the machine's group."""
+    """Return the contents of the first file in ``files`` that exists in the control group of ``INSTANCE``."""
     hierarchy = groups._hierarchies[controller]
     for file in files:
-        path = hierarchy.mount / groups._name / ONE / file
+        path = hierarchy.mount / groups._name / INSTANCE / file
         if path.exists():
             return path.read_text().strip()
-    raise AssertionError(f"none of {files} in {controller}")
+    raise AssertionError(f"none of the files {files} exists in the hierarchy of the controller {controller}")
 
 
 def test_limit_applies_to_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.limit(ONE, sleeper.pid, memory_mb=320, cpus=2)
-    assert read_groups(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
+    groups.limit(INSTANCE, sleeper.pid, memory_mb=320, cpus=2)
+    assert read_cgroup_file(sleeper.pid).count(f"/{groups._name}/{INSTANCE}") >= 1
     if "memory" in groups._hierarchies:
         assert int(read_limit(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
-        assert isinstance(groups.memory_bytes(ONE), int)
+        assert isinstance(groups.memory_bytes(INSTANCE), int)
     if "cpu" in groups._hierarchies:
         assert read_limit(groups, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "125000"
-    groups.limit(ONE, sleeper.pid, memory_mb=640, cpus=1)
+    groups.limit(INSTANCE, sleeper.pid, memory_mb=640, cpus=1)
     if "memory" in groups._hierarchies:
         assert int(read_limit(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 640 << 20
     sleeper.kill()
     sleeper.wait()
-    groups.remove(ONE)
-    assert not any((root / ONE).exists() for root in groups._roots())
+    groups.remove(INSTANCE)
+    assert not any((root / INSTANCE).exists() for root in groups._roots())
 
 
 def test_a_process_over_its_memory_limit_is_killed(groups: Cgroups) -> None:
     if "memory" not in groups._hierarchies:
-        pytest.skip("no memory controller")
+        pytest.skip("this machine has no memory controller")
     process = subprocess.Popen(
         ["python3", "-c", "input(); x = bytearray(256 << 20); x[::4096] = b'x' * len(x[::4096])"], stdin=subprocess.PIPE
     )
-    groups.limit(ONE, process.pid, memory_mb=64, cpus=1)
+    groups.limit(INSTANCE, process.pid, memory_mb=64, cpus=1)
     process.communicate(b"\n", timeout=30)
     assert process.returncode == -9
-    groups.remove(ONE)
+    groups.remove(INSTANCE)
 
 
-def test_limit_ignores_an_ended_process(groups: Cgroups) -> None:
+def test_limit_ignores_an_exited_process(groups: Cgroups) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    groups.limit(ONE, process.pid, memory_mb=64, cpus=1)
-    groups.remove(ONE)
+    groups.limit(INSTANCE, process.pid, memory_mb=64, cpus=1)
+    groups.remove(INSTANCE)
 
 
 def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    groups.limit(INSTANCE, sleeper.pid, memory_mb=64, cpus=1)
     start = time.monotonic()
-    groups.remove(ONE)
+    groups.remove(INSTANCE)
     assert time.monotonic() - start < 0.5
-    assert any((root / ONE).exists() for root in groups._roots())
+    assert any((root / INSTANCE).exists() for root in groups._roots())
     sleeper.kill()
     sleeper.wait()
-    groups.remove(TWO)
-    assert not any((root / ONE).exists() for root in groups._roots())
+    groups.remove(OTHER_INSTANCE)
+    assert not any((root / INSTANCE).exists() for root in groups._roots())
 
 
 def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    groups.limit(INSTANCE, sleeper.pid, memory_mb=64, cpus=1)
     for root in groups._roots():
-        (root / TWO).mkdir()
+        (root / OTHER_INSTANCE).mkdir()
         (root / "cccccccccccc").mkdir()
-    groups.sweep({TWO})
+    groups.sweep({OTHER_INSTANCE})
     names = {path.name for root in groups._roots() for path in root.iterdir() if path.is_dir()}
-    assert names == {ONE, TWO}
+    assert names == {INSTANCE, OTHER_INSTANCE}
 
 
 def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
@@ -119,29 +119,29 @@ def test_missing_controllers_are_logged_once(
     with caplog.at_level(logging.WARNING):
         groups = Cgroups("none", mountinfo=mountinfo)
         for _ in range(2):
-            groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
-        groups.remove(ONE)
+            groups.limit(INSTANCE, sleeper.pid, memory_mb=64, cpus=1)
+        groups.remove(INSTANCE)
         groups.sweep(set())
     assert [record.getMessage() for record in caplog.records] == [
         f"sandboxes run without the limits of the controller {controller}" for controller in CONTROLLERS
     ]
-    assert groups.memory_bytes(ONE) is None
+    assert groups.memory_bytes(INSTANCE) is None
 
 
 def test_version_2_enables_controllers_and_writes_limits(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    """Check the files written to a directory with the layout of a version 2 hierarchy, without the kernel."""
-    mount = tmp_path / "unified"
-    root = mount / "two-sandboxes"
+    """Check the files that are written to an ordinary directory with the layout of a version 2 hierarchy."""
+    mount_point = tmp_path / "unified"
+    root = mount_point / "two-sandboxes"
     root.mkdir(parents=True)
-    (mount / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
-    for group in (mount, root):
+    (mount_point / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    for group in (mount_point, root):
         (group / "cgroup.subtree_control").write_text("")
     mountinfo = tmp_path / "mountinfo"
-    mountinfo.write_text(f"30 23 0:26 / {mount} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
-    Cgroups("two", mountinfo=mountinfo).limit(ONE, sleeper.pid, memory_mb=128, cpus=1)
-    assert (mount / "cgroup.subtree_control").read_text().startswith("+")
+    mountinfo.write_text(f"30 23 0:26 / {mount_point} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
+    Cgroups("two", mountinfo=mountinfo).limit(INSTANCE, sleeper.pid, memory_mb=128, cpus=1)
+    assert (mount_point / "cgroup.subtree_control").read_text().startswith("+")
     assert (root / "cgroup.subtree_control").read_text().startswith("+")
-    group = root / ONE
+    group = root / INSTANCE
     assert {path.name: path.read_text() for path in group.iterdir()} == {
         "memory.max": str(128 << 20),
         "cpu.max": "75000 50000",

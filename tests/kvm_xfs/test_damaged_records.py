@@ -17,7 +17,7 @@ from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
 class RestartableGateway:
-    """An engine that can be closed and reopened on the same state."""
+    """A gateway that can be closed and reopened on the same state."""
 
     def __init__(self, world: KvmXfsWorld) -> None:
         self._world = world
@@ -48,7 +48,7 @@ def gateway(kvm_xfs_world: KvmXfsWorld) -> Iterator[RestartableGateway]:
     yield gateway
     gateway.live.remove_all()
     gateway.live.close()
-    kvm_xfs_world.forget(gateway.config)
+    kvm_xfs_world.clean_up(gateway.config)
 
 
 def read_file(live: Live, path: str) -> str:
@@ -92,10 +92,10 @@ def test_a_gateway_that_refuses_newer_records_keeps_its_machines_running(gateway
     record = manifest.read_text()
     manifest.write_text(record.replace('"kind": "snapshot"', '"kind": "dream"'))
     (gateway.root / "snapshots" / ".partial-0").mkdir()
-    before = sorted(gateway.root.rglob("*"))
+    paths_before = sorted(gateway.root.rglob("*"))
     with pytest.raises(BackendFailed, match=rf"{manifest} was written by a newer release .*its kind is 'dream'"):
         gateway.open()
-    assert sorted(gateway.root.rglob("*")) == before
+    assert sorted(gateway.root.rglob("*")) == paths_before
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     assert not (gateway.root / "snapshots" / ".partial-0").exists()
@@ -118,7 +118,7 @@ def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) 
 
 
 def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway: RestartableGateway) -> None:
-    """The sandbox is paused, and has its own clone of a volume, which is normally removed together with it."""
+    """The sandbox is paused and has its own clone of a volume, which is normally removed with the sandbox."""
     live = gateway.live
     live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))
@@ -133,7 +133,7 @@ def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway
     manifest.write_text(record[:40])
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.delete("source"))
-    live.do(live.engine.collector.collect())
+    live.collect()
     live = gateway.restart()
     assert [each.name for each in live.engine.sandboxes.list()] == []
     live.close()

@@ -38,15 +38,19 @@ def qemu_pid(live: Live, ref: str) -> int:
 
 def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    process = Path(f"/proc/{qemu_pid(live, 'one')}")
-    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    proc_directory = Path(f"/proc/{qemu_pid(live, 'one')}")
+    status = dict(
+        line.split(":\t", 1) for line in (proc_directory / "status").read_text().splitlines() if ":\t" in line
+    )
     assert int(status["Uid"].split()[0]) >= 700_000
     assert int(status["CapEff"], 16) == 0
     assert status["Seccomp"].strip() == "2"
-    assert (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink()
+    assert (proc_directory / "ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 
 
-def test_a_snapshot_of_another_platform_is_refused_with_a_remedy(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+def test_a_snapshot_of_another_platform_is_refused_and_a_remedy_is_named(
+    kvm_xfs_world: KvmXfsWorld, live: Live
+) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="foreign"))
     live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
@@ -59,14 +63,14 @@ def test_a_snapshot_of_another_platform_is_refused_with_a_remedy(kvm_xfs_world: 
     assert "/dev/vda" in live.shell(cold_fork.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
 
 
-def test_capture_without_a_pagemap_copies_the_whole_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+def test_a_capture_without_a_pagemap_copies_all_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
         raise OSError(1, "not permitted")
 
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "echo data >/run/data")
-    monkeypatch.setattr(listing, "_scan", refuse)
-    monkeypatch.setattr(listing, "_read_pagemap", refuse)
+    monkeypatch.setattr(listing, "_scan", fail)
+    monkeypatch.setattr(listing, "_list_matching_pages", fail)
     snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is Memory.FULL
@@ -75,12 +79,12 @@ def test_capture_without_a_pagemap_copies_the_whole_memory(live: Live, monkeypat
 
 
 def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    before = kvm_xfs_world.traces(live.config)
+    traces_before = kvm_xfs_world.traces(live.config)
     build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
     lines = live.do(collect_lines(build.follow()), timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
-    assert kvm_xfs_world.traces(live.config) == before
+    assert kvm_xfs_world.traces(live.config) == traces_before
     with pytest.raises(GatewayError, match="not found"):
         live.engine.templates.get("broken")
 
@@ -117,29 +121,29 @@ def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Pa
 
 @pytest.fixture
 def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
-    """Create a gateway whose file system has space for the template and little else."""
-    original = kvm_xfs_world.config()
+    """A gateway whose file system has space for the template and little else."""
+    original_config = kvm_xfs_world.config()
     with LoopXfs(session.run_dir() / "small.xfs", session.run_dir() / "small", size_mb=1400) as xfs:
         root = xfs.mount_point / "state"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
-            if (original.host.state_root / name).exists():
+            if (original_config.host.state_root / name).exists():
                 subprocess.run(
-                    ["cp", "-a", "--sparse=always", str(original.host.state_root / name), str(root)],
+                    ["cp", "-a", "--sparse=always", str(original_config.host.state_root / name), str(root)],
                     check=True,
                     timeout=120,
                 )
-        shutil.rmtree(original.host.state_root)
-        host_section = {**original.host.model_dump(), "state_root": root}
-        limits = {**original.limits.model_dump(), "free_disk_mb": 0}
-        config = Config.model_validate({**original.model_dump(), "host": host_section, "limits": limits})
+        shutil.rmtree(original_config.host.state_root)
+        host_section = {**original_config.host.model_dump(), "state_root": root}
+        limits = {**original_config.limits.model_dump(), "free_disk_mb": 0}
+        config = Config.model_validate({**original_config.model_dump(), "host": host_section, "limits": limits})
         live = Live(KvmXfsHost(config), config)
         yield live
         (root / "filler").unlink(missing_ok=True)
-        if not live.closed:
+        if not live.is_closed:
             live.remove_all()
             live.close()
-        kvm_xfs_world.forget(config)
+        kvm_xfs_world.clean_up(config)
 
 
 def fill(root: Path, free_bytes: int) -> None:
@@ -160,17 +164,17 @@ def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, 
     small_gateway.do(small_gateway.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = small_gateway.config.host.state_root
-    before = kvm_xfs_world.traces(small_gateway.config)
+    traces_before = kvm_xfs_world.traces(small_gateway.config)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
-    assert kvm_xfs_world.traces(small_gateway.config) == before
+    assert kvm_xfs_world.traces(small_gateway.config) == traces_before
     assert small_gateway.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
 
 
-def test_a_machine_that_stalled_on_a_full_disk_is_reported_and_continues(small_gateway: Live) -> None:
+def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gateway: Live) -> None:
     live = small_gateway
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     root = live.config.host.state_root
@@ -195,16 +199,16 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
     limits = {**config.limits.model_dump(), "free_disk_mb": 100}
     strict_gateway = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
     try:
-        before = kvm_xfs_world.traces(config)
+        traces_before = kvm_xfs_world.traces(config)
         fill(config.host.state_root, 90 << 20)
-        for attempt in (
+        for operation in (
             strict_gateway.engine.forks.create(TEMPLATE, ForkSpec()),
             strict_gateway.engine.forks.clone("one", ForkSpec()),
             strict_gateway.engine.snapshots.create("one", name="more"),
         ):
             with pytest.raises(NoSpace, match=r"less than 100 MiB of disk space free: the host has [89]"):
-                strict_gateway.do(attempt)
-        assert kvm_xfs_world.traces(config) == before
+                strict_gateway.do(operation)
+        assert kvm_xfs_world.traces(config) == traces_before
     finally:
         (config.host.state_root / "filler").unlink(missing_ok=True)
         strict_gateway.remove_all()

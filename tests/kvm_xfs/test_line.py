@@ -21,13 +21,13 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 @pytest.fixture
 def connection_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times at which the gateway connected to an agent over the network to send its identity."""
+    """The times at which the gateway connected to an agent over the network to send the sandbox's identity."""
     times: list[float] = []
-    original = AgentClient._connect_when_ready
+    original_connect = AgentClient._connect_when_ready
 
     async def record_connection(self: AgentClient, *args: object) -> object:
         times.append(time.monotonic())
-        return await original(self, *args)  # type: ignore[arg-type]
+        return await original_connect(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(AgentClient, "_connect_when_ready", record_connection)
     return times
@@ -56,7 +56,7 @@ def test_a_long_identity_is_sent_over_the_network(live: Live, connection_times: 
 
 
 def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connection_times: list[float]) -> None:
-    """A source has no line after a restart of the gateway, which adopts the running machine without a line to it."""
+    """After a restart, the gateway has no line to a machine that it adopts, but forks of that machine need one."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     machine = live.engine.host._machines.require_running(source).machine  # type: ignore[attr-defined]
     assert machine.line is not None

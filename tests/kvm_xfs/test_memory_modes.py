@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.kvm_xfs.memory import capture, listing
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.window import Window
+from sandbox_gateway.hosts.kvm_xfs import capture
+from sandbox_gateway.hosts.kvm_xfs.memory import listing
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Memory, Snapshot
 from tests.support.live import Live
@@ -40,7 +41,7 @@ while True:
     if number % 2000 == 0:
         time.sleep(0.01)
 """
-"""A program for the guest that writes continuously, and reads the disk into memory, bypassing the cache."""
+"""A guest program that writes to memory continuously, and reads the disk into memory, bypassing the cache."""
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def live(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator
     yield live
     live.remove_all()
     live.close()
-    kvm_xfs_world.forget(config)
+    kvm_xfs_world.clean_up(config)
 
 
 @pytest.fixture
@@ -61,25 +62,28 @@ def source(live: Live) -> str:
 
 
 class MemoryRecorder:
-    """Records a machine's memory just before the machine resumes: after a capture, its memory during the last stop."""
+    """A recorder that saves the memory of a machine just before the machine resumes.
+
+    After a capture, ``last_memory`` is the memory during the last stop of the capture.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.last: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        original_cont = Machine.cont
+        self.last_memory: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        original_resume = Machine.cont
 
         async def record_and_resume(machine: Machine) -> None:
             ram = Ram(machine.pid, machine.files.memory)
-            self.last = np.empty(sum(area.end - area.start for area in ram.areas), dtype=np.uint8)
-            ram.read(ram.all_pages(), self.last)
-            await original_cont(machine)
+            self.last_memory = np.empty(sum(area.end - area.start for area in ram.areas), dtype=np.uint8)
+            ram.read(ram.all_pages(), self.last_memory)
+            await original_resume(machine)
 
         monkeypatch.setattr(Machine, "cont", record_and_resume)
 
-    def differences(self, image: Path) -> list[int]:
+    def find_differing_pages(self, image: Path) -> list[int]:
         """Return the numbers of the pages of ``image`` that differ from the recorded memory."""
         contents = np.fromfile(image, dtype=np.uint8)
-        assert len(contents) == len(self.last)
-        return np.flatnonzero((contents != self.last).reshape(-1, PAGE).any(axis=1)).tolist()
+        assert len(contents) == len(self.last_memory)
+        return np.flatnonzero((contents != self.last_memory).reshape(-1, PAGE_BYTES).any(axis=1)).tolist()
 
 
 @pytest.fixture
@@ -87,14 +91,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> MemoryRecorder:
     return MemoryRecorder(monkeypatch)
 
 
-def memory_image(live: Live, snapshot: Snapshot) -> Path:
+def memory_image_path(live: Live, snapshot: Snapshot) -> Path:
     return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
 
 
 @pytest.fixture
 def disable_live_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy all memory in one stop, even if a guest on a slow machine writes many pages between two captures."""
-    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
 
 
 def capture_source(live: Live) -> Snapshot:
@@ -110,7 +114,7 @@ def start_writer(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("live", "expected"),
+    ("live", "expected_mode"),
     [
         ("written", Memory.WRITTEN),
         ("soft_dirty", Memory.SOFT_DIRTY),
@@ -121,18 +125,18 @@ def start_writer(live: Live) -> None:
     indirect=["live"],
 )
 def test_captured_image_equals_the_memory(
-    live: Live, source: str, recorder: MemoryRecorder, expected: Memory, monkeypatch: pytest.MonkeyPatch
+    live: Live, source: str, recorder: MemoryRecorder, expected_mode: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
-    if expected is Memory.SOFT_DIRTY and not listing.has_soft_dirty():
-        pytest.skip("this kernel has no soft-dirty bits")
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
+    if expected_mode is Memory.SOFT_DIRTY and not listing.has_soft_dirty_bits():
+        pytest.skip("this kernel does not support soft-dirty bits")
     start_writer(live)
     for number in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
-        has_nothing_to_compare = number == 0 and expected is Memory.COMPARE
-        assert snapshot.memory is (Memory.INCREMENTAL if has_nothing_to_compare else expected), snapshot.host
-        assert recorder.differences(memory_image(live, snapshot)) == []
+        has_nothing_to_compare = number == 0 and expected_mode is Memory.COMPARE
+        assert snapshot.memory is (Memory.INCREMENTAL if has_nothing_to_compare else expected_mode), snapshot.host
+        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
         assert "degraded" not in snapshot.host
         live.do(live.engine.snapshots.delete(snapshot.id))
 
@@ -140,14 +144,14 @@ def test_captured_image_equals_the_memory(
 def test_image_of_a_live_capture_equals_the_memory(
     live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "LIVE_BYTES", 256 << 10)
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 256 << 10)
     start_writer(live)
     stop_counts = []
     for _ in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
         assert snapshot.memory is Memory.LIVE, snapshot.host
-        assert recorder.differences(memory_image(live, snapshot)) == []
+        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
         stop_counts.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
     assert max(stop_counts) >= 2
@@ -169,52 +173,56 @@ def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
 def test_capture_writes_only_changed_pages(live: Live, source: str, disable_live_captures: None) -> None:
     live.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
     capture_source(live)
-    sizes = []
+    written_byte_counts = []
     for _ in range(5):
         live.shell("source", "head -c 5000000 /dev/urandom | dd of=/dev/shm/blob conv=notrunc bs=64k 2>&1")
-        sizes.append(capture_source(live).memory_bytes_written)
+        written_byte_counts.append(capture_source(live).memory_bytes_written)
     # In some rounds, the guest itself changes about 5 MB more, for example when it reads programs for the first time.
-    assert min(sizes) > 5_000_000 and statistics.median(sizes) < 12_000_000 and max(sizes) < 30_000_000, sizes
+    assert (
+        min(written_byte_counts) > 5_000_000
+        and statistics.median(written_byte_counts) < 12_000_000
+        and max(written_byte_counts) < 30_000_000
+    ), written_byte_counts
 
 
-Failure = Callable[[pytest.MonkeyPatch], None]
+InjectFailure = Callable[[pytest.MonkeyPatch], None]
 
 
 def make_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._write_all", refuse)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._write_all", fail)
 
 
 def make_device_save_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*_: object) -> None:
+    async def fail(*_: object) -> None:
         raise BackendFailed("no device state")
 
-    monkeypatch.setattr(Machine, "save_devices", refuse)
+    monkeypatch.setattr(Machine, "save_devices", fail)
 
 
 def make_completion_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Window, "complete", refuse)
+    monkeypatch.setattr(WriteTracking, "complete", fail)
 
 
-@pytest.mark.parametrize("failure", [make_writes_fail, make_device_save_fail, make_completion_fail])
+@pytest.mark.parametrize("inject_failure", [make_writes_fail, make_device_save_fail, make_completion_fail])
 def test_capture_after_a_failed_capture_is_complete(
-    live: Live, source: str, recorder: MemoryRecorder, disable_live_captures: None, failure: Failure
+    live: Live, source: str, recorder: MemoryRecorder, disable_live_captures: None, inject_failure: InjectFailure
 ) -> None:
     start_writer(live)
     capture_source(live)
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            failure(patch)
+            inject_failure(patch)
             with pytest.raises(GatewayError):
                 capture_source(live)
     snapshot = capture_source(live)
     assert snapshot.memory is Memory.WRITTEN
-    assert recorder.differences(memory_image(live, snapshot)) == []
+    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
 
 
 def machine_directory(live: Live) -> Path:
@@ -244,33 +252,33 @@ def test_capture_does_not_use_a_damaged_base(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
     start_writer(live)
     capture_source(live)
     damage(machine_directory(live) / "memory.last")
     snapshot = capture_source(live)
     assert reason in snapshot.host["degraded"]
-    assert recorder.differences(memory_image(live, snapshot)) == []
+    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
     next_snapshot = capture_source(live)
     assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (Memory.WRITTEN, False)
-    assert recorder.differences(memory_image(live, next_snapshot)) == []
+    assert recorder.find_differing_pages(memory_image_path(live, next_snapshot)) == []
 
 
 @pytest.mark.parametrize("live", ["written", "compare"], indirect=True)
-def test_a_machine_that_boots_again_is_not_captured_on_its_former_image(
+def test_a_capture_after_a_new_boot_does_not_use_the_previous_image(
     live: Live, source: str, recorder: MemoryRecorder
 ) -> None:
     capture_source(live)
     live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "the test stopped it"))
     live.do(live.engine.sandboxes.resume("source"))
     snapshot = capture_source(live)
-    assert recorder.differences(memory_image(live, snapshot)) == []
+    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
 
 
-def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
+def test_tracked_writes_are_ignored_after_an_interrupted_capture(
     kvm_xfs_world: KvmXfsWorld, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
     config = kvm_xfs_world.config()
     live = Live(kvm_xfs_world.host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
@@ -282,24 +290,27 @@ def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
             capture_source(live)
     live.close()
     live = Live(kvm_xfs_world.host(config), config)
-    first, second = capture_source(live), capture_source(live)
-    assert (first.memory, first.host["degraded"]) == (Memory.COMPARE, "an earlier capture was interrupted")
-    assert (second.memory, "degraded" in second.host) == (Memory.WRITTEN, False)
-    assert recorder.differences(memory_image(live, second)) == []
+    first_snapshot, second_snapshot = capture_source(live), capture_source(live)
+    assert (first_snapshot.memory, first_snapshot.host["degraded"]) == (
+        Memory.COMPARE,
+        "an earlier capture was interrupted",
+    )
+    assert (second_snapshot.memory, "degraded" in second_snapshot.host) == (Memory.WRITTEN, False)
+    assert recorder.find_differing_pages(memory_image_path(live, second_snapshot)) == []
     live.remove_all()
     live.close()
-    kvm_xfs_world.forget(config)
+    kvm_xfs_world.clean_up(config)
 
 
 def test_capture_without_a_tracker_uses_the_next_best_mode(
     live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError(1, "the page tracker failed: Operation not permitted")
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", refuse)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", fail)
     capture_source(live)
     snapshot = capture_source(live)
     assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
-    assert recorder.differences(memory_image(live, snapshot)) == []
+    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []

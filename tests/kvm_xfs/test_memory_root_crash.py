@@ -1,4 +1,4 @@
-"""After the gateway is killed during an operation with a memory root, no image is missing and none is left over.
+"""Test that killing the gateway during an operation with a memory root neither loses an image nor leaves a stray one.
 
 `tests.engine.test_engine_crash` describes the method.
 """
@@ -14,7 +14,13 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
-from tests.engine.test_engine_crash import Scenario, check, kill_at_each_step, prepare, restore
+from tests.engine.test_engine_crash import (
+    Scenario,
+    check_sandboxes,
+    kill_at_each_step,
+    prepare_sandboxes,
+    restore_sandboxes,
+)
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
@@ -28,7 +34,7 @@ class MemoryRootWorld:
         self._world = world
         self._root = root
         self.kind, self.abilities = world.kind, world.abilities
-        self.factory, self.halt_command = world.factory, world.halt_command
+        self.host_class, self.halt_command = world.host_class, world.halt_command
 
     def config(self, **sections: Any) -> Config:
         return self._world.config(kvm_xfs={"memory_root": self._root}, **sections)
@@ -36,8 +42,8 @@ class MemoryRootWorld:
     def host(self, config: Config) -> Host:
         return self._world.host(config)
 
-    def forget(self, config: Config) -> None:
-        self._world.forget(config)
+    def clean_up(self, config: Config) -> None:
+        self._world.clean_up(config)
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
         """Check the host, and that the memory root has exactly the images that snapshots and machines refer to."""
@@ -61,11 +67,13 @@ def scenario(
 ) -> Iterator[Scenario]:
     directory = tmp_path_factory.mktemp("memory-root")
     with LoopXfs(directory / "image", directory / "root", size_mb=3072, reflink=request.param) as xfs:
-        scenario = Scenario(MemoryRootWorld(kvm_xfs_world, xfs.mount_point), prepare)  # type: ignore[arg-type]
+        scenario = Scenario(MemoryRootWorld(kvm_xfs_world, xfs.mount_point), prepare_sandboxes)  # type: ignore[arg-type]
         yield scenario
         scenario.close()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_killed_operation_leaves_no_image_and_loses_none(operation: str, scenario: Scenario, tmp_path: Path) -> None:
-    kill_at_each_step(operation, scenario, tmp_path / "output", check, restore)
+def test_a_killed_operation_neither_loses_nor_leaks_an_image(
+    operation: str, scenario: Scenario, tmp_path: Path
+) -> None:
+    kill_at_each_step(operation, scenario, tmp_path / "output", check_sandboxes, restore_sandboxes)

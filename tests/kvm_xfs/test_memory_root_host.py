@@ -1,4 +1,4 @@
-"""Test the host's operations with a memory root that is unmounted and mounted again. Its machines are this process."""
+"""Test the host's operations while its memory root is unmounted and after it is remounted, with simulated machines."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def state(need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
+def state_xfs(need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
     with LoopXfs(tmp_path / "state.xfs", tmp_path / "state", size_mb=512) as xfs:
         yield xfs
 
 
 @pytest.fixture(params=[True, False], ids=["reflink", "no-reflink"])
-def root(request: pytest.FixtureRequest, need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
+def root_xfs(request: pytest.FixtureRequest, need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
     with LoopXfs(tmp_path / "root.xfs", tmp_path / "root", size_mb=512, reflink=request.param) as xfs:
         yield xfs
 
 
 @pytest.fixture
-def host(state: LoopXfs, root: LoopXfs) -> Iterator[KvmXfsHost]:
-    kvm_xfs = {"memory_root": root.mount_point, "memory_mode": "compare"}
-    host = make_host(Config.model_validate({"host": {"state_root": state.mount_point}, "kvm_xfs": kvm_xfs}))
+def host(state_xfs: LoopXfs, root_xfs: LoopXfs) -> Iterator[KvmXfsHost]:
+    kvm_xfs = {"memory_root": root_xfs.mount_point, "memory_mode": "compare"}
+    host = make_host(Config.model_validate({"host": {"state_root": state_xfs.mount_point}, "kvm_xfs": kvm_xfs}))
     yield host
     stop_all(host)
 
 
 def machines_of(host: KvmXfsHost) -> dict[str, Any]:
-    running: dict[str, Any] = host._machines.running  # type: ignore[attr-defined]
-    return running
+    machines: dict[str, Any] = host._machines.running  # type: ignore[attr-defined]
+    return machines
 
 
 def stop_all(host: KvmXfsHost) -> None:
@@ -49,7 +49,7 @@ def stop_all(host: KvmXfsHost) -> None:
 
 
 def start_source(host: KvmXfsHost) -> Sandbox:
-    """Create a base and a sandbox that booted from it. The start of its memory contains "secret"."""
+    """Create a base, boot a sandbox from it, and write "secret" to the start of the sandbox's memory."""
     base = Snapshot(kind=SnapshotKind.BASE, resources=Resources(memory_mb=64, disk_mb=64))
     files = host._snapshots.partial_files(base)
     files.directory.mkdir()
@@ -64,7 +64,7 @@ def start_source(host: KvmXfsHost) -> Sandbox:
 
 
 def fork(host: KvmXfsHost, snapshot: Snapshot, *, with_memory: bool = True) -> tuple[Sandbox, bytes]:
-    """Fork a snapshot, and return the start of the new machine's memory."""
+    """Fork a snapshot, and return the new sandbox and the first 6 bytes of its memory."""
     sandbox = Sandbox(name="fork", resources=snapshot.resources)
     asyncio.run(host.fork(snapshot, sandbox, with_memory=with_memory))
     return sandbox, machines_of(host)[sandbox.instance].memory[:6]
@@ -77,50 +77,50 @@ def capture(host: KvmXfsHost, sandbox: Sandbox, *, memory: bool = True) -> Snaps
 def test_forks_of_forks_have_the_captured_memory(host: KvmXfsHost) -> None:
     sandbox = start_source(host)
     for _ in range(3):
-        sandbox, start = fork(host, capture(host, sandbox))
-        assert start == b"secret"
+        sandbox, memory_start = fork(host, capture(host, sandbox))
+        assert memory_start == b"secret"
 
 
-def test_an_unmounted_root_refuses_memory_only_and_everything_works_again_after_mounting(
-    host: KvmXfsHost, state: LoopXfs, root: LoopXfs
+def test_only_operations_on_memory_fail_while_the_root_is_unmounted(
+    host: KvmXfsHost, state_xfs: LoopXfs, root_xfs: LoopXfs
 ) -> None:
     snapshot = capture(host, start_source(host))
     stop_all(host)
-    root.unmount()
+    root_xfs.unmount()
     try:
         with pytest.raises(
             Conflict, match=rf"memory of snapshot {snapshot.id} is not available: .* not mounted.*\. Mount .*coldStart"
         ):
             fork(host, snapshot)
         assert machines_of(host) == {}
-        cold, start = fork(host, snapshot, with_memory=False)
-        assert start == bytes(6)
+        cold_fork, memory_start = fork(host, snapshot, with_memory=False)
+        assert memory_start == bytes(6)
         with pytest.raises(Conflict, match=r"the memory root .* is not available: .*\. Mount it, or"):
-            capture(host, cold)
-        assert capture(host, cold, memory=False).memory is Memory.NONE
+            capture(host, cold_fork)
+        assert capture(host, cold_fork, memory=False).memory is Memory.NONE
         room = asyncio.run(host.room())
         assert room.memory_disk is not None and "not mounted" in room.memory_disk.problem
         scan = asyncio.run(make_host(host._config).scan())
         assert snapshot.id in {each.id for each in scan.snapshots}
-        assert not (state.mount_point / ".damaged").exists() and list(root.mount_point.iterdir()) == []
+        assert not (state_xfs.mount_point / ".damaged").exists() and list(root_xfs.mount_point.iterdir()) == []
     finally:
-        root.mount()
+        root_xfs.mount()
     assert host.memory_problem(snapshot) == ""
     assert fork(host, snapshot)[1] == b"secret"
     room = asyncio.run(host.room())
     assert room.memory_disk is not None and room.memory_disk.free > 0
 
 
-def test_removing_everything_leaves_an_empty_root(host: KvmXfsHost, root: LoopXfs) -> None:
+def test_removing_everything_leaves_an_empty_root(host: KvmXfsHost, root_xfs: LoopXfs) -> None:
     source = start_source(host)
     snapshot = capture(host, source)
-    forked, _ = fork(host, snapshot)
-    second = capture(host, forked)
+    forked_sandbox, _ = fork(host, snapshot)
+    fork_snapshot = capture(host, forked_sandbox)
     assert host._layout.instance(source).last_memory.is_symlink()
-    for each in (snapshot, second):
+    for each in (snapshot, fork_snapshot):
         asyncio.run(host.remove_snapshot(each))
-    assert sum(path.is_file() for path in root.mount_point.rglob("*")) == 3, "held by the machines"
+    assert sum(path.is_file() for path in root_xfs.mount_point.rglob("*")) == 3, "the machines do not hold their images"
     stop_all(host)
-    asyncio.run(host.discard(forked))
+    asyncio.run(host.discard(forked_sandbox))
     asyncio.run(host.remove(source))
-    assert not [path for path in root.mount_point.rglob("*") if path.is_file()]
+    assert not [path for path in root_xfs.mount_point.rglob("*") if path.is_file()]

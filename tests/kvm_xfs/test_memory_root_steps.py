@@ -1,8 +1,8 @@
-"""Kill the host's operations on files at many steps, with a memory root. No image is missing, and none is left over.
+"""Test that killing a host's file operation with a memory root neither loses an image nor leaves a stray one.
 
-With GROVE_CRASH_POINTS=all, each operation is killed at every step; by default, at some. The host is real, but the
-memory of its machines is that of the process which is killed. `test_memory_root_crash` kills a gateway with real
-machines, at fewer steps.
+By default, each operation is killed at several of its steps; with GROVE_CRASH_POINTS=all, at every step. The host is
+real, but the memory of its machines belongs to the process that is killed. `test_memory_root_crash` kills a gateway
+with real machines at fewer steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
 from tests.kvm_xfs.process_host import make_host
-from tests.support.crash import KILLED, StepCounter
+from tests.support.crash import KILLED_EXIT_CODE, StepCounter
 from tests.support.xfs import LoopXfs
 
 MEMORY_MB = 64
-CRASH_POINTS = 6
+MIN_CRASH_POINTS = 6
+"""Each operation is killed at this many steps or more, unless it has fewer."""
 _numbers = itertools.count(1)
 
 
 class Gateway:
-    """A gateway with a running source that was captured twice, an idle fork, and the snapshots of both captures."""
+    """A gateway with a running source, the snapshots of its two captures, and an idle fork of the first snapshot."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.host = make_host(config)
         self.base = Snapshot(kind=SnapshotKind.BASE, resources=Resources(memory_mb=MEMORY_MB, disk_mb=64))
         self.source = self._new_sandbox("source")
-        self.spare = self._new_sandbox("spare")
-        self.mark, self.other = self._new_snapshot(), self._new_snapshot()
+        self.idle_fork = self._new_sandbox("idle-fork")
+        self.first_snapshot, self.second_snapshot = self._new_snapshot(), self._new_snapshot()
 
     def _new_sandbox(self, name: str) -> Sandbox:
         return Sandbox(name=name, resources=self.base.resources)
@@ -57,11 +58,11 @@ class Gateway:
         self.host._snapshots.commit(self.base)
         await self.host.fork(self.base, self.source, with_memory=False)
         await self.host.save(self.source)
-        for number, snapshot in enumerate((self.mark, self.other)):
+        for number, snapshot in enumerate((self.first_snapshot, self.second_snapshot)):
             self.write(number)
             await self.host.capture(self.source, snapshot, memory=True)
-        await self.host.fork(self.mark, self.spare, with_memory=True)
-        await self.host.save(self.spare)
+        await self.host.fork(self.first_snapshot, self.idle_fork, with_memory=True)
+        await self.host.save(self.idle_fork)
 
     def write(self, number: int) -> None:
         memory = self.host._machines.require_running(self.source).machine.memory  # type: ignore[attr-defined]
@@ -78,28 +79,28 @@ class Gateway:
 
     async def fork(self) -> None:
         fork = self._new_sandbox("fork")
-        await self.host.fork(self.other, fork, with_memory=True)
+        await self.host.fork(self.second_snapshot, fork, with_memory=True)
         await self.host.save(fork)
 
     async def discard_fork(self) -> None:
         fork = self._new_sandbox("fork")
-        await self.host.fork(self.other, fork, with_memory=True)
+        await self.host.fork(self.second_snapshot, fork, with_memory=True)
         await self.host.discard(fork)
 
     async def remove_snapshot(self) -> None:
-        await self.host.remove_snapshot(self.other)
+        await self.host.remove_snapshot(self.second_snapshot)
 
     async def remove_sandbox(self) -> None:
         await self.host.remove(self.source)
 
-    async def boot_again(self) -> None:
+    async def reboot(self) -> None:
         await self.host.stop(self.source)
         await self.host.boot(self.source)
 
-    def has_finished(self, operation: str, snapshots: set[str], sandboxes: set[str]) -> bool:
-        """Return whether an operation that removes something has removed it."""
-        removed = {"remove_snapshot": self.other.id, "remove_sandbox": self.source.id}.get(operation)
-        return removed is not None and removed not in snapshots | sandboxes
+    def is_completed_removal(self, operation: str, snapshot_ids: set[str], sandbox_ids: set[str]) -> bool:
+        """Return whether ``operation`` is a removal that has taken effect."""
+        removed_id = {"remove_snapshot": self.second_snapshot.id, "remove_sandbox": self.source.id}.get(operation)
+        return removed_id is not None and removed_id not in snapshot_ids | sandbox_ids
 
 
 OPERATIONS: dict[str, Callable[[Gateway], Awaitable[None]]] = {
@@ -111,20 +112,20 @@ OPERATIONS: dict[str, Callable[[Gateway], Awaitable[None]]] = {
         "discard_fork",
         "remove_snapshot",
         "remove_sandbox",
-        "boot_again",
+        "reboot",
     )
 }
 
 
 @pytest.fixture(scope="module")
-def state(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
+def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
     directory = tmp_path_factory.mktemp("state")
     with LoopXfs(directory / "image", directory / "mount", size_mb=512) as xfs:
         yield xfs
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
-def root(
+def root_xfs(
     request: pytest.FixtureRequest, need_root: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LoopXfs]:
     directory = tmp_path_factory.mktemp("root")
@@ -133,12 +134,12 @@ def root(
 
 
 @pytest.fixture
-def config(state: LoopXfs, root: LoopXfs) -> Callable[[], Config]:
+def make_config(state_xfs: LoopXfs, root_xfs: LoopXfs) -> Callable[[], Config]:
     """A function that returns a configuration with a new state root and a new memory root."""
 
     def new_config() -> Config:
         number = next(_numbers)
-        state_root, memory_root = state.mount_point / str(number), root.mount_point / str(number)
+        state_root, memory_root = state_xfs.mount_point / str(number), root_xfs.mount_point / str(number)
         state_root.mkdir()
         memory_root.mkdir(mode=0o700)
         kvm_xfs = {"memory_root": memory_root, "memory_mode": "compare"}
@@ -147,20 +148,20 @@ def config(state: LoopXfs, root: LoopXfs) -> Callable[[], Config]:
     return new_config
 
 
-def run_and_kill(gateway: Gateway, operation: str, fatal: int) -> tuple[int, int]:
-    """Run an operation in a copy of this process, and kill it at the step ``fatal`` (0: never).
+def run_and_kill(gateway: Gateway, operation: str, fatal_step: int) -> tuple[int, int]:
+    """Run an operation in a forked child process, and kill it at the step ``fatal_step`` (0: never).
 
-    Return its exit code and, if it was not killed, the number of its steps.
+    Return the exit code of the child and, if it was not killed, the number of its steps.
     """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            steps = StepCounter(fatal)
-            sys.addaudithook(steps.on_audit)
-            steps.armed = True
+            step_counter = StepCounter(fatal_step)
+            sys.addaudithook(step_counter.on_audit)
+            step_counter.is_armed = True
             asyncio.run(OPERATIONS[operation](gateway))  # type: ignore[arg-type]
-            steps.armed = False
-            os.write(writer, str(steps.count).encode())
+            step_counter.is_armed = False
+            os.write(writer, str(step_counter.count).encode())
             os._exit(0)
         except BaseException as error:
             os.write(2, repr(error).encode())
@@ -178,42 +179,46 @@ def check(gateway: Gateway, operation: str, when: str) -> None:
     scan = asyncio.run(host.scan())
     assert not (config.host.state_root / ".damaged").exists(), (when, scan.repaired)
     snapshots = {each.id: each for each in scan.snapshots if each.memory is not Memory.NONE}
-    sandboxes = {each.id for each in scan.sandboxes}
-    expected = {gateway.mark.id, gateway.other.id, gateway.source.id, gateway.spare.id}
-    missing = expected - snapshots.keys() - sandboxes
-    assert not missing or (len(missing) == 1 and gateway.has_finished(operation, {*snapshots}, sandboxes)), when
+    sandbox_ids = {each.id for each in scan.sandboxes}
+    expected_ids = {gateway.first_snapshot.id, gateway.second_snapshot.id, gateway.source.id, gateway.idle_fork.id}
+    missing_ids = expected_ids - snapshots.keys() - sandbox_ids
+    assert not missing_ids or (
+        len(missing_ids) == 1 and gateway.is_completed_removal(operation, {*snapshots}, sandbox_ids)
+    ), when
     assert [host.memory_problem(each) for each in snapshots.values()] == [""] * len(snapshots), when
     for snapshot in snapshots.values():
         with Path(host.files_of(snapshot)["memory"]).open("rb") as image:
-            start = image.read(3 * 4096)
-        count = {gateway.mark.id: 1, gateway.other.id: 2}.get(snapshot.id, 3)
-        written = [start[page * 4096 : page * 4096 + 6] == b"number" for page in range(3)]
-        assert written == [page < count for page in range(3)], (when, snapshot.id)
+            first_pages = image.read(3 * 4096)
+        written_page_count = {gateway.first_snapshot.id: 1, gateway.second_snapshot.id: 2}.get(snapshot.id, 3)
+        written_flags = [first_pages[page * 4096 : page * 4096 + 6] == b"number" for page in range(3)]
+        assert written_flags == [page < written_page_count for page in range(3)], (when, snapshot.id)
     links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
     assert all(link.exists() for link in links), when
     images = {path for path in config.kvm_xfs.memory_root.rglob("*") if path.is_file()}  # type: ignore[union-attr]
     assert images == {Path(host.files_of(each)["memory"]) for each in snapshots.values()} | {
         link.readlink() for link in links
     }, (when, scan.repaired)
-    if gateway.spare.id in sandboxes:
-        base = host._layout.instance(gateway.spare).memory
-        assert base.read_bytes()[:6] == b"number", when
+    if gateway.idle_fork.id in sandbox_ids:
+        memory_path = host._layout.instance(gateway.idle_fork).memory
+        assert memory_path.read_bytes()[:6] == b"number", when
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_killed_operation_loses_no_image_and_leaves_none(operation: str, config: Callable[[], Config]) -> None:
-    def run(fatal: int) -> tuple[int, int]:
-        gateway = Gateway(config())
+def test_a_killed_file_operation_neither_loses_nor_leaks_an_image(
+    operation: str, make_config: Callable[[], Config]
+) -> None:
+    def run(fatal_step: int) -> tuple[int, int]:
+        gateway = Gateway(make_config())
         try:
             asyncio.run(gateway.prepare())
-            code, steps = run_and_kill(gateway, operation, fatal)
-            check(gateway, operation, f"{operation} killed at step {fatal}: {code}")
-            return code, steps
+            code, step_count = run_and_kill(gateway, operation, fatal_step)
+            check(gateway, operation, f"{operation} killed at step {fatal_step}: {code}")
+            return code, step_count
         finally:
             gateway.close()
 
-    code, steps = run(0)
-    assert code == 0 and steps > 1
+    code, step_count = run(0)
+    assert code == 0 and step_count > 1
     kills_at_each_step = os.environ.get("GROVE_CRASH_POINTS") == "all"
-    fatal_steps = range(1, steps + 1, 1 if kills_at_each_step else max(1, steps // CRASH_POINTS))
-    assert {run(step)[0] for step in fatal_steps} == {KILLED}
+    fatal_steps = range(1, step_count + 1, 1 if kills_at_each_step else max(1, step_count // MIN_CRASH_POINTS))
+    assert {run(step)[0] for step in fatal_steps} == {KILLED_EXIT_CODE}

@@ -25,8 +25,7 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, name_servers
-from sandbox_gateway.hosts.connect import connect
+from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT, connect
 from sandbox_gateway.hosts.kvm_xfs.network import links, namespaces
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
@@ -40,14 +39,15 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
 T = TypeVar("T")
-OPEN = NetworkPolicy()
-CLOSED = NetworkPolicy(allow_internet=False)
+OPEN_POLICY = NetworkPolicy()
+CLOSED_POLICY = NetworkPolicy(allow_internet=False)
 METADATA_ADDRESS = "100.100.100.200"
 METADATA_SERVICES = (METADATA_ADDRESS, "169.254.169.254", "168.63.129.16", "192.0.0.192")
 """Metadata services of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
@@ -81,9 +81,9 @@ def run_inside(path: Path, work: Callable[[], T]) -> T:
 
 
 def open_tap(name: str) -> int:
-    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    fcntl.ioctl(tap, links._TUNSETIFF, struct.pack("16sH22x", name.encode(), links._IFF_TAP | links._IFF_NO_PI))
-    return tap
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    fcntl.ioctl(descriptor, links._TUNSETIFF, struct.pack("16sH22x", name.encode(), links._IFF_TAP | links._IFF_NO_PI))
+    return descriptor
 
 
 def run_ip(*argv: str, check: bool = True) -> None:
@@ -111,7 +111,7 @@ class NetworkNamespace:
     def can_reach(self, address: str, port: int, *, timeout: float = 0.8) -> bool:
         """Return whether a connection succeeds.
 
-        If you expect success, pass a longer ``timeout``: a lost first packet is sent again only after a second.
+        If you expect success, pass a longer ``timeout``: a lost first packet is retransmitted only after a second.
         """
         try:
             self.connect(address, port, timeout=timeout).close()
@@ -119,7 +119,7 @@ class NetworkNamespace:
             return False
         return True
 
-    def end(self) -> None:
+    def remove(self) -> None:
         run_ip("netns", "delete", self.name, check=False)
 
 
@@ -144,15 +144,15 @@ class Guest(NetworkNamespace):
         self._thread.start()
 
     def _forward_frames(self) -> None:
-        other = {self._guest_tap: self._slot_tap, self._slot_tap: self._guest_tap}
+        peers = {self._guest_tap: self._slot_tap, self._slot_tap: self._guest_tap}
         while True:
-            ready, _, _ = select.select([*other, self._stop_reader], [], [])
+            ready, _, _ = select.select([*peers, self._stop_reader], [], [])
             if self._stop_reader in ready:
                 os.read(self._stop_reader, 1)
                 return
             for source in ready:
                 with contextlib.suppress(OSError):
-                    os.write(other[source], os.read(source, 65536))
+                    os.write(peers[source], os.read(source, 65536))
 
     def _detach(self) -> None:
         if self._thread is not None:
@@ -160,11 +160,11 @@ class Guest(NetworkNamespace):
             self._thread.join()
             os.close(self._slot_tap)
 
-    def end(self) -> None:
+    def remove(self) -> None:
         self._detach()
         for descriptor in (self._guest_tap, self._stop_reader, self._stop_writer):
             os.close(descriptor)
-        super().end()
+        super().remove()
 
 
 class OutsideMachine(NetworkNamespace):
@@ -172,26 +172,28 @@ class OutsideMachine(NetworkNamespace):
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
-        block = (int(session.run_id(), 36) * session.LANES + session.LANE) % 16384
-        self.host_address, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
-        host_end = f"{prefix}o"
-        run_ip("link", "add", host_end, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        run_ip("address", "add", f"{self.host_address}/30", "dev", host_end)
-        run_ip("link", "set", host_end, "up")
+        block_number = (int(session.run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
+        self.host_address, self.address = (
+            f"198.18.{block_number // 64}.{block_number % 64 * 4 + host}" for host in (1, 2)
+        )
+        host_interface = f"{prefix}o"
+        run_ip("link", "add", host_interface, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        run_ip("address", "add", f"{self.host_address}/30", "dev", host_interface)
+        run_ip("link", "set", host_interface, "up")
         self.run_ip("link", "set", "eth0", "up")
         self.run_ip("address", "add", f"{self.address}/30", "dev", "eth0")
         # Use a separate table, so that the routes of this machine and of other tests stay unchanged.
-        self._rule = ("from", subnet, "lookup", str(1000 + block))
+        self._rule = ("from", subnet, "lookup", str(1000 + block_number))
         run_ip("rule", "add", *self._rule)
         for service in METADATA_SERVICES:
             self.run_ip("address", "add", f"{service}/32", "dev", "eth0")
-            run_ip("route", "add", f"{service}/32", "via", self.address, "table", str(1000 + block))
-        self._link = host_end
+            run_ip("route", "add", f"{service}/32", "via", self.address, "table", str(1000 + block_number))
+        self._host_interface = host_interface
 
-    def end(self) -> None:
+    def remove(self) -> None:
         run_ip("rule", "delete", *self._rule, check=False)
-        run_ip("link", "delete", self._link, check=False)
-        super().end()
+        run_ip("link", "delete", self._host_interface, check=False)
+        super().remove()
 
 
 def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
@@ -205,7 +207,7 @@ def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.so
 
 
 class World:
-    """A pool with its guests and outside machines. ``end`` removes them."""
+    """A slot pool with its guests and outside machines. ``remove`` closes sockets and removes the machines."""
 
     def __init__(self, pool: SlotPool, network: Network) -> None:
         self.pool = pool
@@ -214,54 +216,55 @@ class World:
         self._namespaces: list[NetworkNamespace] = []
         self._sockets: list[socket.socket] = []
 
-    def guest(self, slot: Slot) -> Guest:
+    def add_guest(self, slot: Slot) -> Guest:
         self._namespaces.append(guest := Guest(slot))
         return guest
 
-    def outside_machine(self) -> OutsideMachine:
+    def add_outside_machine(self) -> OutsideMachine:
         self._namespaces.append(machine := OutsideMachine(self.prefix, self.network.subnet))
         return machine
 
     def close_at_end(self, endpoint: socket.socket) -> socket.socket:
-        """Register ``endpoint``, so that ``end`` closes it, and return it."""
+        """Register ``endpoint``, so that ``remove`` closes it, and return it."""
         self._sockets.append(endpoint)
         return endpoint
 
-    def end(self) -> None:
+    def remove(self) -> None:
         for endpoint in self._sockets:
             endpoint.close()
         for namespace in self._namespaces:
-            namespace.end()
+            namespace.remove()
 
 
 @contextlib.asynccontextmanager
 async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
     network = Network(**{**session.network(), "pool": ready, **settings})
     pool = SlotPool(network)
-    environment = World(pool, network)
+    new_world = World(pool, network)
     await pool.open(set())
     try:
         async with asyncio.timeout(60):
-            yield environment
+            yield new_world
     finally:
-        environment.end()
+        new_world.remove()
         await pool.destroy()
-        assert traces(network.prefix) == []
+        assert list_slot_objects(network.prefix) == []
         assert not has_address(volume_address(network))
 
 
 def has_address(address: str) -> bool:
-    """Return whether an interface of this machine has the address."""
+    """Return whether a network interface of this machine has ``address``."""
     output = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=20).stdout
     return f" {address}/" in output
 
 
-def traces(prefix: str) -> list[str]:
+def list_slot_objects(prefix: str) -> list[str]:
     """Return the names of all objects on this machine that belong to slots whose names start with ``prefix``."""
     names = [path.name for path in Path("/run/netns").iterdir()]
     names += [path.name for path in Path("/sys/class/net").iterdir()]
-    tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True, timeout=20).stdout
-    names += [line.split()[-1] for line in tables.splitlines()]
+    command = ["nft", "list", "tables"]
+    tables = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    names += [line.split()[-1] for line in tables]
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     names += [line.split()[1] for line in mounts if f"/run/netns/{prefix}" in line]
     return [name for name in names if prefix in name]
@@ -280,14 +283,14 @@ async def wait_for_ready_slots(pool: SlotPool, count: int) -> None:
 
 async def test_the_host_reaches_every_port_of_the_guest() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
         for port in (22, 8000, AGENT_PORT):
             server = w.close_at_end(guest.listen(port))
             client = w.close_at_end(await connect(slot.host_address, port))
-            accepted, peer = server.accept()
+            accepted_socket, peer = server.accept()
             client.sendall(b"ping")
-            assert w.close_at_end(accepted).recv(4) == b"ping"
+            assert w.close_at_end(accepted_socket).recv(4) == b"ping"
             assert peer[0] == GATEWAY_ADDRESS
         server = w.close_at_end(guest.listen(5300, socket.SOCK_DGRAM))
         client = w.close_at_end(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -300,8 +303,8 @@ async def test_the_host_reaches_every_port_of_the_guest() -> None:
 
 async def test_only_the_gateway_reaches_agents() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
         for port in (8000, AGENT_PORT, CODE_PORT):
             w.close_at_end(guest.listen(port))
         assert can_connect_as(NOBODY_UID, slot.host_address, 8000)
@@ -323,115 +326,117 @@ def run_python_as(uid: int, program: str, **settings: Any) -> subprocess.Complet
     return subprocess.run(argv, user=uid, group=uid, cwd="/", capture_output=True, timeout=20, **settings)
 
 
-async def test_the_guest_reaches_the_outside_from_the_hosts_address() -> None:
+async def test_the_guest_reaches_outside_machines_from_the_hosts_address() -> None:
     async with world() as w:
-        guest = w.guest(await w.pool.take(OPEN))
-        outside = w.outside_machine()
-        server = w.close_at_end(outside.listen(443))
-        client = w.close_at_end(guest.connect(outside.address, 443))
-        accepted, peer = server.accept()
-        w.close_at_end(accepted).sendall(b"hello")
+        guest = w.add_guest(await w.pool.take(OPEN_POLICY))
+        outside_machine = w.add_outside_machine()
+        server = w.close_at_end(outside_machine.listen(443))
+        client = w.close_at_end(guest.connect(outside_machine.address, 443))
+        accepted_socket, peer = server.accept()
+        w.close_at_end(accepted_socket).sendall(b"hello")
         assert client.recv(5) == b"hello"
-        assert peer[0] == outside.host_address
+        assert peer[0] == outside_machine.host_address
         assert client.getsockname()[0] == GUEST_ADDRESS
 
 
 async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
     async with world() as w:
-        slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
-        guest, neighbour = w.guest(slot), w.guest(other)
-        outside = w.outside_machine()
+        slot, other_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
+        guest, neighbour = w.add_guest(slot), w.add_guest(other_slot)
+        outside_machine = w.add_outside_machine()
         w.close_at_end(listen(48123))
         w.close_at_end(guest.listen(48124))
         w.close_at_end(neighbour.listen(48124))
         assert not guest.can_reach(slot.veth_address, 48123)
         assert not guest.can_reach(GATEWAY_ADDRESS, 48123)
-        assert not guest.can_reach(outside.host_address, 48123)
+        assert not guest.can_reach(outside_machine.host_address, 48123)
         # Not even a policy that allows everything permits these connections.
-        for sandbox, target in ((guest, other), (neighbour, slot)):
+        for sandbox, target in ((guest, other_slot), (neighbour, slot)):
             assert not sandbox.can_reach(target.host_address, 48124)
             assert not sandbox.can_reach(target.veth_address, 48123)
-        assert not neighbour.can_reach(outside.host_address, 48123)
-        assert not outside.can_reach(slot.host_address, 48124)
+        assert not neighbour.can_reach(outside_machine.host_address, 48123)
+        assert not outside_machine.can_reach(slot.host_address, 48124)
 
 
 @pytest.mark.parametrize(
-    ("policy", "reached"),
+    ("policy", "is_reachable"),
     [
-        (OPEN, True),
-        (CLOSED, False),
+        (OPEN_POLICY, True),
+        (CLOSED_POLICY, False),
         (NetworkPolicy(allow_internet=False, allow_out=["198.18.0.0/15"]), True),
         (NetworkPolicy(allow_internet=False, allow_out=["203.0.113.7"]), False),
         (NetworkPolicy(deny_out=["198.18.0.0/15", "198.18.0.0/16"]), False),
         (NetworkPolicy(allow_out=["198.18.0.0/16"], deny_out=["0.0.0.0/0"]), True),
     ],
 )
-async def test_the_policy_is_enforced(policy: NetworkPolicy, reached: bool) -> None:
+async def test_the_policy_is_enforced(policy: NetworkPolicy, is_reachable: bool) -> None:
     async with world() as w:
-        guest = w.guest(await w.pool.take(policy))
-        outside = w.outside_machine()
-        w.close_at_end(outside.listen(80))
-        for _ in range(1 if reached else 8):
-            assert guest.can_reach(outside.address, 80, timeout=20 if reached else 0.8) is reached
-        if not reached:
+        guest = w.add_guest(await w.pool.take(policy))
+        outside_machine = w.add_outside_machine()
+        w.close_at_end(outside_machine.listen(80))
+        for _ in range(1 if is_reachable else 8):
+            assert guest.can_reach(outside_machine.address, 80, timeout=20 if is_reachable else 0.8) is is_reachable
+        if not is_reachable:
             with pytest.raises(OSError, match="No route to host"):
-                guest.connect(outside.address, 80)
+                guest.connect(outside_machine.address, 80)
 
 
 async def test_a_new_policy_applies_to_open_connections_except_those_of_the_host() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
-        outside = w.outside_machine()
-        server, service = w.close_at_end(outside.listen(80)), w.close_at_end(guest.listen(8000))
-        outbound = w.close_at_end(guest.connect(outside.address, 80))
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
+        outside_machine = w.add_outside_machine()
+        server, service = w.close_at_end(outside_machine.listen(80)), w.close_at_end(guest.listen(8000))
+        outbound_connection = w.close_at_end(guest.connect(outside_machine.address, 80))
         outside_end = w.close_at_end(server.accept()[0])
-        inbound = w.close_at_end(socket.create_connection((slot.host_address, 8000), 20))
+        inbound_connection = w.close_at_end(socket.create_connection((slot.host_address, 8000), 20))
         guest_end = w.close_at_end(service.accept()[0])
         outside_end.settimeout(0.6)
 
-        await w.pool.apply(slot, CLOSED)
+        await w.pool.apply(slot, CLOSED_POLICY)
         with contextlib.suppress(OSError):
-            outbound.sendall(b"secret")
+            outbound_connection.sendall(b"secret")
         with pytest.raises(TimeoutError):
             outside_end.recv(6)
         guest_end.sendall(b"still")
-        assert inbound.recv(5) == b"still"
+        assert inbound_connection.recv(5) == b"still"
 
-        await w.pool.apply(slot, OPEN)
+        await w.pool.apply(slot, OPEN_POLICY)
         outside_end.settimeout(20)
         assert outside_end.recv(6) == b"secret"
 
 
 async def test_metadata_services_are_reachable_only_if_a_policy_lists_them() -> None:
     async with world(dns=[METADATA_ADDRESS]) as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
-        outside = w.outside_machine()
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
+        outside_machine = w.add_outside_machine()
         for port in (80, 53):
-            w.close_at_end(outside.listen(port))
+            w.close_at_end(outside_machine.listen(port))
         assert not guest.can_reach(METADATA_ADDRESS, 80)
         assert not guest.can_reach("169.254.169.254", 80)
-        assert guest.can_reach(METADATA_ADDRESS, 53, timeout=20), "the name server of some clouds has this address"
+        assert guest.can_reach(METADATA_ADDRESS, 53, timeout=20), (
+            "DNS is blocked at an address that the name servers of some clouds have"
+        )
         await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA_ADDRESS]))
         assert guest.can_reach(METADATA_ADDRESS, 80, timeout=20)
-        await w.pool.apply(slot, CLOSED)
+        await w.pool.apply(slot, CLOSED_POLICY)
         assert not guest.can_reach(METADATA_ADDRESS, 53)
 
 
 async def test_packets_with_a_forged_source_address_are_dropped() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
-        outside = w.outside_machine()
-        server = w.close_at_end(outside.listen(5000, socket.SOCK_DGRAM))
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
+        outside_machine = w.add_outside_machine()
+        server = w.close_at_end(outside_machine.listen(5000, socket.SOCK_DGRAM))
         guest.run_ip("address", "add", "10.99.99.99/32", "dev", "eth0")
         guest.run_ip("-6", "address", "add", "fd99::1/64", "dev", "eth0", "nodad")
 
         def send(source: str) -> None:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
                 client.bind((source, 0))
-                client.sendto(source.encode(), (outside.address, 5000))
+                client.sendto(source.encode(), (outside_machine.address, 5000))
 
         run_inside(guest.path, lambda: send("10.99.99.99"))
         run_inside(guest.path, lambda: send(GUEST_ADDRESS))
@@ -450,19 +455,19 @@ def read_disable_ipv6(name: str) -> str:
 
 async def test_connections_that_a_fork_inherited_are_reset() -> None:
     async with world() as w:
-        first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
-        guest = w.guest(first)
-        outside = w.outside_machine()
-        server = w.close_at_end(outside.listen(80))
-        client = w.close_at_end(guest.connect(outside.address, 80))
+        source_slot, fork_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(source_slot)
+        outside_machine = w.add_outside_machine()
+        server = w.close_at_end(outside_machine.listen(80))
+        client = w.close_at_end(guest.connect(outside_machine.address, 80))
         w.close_at_end(server.accept()[0])
-        guest.attach(second)
+        guest.attach(fork_slot)
         start = time.monotonic()
         client.sendall(b"x")
         with pytest.raises(ConnectionResetError):
             client.recv(1)
         assert time.monotonic() - start < 1
-        assert guest.can_reach(outside.address, 80, timeout=20), "new connections fail with the old ARP cache"
+        assert guest.can_reach(outside_machine.address, 80, timeout=20), "new connections fail with the old ARP cache"
 
 
 # --- volume servers --------------------------------------------------------------------------------------------
@@ -470,8 +475,8 @@ async def test_connections_that_a_fork_inherited_are_reset() -> None:
 
 def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
     """Grant (``add``) or revoke (``delete``) a sandbox's access to a port of the volume servers."""
-    element = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
-    subprocess.run(["nft", element], check=True, timeout=20)
+    nft_command = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
+    subprocess.run(["nft", nft_command], check=True, timeout=20)
 
 
 def serve(w: World, port: int) -> socket.socket:
@@ -480,76 +485,76 @@ def serve(w: World, port: int) -> socket.socket:
     return w.close_at_end(server)
 
 
-@pytest.mark.parametrize("policy", [OPEN, CLOSED])
+@pytest.mark.parametrize("policy", [OPEN_POLICY, CLOSED_POLICY])
 async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolicy) -> None:
     async with world() as w:
-        slot, other = await w.pool.take(policy), await w.pool.take(OPEN)
-        guest, other_guest = w.guest(slot), w.guest(other)
+        slot, other_slot = await w.pool.take(policy), await w.pool.take(OPEN_POLICY)
+        guest, other_guest = w.add_guest(slot), w.add_guest(other_slot)
         port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
         server, _ = serve(w, port), serve(w, next_port)
         change_access(w.network, "add", slot, port)
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, port))
-        accepted, peer = server.accept()
-        w.close_at_end(accepted).sendall(b"hello")
+        accepted_socket, peer = server.accept()
+        w.close_at_end(accepted_socket).sendall(b"hello")
         assert client.recv(5) == b"hello"
         assert peer[0] == slot.host_address
         assert not guest.can_reach(GATEWAY_ADDRESS, next_port)
         assert not other_guest.can_reach(GATEWAY_ADDRESS, port)
         # The port is open only at the gateway's address, neither at the servers' own address nor at those of slots.
-        for target in (volume_address(w.network), other.veth_address, slot.host_address):
+        for target in (volume_address(w.network), other_slot.veth_address, slot.host_address):
             assert not guest.can_reach(target, port)
 
 
 async def test_revoking_volume_access_disconnects_the_sandbox_immediately() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
         server = serve(w, VOLUME_PORTS[0])
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
-        accepted = w.close_at_end(server.accept()[0])
-        accepted.settimeout(0.6)
+        accepted_socket = w.close_at_end(server.accept()[0])
+        accepted_socket.settimeout(0.6)
         change_access(w.network, "delete", slot, VOLUME_PORTS[0])
         client.sendall(b"secret")
         with pytest.raises(TimeoutError):
-            accepted.recv(6)
+            accepted_socket.recv(6)
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
-        accepted.settimeout(20)
-        assert accepted.recv(6) == b"secret", "the connection does not continue after access is granted again"
+        accepted_socket.settimeout(20)
+        assert accepted_socket.recv(6) == b"secret", "the connection does not continue after access is granted again"
 
 
 async def test_a_fork_reconnects_to_its_volume() -> None:
     async with world() as w:
-        first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
-        guest = w.guest(first)
+        source_slot, fork_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(source_slot)
         server = serve(w, VOLUME_PORTS[0])
-        for slot in (first, second):
+        for slot in (source_slot, fork_slot):
             change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
         w.close_at_end(server.accept()[0])
-        guest.attach(second)
+        guest.attach(fork_slot)
         start = time.monotonic()
         client.sendall(b"x")
         with pytest.raises(ConnectionResetError):
             client.recv(1)
         assert time.monotonic() - start < 1
         w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
-        accepted, peer = server.accept()
-        w.close_at_end(accepted)
-        assert peer[0] == second.host_address
+        accepted_socket, peer = server.accept()
+        w.close_at_end(accepted_socket)
+        assert peer[0] == fork_slot.host_address
 
 
 async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
     async with world() as w:
-        outside = w.outside_machine()
+        outside_machine = w.add_outside_machine()
         address = volume_address(w.network)
         serve(w, VOLUME_PORTS[0])
-        outside.run_ip("route", "add", f"{address}/32", "via", outside.host_address)
+        outside_machine.run_ip("route", "add", f"{address}/32", "via", outside_machine.host_address)
         w.close_at_end(listen(48125))
-        assert outside.can_reach(outside.host_address, 48125, timeout=20), (
+        assert outside_machine.can_reach(outside_machine.host_address, 48125, timeout=20), (
             "the outside machine cannot reach the host at all"
         )
-        assert not outside.can_reach(address, VOLUME_PORTS[0])
+        assert not outside_machine.can_reach(address, VOLUME_PORTS[0])
         assert not can_connect_as(NOBODY_UID, address, VOLUME_PORTS[0])
         assert not can_connect_as(0, address, VOLUME_PORTS[0])
         w.close_at_end(await connect(address, VOLUME_PORTS[0]))  # The gateway queries the servers.
@@ -562,7 +567,7 @@ async def test_taking_a_ready_slot_is_fast() -> None:
     async with world(ready=2) as w:
         await wait_for_ready_slots(w.pool, 2)
         start = time.perf_counter()
-        slot = await w.pool.take(OPEN)
+        slot = await w.pool.take(OPEN_POLICY)
         assert time.perf_counter() - start < 0.01
         assert slot.path.exists()
         await wait_for_ready_slots(w.pool, 2)
@@ -570,10 +575,10 @@ async def test_taking_a_ready_slot_is_fast() -> None:
 
 async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
+        slot = await w.pool.take(OPEN_POLICY)
         await w.pool.release(slot)
         await w.pool.release(slot)
-        assert (await w.pool.take(OPEN)).number == slot.number + 1
+        assert (await w.pool.take(OPEN_POLICY)).number == slot.number + 1
         for _ in range(300):
             if not slot.path.exists():
                 break
@@ -584,33 +589,33 @@ async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None
 async def test_take_fails_if_all_addresses_are_in_use() -> None:
     subnet = session.network()["subnet"].split("/")[0] + "/28"
     async with world(subnet=subnet, ready=1) as w:
-        slots = [await w.pool.take(OPEN) for _ in range(2)]
+        slots = [await w.pool.take(OPEN_POLICY) for _ in range(2)]
         await wait_for_ready_slots(w.pool, 1)
-        slots.append(await w.pool.take(OPEN))
+        slots.append(await w.pool.take(OPEN_POLICY))
         assert len({slot.number for slot in slots}) == 3
         assert volume_address(w.network) not in {slot.host_address for slot in slots}
         with pytest.raises(Busy, match="all 3 network slots"):
-            await w.pool.take(OPEN)
+            await w.pool.take(OPEN_POLICY)
         await w.pool.release(slots[1])
         await wait_for_ready_slots(w.pool, 1)
-        assert (await w.pool.take(OPEN)).number == slots[1].number
+        assert (await w.pool.take(OPEN_POLICY)).number == slots[1].number
 
 
-@pytest.mark.parametrize("bad", ["example.org", "::/0", "10.0.0.0/33", ""])
-async def test_an_invalid_policy_is_refused(bad: str) -> None:
+@pytest.mark.parametrize("invalid_address", ["example.org", "::/0", "10.0.0.0/33", ""])
+async def test_an_invalid_policy_is_refused(invalid_address: str) -> None:
     async with world() as w:
-        for policy in (NetworkPolicy(allow_out=[bad]), NetworkPolicy(deny_out=[bad])):
+        for policy in (NetworkPolicy(allow_out=[invalid_address]), NetworkPolicy(deny_out=[invalid_address])):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
                 await w.pool.take(policy)
-        slot = await w.pool.take(OPEN)
+        slot = await w.pool.take(OPEN_POLICY)
         with pytest.raises(Invalid):
-            await w.pool.apply(slot, NetworkPolicy(allow_out=[bad]))
+            await w.pool.apply(slot, NetworkPolicy(allow_out=[invalid_address]))
 
 
 async def test_a_cancelled_request_leaks_no_slot() -> None:
     async with world() as w:
         for delay in (0, 0.005, 0.02, 0.03):
-            request = asyncio.ensure_future(w.pool.take(OPEN))
+            request = asyncio.ensure_future(w.pool.take(OPEN_POLICY))
             await asyncio.sleep(delay)
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -623,7 +628,7 @@ async def test_only_the_slots_user_can_open_its_tap() -> None:
     pool = SlotPool(network, uid_base=2_000_000)
     await pool.open(set())
     try:
-        slot = await pool.take(OPEN)
+        slot = await pool.take(OPEN_POLICY)
         assert slot.uid == 2_000_000 + slot.number
         assert run_inside(slot.path, lambda: can_open_tap(slot.uid))
         assert not run_inside(slot.path, lambda: can_open_tap(slot.uid + 1))
@@ -648,7 +653,7 @@ def network() -> Iterator[Network]:
     network = Network(**{**session.network(), "pool": 1})
     yield network
     asyncio.run(SlotPool(network).destroy())
-    assert traces(network.prefix) == []
+    assert list_slot_objects(network.prefix) == []
 
 
 async def crash(pool: SlotPool) -> None:
@@ -659,32 +664,32 @@ async def crash(pool: SlotPool) -> None:
 
 
 async def test_a_restarted_gateway_adopts_running_slots_and_removes_the_rest(network: Network) -> None:
-    first = SlotPool(network)
-    await first.open(set())
-    slot, unused = await first.take(CLOSED), await first.take(OPEN)
+    first_pool = SlotPool(network)
+    await first_pool.open(set())
+    slot, unused_slot = await first_pool.take(CLOSED_POLICY), await first_pool.take(OPEN_POLICY)
     guest = Guest(slot)
     server = guest.listen(8000)
     client = socket.create_connection((slot.host_address, 8000), 20)
-    accepted = server.accept()[0]
-    await crash(first)
+    accepted_socket = server.accept()[0]
+    await crash(first_pool)
 
-    second = SlotPool(network)
-    await second.open({slot.number})
+    second_pool = SlotPool(network)
+    await second_pool.open({slot.number})
     try:
-        assert second.adopt(slot.number) == slot
+        assert second_pool.adopt(slot.number) == slot
         client.sendall(b"on")
-        assert accepted.recv(2) == b"on", "an open connection was interrupted"
-        assert not unused.path.exists()
+        assert accepted_socket.recv(2) == b"on", "an open connection was interrupted"
+        assert not unused_slot.path.exists()
         with pytest.raises(BackendFailed, match="no longer exists"):
-            second.adopt(unused.number)
-        new_slot = await second.take(OPEN)
+            second_pool.adopt(unused_slot.number)
+        new_slot = await second_pool.take(OPEN_POLICY)
         assert new_slot.number != slot.number
-        await second.apply(slot, OPEN)
+        await second_pool.apply(slot, OPEN_POLICY)
     finally:
-        for endpoint in (client, accepted, server):
+        for endpoint in (client, accepted_socket, server):
             endpoint.close()
-        guest.end()
-    await second.close()
+        guest.remove()
+    await second_pool.close()
     assert slot.path.exists(), "a slot in use was removed"
 
 
@@ -710,22 +715,24 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
     await create_incomplete_slot(4, links, "_interface_index")
     uncommitted_slot = SlotPool(network)._make_slot(5)
     run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted_slot))
-    assert len([name for name in traces(network.prefix) if "/" not in name]) >= 6
+    assert len([name for name in list_slot_objects(network.prefix) if "/" not in name]) >= 6
     pool = SlotPool(network.model_copy(update={"pool": 0}))
     await pool.open({0, 1, 2, 3, 4, 5})
     for number in range(6):
         with pytest.raises(GatewayError):
             pool.adopt(number)
-    assert not any(f"{network.prefix}-{number}" in name for name in traces(network.prefix) for number in range(6))
+    assert not any(
+        f"{network.prefix}-{number}" in name for name in list_slot_objects(network.prefix) for number in range(6)
+    )
     await pool.close()
-    assert traces(network.prefix) == []
+    assert list_slot_objects(network.prefix) == []
 
 
 async def test_closing_an_unopened_pool_preserves_other_rules(network: Network) -> None:
     open_pool = SlotPool(network.model_copy(update={"pool": 0}))
     await open_pool.open(set())
     await SlotPool(network).close()
-    assert f"{network.prefix}_sandbox" in traces(network.prefix)
+    assert f"{network.prefix}_sandbox" in list_slot_objects(network.prefix)
     await open_pool.close()
 
 

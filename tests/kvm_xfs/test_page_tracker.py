@@ -1,4 +1,4 @@
-"""Test that the page tracker tracks the writes of another process without its help and without disturbing it."""
+"""Test that the page tracker tracks the writes of a process that does not cooperate, and does not disturb it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
-from tests.kvm_xfs.test_memory import page_numbers
+from tests.kvm_xfs.test_memory import list_page_numbers
 
-PAGES = 512
+PAGE_COUNT = 512
 _PROGRAM = """
 import mmap, select, signal, sys, threading, time
 ticks = 0
@@ -46,13 +46,13 @@ for line in sys.stdin:
 class Program:
     """A process that is named like QEMU. It maps an image, and writes to the pages listed on its standard input."""
 
-    def __init__(self, directory: Path, alarms: str) -> None:
-        program = directory / "qemu-system-test"
-        shutil.copy(Path(sys.executable).resolve(), program)
+    def __init__(self, directory: Path, mode: str) -> None:
+        program_path = directory / "qemu-system-test"
+        shutil.copy(Path(sys.executable).resolve(), program_path)
         self.image = directory / "image"
-        self.image.write_bytes(bytes(PAGES * PAGE))
+        self.image.write_bytes(bytes(PAGE_COUNT * PAGE_BYTES))
         self.process = subprocess.Popen(
-            [program, "-c", textwrap.dedent(_PROGRAM), self.image, alarms],
+            [program_path, "-c", textwrap.dedent(_PROGRAM), self.image, mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,10 +64,10 @@ class Program:
     def ram(self) -> Ram:
         return Ram(self.process.pid, self.image)
 
-    def write(self, *numbers: int) -> int:
+    def write(self, *page_numbers: int) -> int:
         """Make the process write to pages, and return how many alarm signals it has received so far."""
         assert self.process.stdin
-        self.process.stdin.write(" ".join(map(str, numbers)) + "\n")
+        self.process.stdin.write(" ".join(map(str, page_numbers)) + "\n")
         self.process.stdin.flush()
         return int(self._read_line())
 
@@ -75,7 +75,7 @@ class Program:
         assert self.process.stdout
         return self.process.stdout.readline().strip()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
 
@@ -84,7 +84,7 @@ class Program:
 def program(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Program]:
     program = Program(tmp_path, getattr(request, "param", "quiet"))
     yield program
-    program.end()
+    program.kill()
 
 
 @pytest.fixture
@@ -103,20 +103,20 @@ def test_tracker_lists_exactly_the_written_pages(program: Program, tracker: Trac
     tracker.track(ram.pid, ram.areas)
     assert listing.is_tracked(ram)
     program.write(7)
-    assert page_numbers(ram, listing.list_written(ram, take=True)) == {1, 2, 3, 7}
-    assert page_numbers(ram, listing.list_written(ram, take=True)) == set()
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {1, 2, 3, 7}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == set()
     program.write(2, 9)
-    assert page_numbers(ram, listing.list_written(ram, take=False)) == {2, 9}
-    assert page_numbers(ram, listing.list_written(ram, take=True)) == {2, 9}
-    assert page_numbers(ram, listing.list_anonymous(ram)) == {1, 2, 3, 7, 9}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take=False)) == {2, 9}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {2, 9}
+    assert list_page_numbers(ram, listing.list_anonymous_pages(ram)) == {1, 2, 3, 7, 9}
 
 
 @pytest.mark.parametrize("program", ["alarms"], indirect=True)
 def test_tracking_preserves_the_signals_and_the_state_of_the_process(program: Program, tracker: TrackerClient) -> None:
-    before = program.write()
+    alarm_count_before = program.write()
     for _ in range(50):
         tracker.track(program.process.pid, [])
-    assert program.write() > before
+    assert program.write() > alarm_count_before
     assert program.process.poll() is None
 
 
@@ -127,26 +127,26 @@ def test_tracking_outlives_the_tracker(program: Program) -> None:
     client.track(ram.pid, ram.areas)
     client.close()
     program.write(5)
-    assert page_numbers(ram, listing.list_written(ram, take=True)) == {5}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {5}
 
 
 def test_tracker_refuses_other_programs(tracker: TrackerClient) -> None:
-    with subprocess.Popen(["sleep", "60"]) as other:
+    with subprocess.Popen(["sleep", "60"]) as other_process:
         try:
             with pytest.raises(OSError, match=r"runs sleep, not QEMU"):
-                tracker.track(other.pid, [])
+                tracker.track(other_process.pid, [])
         finally:
-            other.send_signal(signal.SIGKILL)
+            other_process.send_signal(signal.SIGKILL)
 
 
-def test_tracking_an_ended_process_fails(tracker: TrackerClient) -> None:
+def test_tracking_an_exited_process_fails(tracker: TrackerClient) -> None:
     with pytest.raises(OSError, match="the page tracker failed"):
         tracker.track(2**22 + 1, [])
 
 
 def test_tracking_unmapped_pages_fails_and_leaves_the_process_intact(program: Program, tracker: TrackerClient) -> None:
     area = program.ram.areas[0]
-    unmapped_area = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE, 0)
+    unmapped_area = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE_BYTES, 0)
     with pytest.raises(OSError, match="the page tracker failed"):
         tracker.track(program.process.pid, [unmapped_area])
     program.write(3)

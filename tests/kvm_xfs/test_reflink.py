@@ -1,4 +1,4 @@
-"""Test files that share blocks, and the errors of file systems on which they cannot."""
+"""Test files that share blocks, and the errors on file systems that are full or do not support reflinks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_file(path: Path, size: int = 4 * MIB) -> Path:
     return path
 
 
-def test_a_clone_has_equal_contents_and_takes_no_space(directory: Path) -> None:
+def test_a_clone_has_equal_contents_and_uses_no_space(directory: Path) -> None:
     source = write_file(directory / "source")
     assert reflink.unique_bytes(source) == 4 * MIB
     reflink.clone(source, directory / "clone")
@@ -48,21 +48,21 @@ def test_writing_to_a_clone_does_not_change_the_source(directory: Path) -> None:
 
 
 def test_files_have_the_same_extents_after_a_third_file_split_them(directory: Path) -> None:
-    source, first, second = write_file(directory / "source"), directory / "first", directory / "second"
-    reflink.clone(source, first)
-    reflink.clone(source, second)
-    with second.open("r+b") as file:
+    source, first_clone, second_clone = write_file(directory / "source"), directory / "first", directory / "second"
+    reflink.clone(source, first_clone)
+    reflink.clone(source, second_clone)
+    with second_clone.open("r+b") as file:
         file.seek(2 * MIB)
         file.write(b"x" * 65536)
-    assert reflink.has_same_extents(source, first)
+    assert reflink.has_same_extents(source, first_clone)
 
 
 def test_many_extents_are_listed(directory: Path) -> None:
     sparse_file = write_file(directory / "holed", 24 * MIB)
     for index in range(1200):
-        hole = ["-o", str(index * 16384), "-l", "8192"]
-        subprocess.run(["fallocate", "--punch-hole", *hole, str(sparse_file)], check=True, timeout=30)
-    extents = reflink.extents(sparse_file)
+        hole_options = ["-o", str(index * 16384), "-l", "8192"]
+        subprocess.run(["fallocate", "--punch-hole", *hole_options, str(sparse_file)], check=True, timeout=30)
+    extents = reflink.list_extents(sparse_file)
     assert len(extents) >= 1200
     assert sum(extent.length for extent in extents) == 24 * MIB - 1200 * 8192
 

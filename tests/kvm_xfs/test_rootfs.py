@@ -1,4 +1,4 @@
-"""Test building root file systems: of Debian with mmdebstrap, and from minimal trees that these tests create."""
+"""Test building root file systems from Debian packages and from minimal trees that these tests create."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.support.xfs import LoopXfs
 pytestmark = pytest.mark.usefixtures("need_root")
 
 
-def read_file(built: BuiltRootfs, path: str) -> str:
-    return _debugfs(built, f"cat {path}")
+def read_file(rootfs: BuiltRootfs, path: str) -> str:
+    return _debugfs(rootfs, f"cat {path}")
 
 
-def stat_file(built: BuiltRootfs, path: str) -> str:
+def stat_file(rootfs: BuiltRootfs, path: str) -> str:
     """Return debugfs's output for a path, or "" if the path does not exist."""
-    output = _debugfs(built, f"stat {path}")
+    output = _debugfs(rootfs, f"stat {path}")
     return output if "Inode:" in output else ""
 
 
-def _debugfs(built: BuiltRootfs, command: str) -> str:
-    argv = ["debugfs", "-R", command, str(built.image)]
+def _debugfs(rootfs: BuiltRootfs, command: str) -> str:
+    argv = ["debugfs", "-R", command, str(rootfs.image)]
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
@@ -47,7 +47,7 @@ def create_recipe(path: Path, disk_mb: int = 64) -> Recipe:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Create a minimal tree. It has every file that a build checks, but its programs cannot run."""
+    """A minimal tree. It has every file that a build requires, but its programs cannot run."""
     root = tmp_path / "tree"
     for directory in ("usr/bin", "usr/sbin", "usr/lib/systemd", "boot", "etc/skel", "dev", "home", "root"):
         (root / directory).mkdir(parents=True)
@@ -70,48 +70,50 @@ def tree(tmp_path: Path) -> Path:
 # --- Debian ----------------------------------------------------------------------------------------------------
 
 
-def test_debian_contains_everything_a_sandbox_needs(debian: BuiltRootfs) -> None:
-    assert debian.kernel.read_bytes()[0x202:0x206] == b"HdrS"
-    assert debian.initrd.stat().st_size < 16 << 20
-    initrd = gzip.decompress(debian.initrd.read_bytes())
+def test_debian_contains_everything_a_sandbox_needs(debian_rootfs: BuiltRootfs) -> None:
+    assert debian_rootfs.kernel.read_bytes()[0x202:0x206] == b"HdrS"
+    assert debian_rootfs.initrd.stat().st_size < 16 << 20
+    initrd = gzip.decompress(debian_rootfs.initrd.read_bytes())
     assert b"/virtio_blk.ko" in initrd and b"scripts/init-bottom/udev" in initrd
     assert b"bin/udevadm\0" not in initrd and b"scripts/init-top/udev\0" not in initrd
-    assert stat_file(debian, "/opt/sandbox_agent/__main__.py")
-    assert "cpython-3" in _debugfs(debian, "ls /opt/sandbox_agent/__pycache__")
-    link = stat_file(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
-    assert "/etc/systemd/system/sandbox-agent.service" in link
-    assert GUEST_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
-    assert GATEWAY_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
-    assert "user:x:1000:1000::/home/user:/bin/bash" in read_file(debian, "/etc/passwd")
-    assert "NOPASSWD" in read_file(debian, "/etc/sudoers.d/sandbox")
-    assert re.search(r"User:\s+1000 ", stat_file(debian, "/home/user/.profile"))
-    assert "Type: regular" in stat_file(debian, "/etc/resolv.conf")
-    assert re.fullmatch(r"[0-9a-f]{32}\n", read_file(debian, "/etc/machine-id"))
-    assert read_file(debian, "/etc/hostname") == "sandbox\n"
-    assert "/dev/null" in stat_file(debian, "/etc/systemd/system/apt-daily.timer")
-    assert "Storage=volatile" in read_file(debian, "/etc/systemd/journald.conf.d/sandbox.conf")
-    assert not stat_file(debian, "/dev/console")
+    assert stat_file(debian_rootfs, "/opt/sandbox_agent/__main__.py")
+    assert "cpython-3" in _debugfs(debian_rootfs, "ls /opt/sandbox_agent/__pycache__")
+    unit_link_stat = stat_file(debian_rootfs, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
+    assert "/etc/systemd/system/sandbox-agent.service" in unit_link_stat
+    assert GUEST_ADDRESS in read_file(debian_rootfs, "/usr/local/lib/sandbox/network")
+    assert GATEWAY_ADDRESS in read_file(debian_rootfs, "/usr/local/lib/sandbox/network")
+    assert "user:x:1000:1000::/home/user:/bin/bash" in read_file(debian_rootfs, "/etc/passwd")
+    assert "NOPASSWD" in read_file(debian_rootfs, "/etc/sudoers.d/sandbox")
+    assert re.search(r"User:\s+1000 ", stat_file(debian_rootfs, "/home/user/.profile"))
+    assert "Type: regular" in stat_file(debian_rootfs, "/etc/resolv.conf")
+    assert re.fullmatch(r"[0-9a-f]{32}\n", read_file(debian_rootfs, "/etc/machine-id"))
+    assert read_file(debian_rootfs, "/etc/hostname") == "sandbox\n"
+    assert "/dev/null" in stat_file(debian_rootfs, "/etc/systemd/system/apt-daily.timer")
+    assert "Storage=volatile" in read_file(debian_rootfs, "/etc/systemd/journald.conf.d/sandbox.conf")
+    assert not stat_file(debian_rootfs, "/dev/console")
 
 
-def test_debian_image_is_clean_sparse_and_fully_initialised(debian: BuiltRootfs) -> None:
-    subprocess.run(["e2fsck", "-fn", str(debian.image)], check=True, capture_output=True, timeout=60)
-    status = debian.image.stat()
+def test_debian_image_is_clean_sparse_and_fully_initialised(debian_rootfs: BuiltRootfs) -> None:
+    subprocess.run(["e2fsck", "-fn", str(debian_rootfs.image)], check=True, capture_output=True, timeout=60)
+    status = debian_rootfs.image.stat()
     assert status.st_size == 2048 << 20
     assert status.st_blocks * 512 < 700 << 20
-    dumpe2fs_output = subprocess.run(["dumpe2fs", str(debian.image)], capture_output=True, text=True, check=True).stdout
+    dumpe2fs_output = subprocess.run(
+        ["dumpe2fs", str(debian_rootfs.image)], capture_output=True, text=True, check=True
+    ).stdout
     assert all("ITABLE_ZEROED" in line for line in dumpe2fs_output.splitlines() if re.match(r"Group \d", line))
 
 
-def test_a_build_leaves_only_its_three_files(debian: BuiltRootfs) -> None:
-    assert {path.name for path in debian.image.parent.iterdir()} == {"rootfs.img", "kernel", "initrd"}
+def test_a_build_leaves_only_its_three_files(debian_rootfs: BuiltRootfs) -> None:
+    assert {path.name for path in debian_rootfs.image.parent.iterdir()} == {"rootfs.img", "kernel", "initrd"}
 
 
-def test_a_second_debian_build_downloads_nothing(debian: BuiltRootfs, tmp_path: Path) -> None:
+def test_a_second_debian_build_downloads_nothing(debian_rootfs: BuiltRootfs, tmp_path: Path) -> None:
     from tests.support import session
 
     second_build = build(Recipe(), tmp_path, session.cache_dir())
-    assert second_build.lines[0].startswith("using the cached root file system")
-    assert read_file(second_build, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
+    assert second_build.log_lines[0].startswith("using the cached root file system")
+    assert read_file(second_build, "/etc/machine-id") != read_file(debian_rootfs, "/etc/machine-id")
 
 
 def test_build_failure_contains_the_errors_of_apt() -> None:
@@ -129,9 +131,9 @@ def test_an_invalid_mirror_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delay", [0.5, 4])
 async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path, delay: float) -> None:
-    images = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
+    output_paths = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
     task = asyncio.ensure_future(
-        build_rootfs(Recipe(packages=["cpp"]), *images, cache_root=tmp_path / "cache", log=lambda line: None)
+        build_rootfs(Recipe(packages=["cpp"]), *output_paths, cache_root=tmp_path / "cache", log=lambda line: None)
     )
     await asyncio.sleep(delay)
     task.cancel()
@@ -152,33 +154,33 @@ def list_leftovers(directory: Path) -> list[str]:
 
 
 def test_a_directory_becomes_an_image_and_stays_unchanged(tree: Path, tmp_path: Path) -> None:
-    before = sorted(str(path) for path in tree.rglob("*"))
-    built = build(create_recipe(tree), tmp_path)
-    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud", "the build did not choose the newest kernel"
-    assert built.initrd.read_text() == "initrd 6.1.0-10-cloud"
-    assert read_file(built, "/usr/bin/python3.11") == "python"
-    assert stat_file(built, "/opt/sandbox_agent/__main__.py")
-    assert "user:x:1000:1000::/home/user:/bin/sh" in read_file(built, "/etc/passwd")
-    assert not stat_file(built, "/etc/sudoers.d/sandbox"), "a sudo rule was created, although sudo is missing"
-    assert sorted(str(path) for path in tree.rglob("*")) == before
+    paths_before = sorted(str(path) for path in tree.rglob("*"))
+    rootfs = build(create_recipe(tree), tmp_path)
+    assert rootfs.kernel.read_text() == "kernel 6.1.0-10-cloud", "the build did not choose the newest kernel"
+    assert rootfs.initrd.read_text() == "initrd 6.1.0-10-cloud"
+    assert read_file(rootfs, "/usr/bin/python3.11") == "python"
+    assert stat_file(rootfs, "/opt/sandbox_agent/__main__.py")
+    assert "user:x:1000:1000::/home/user:/bin/sh" in read_file(rootfs, "/etc/passwd")
+    assert not stat_file(rootfs, "/etc/sudoers.d/sandbox"), "a sudo rule was created, although sudo is missing"
+    assert sorted(str(path) for path in tree.rglob("*")) == paths_before
 
 
 @pytest.mark.parametrize(
     ("suffix", "options"), [(".tar", []), (".tar.gz", ["-z"]), (".tar.xz", ["-J"]), (".tar.zst", ["--zstd"])]
 )
-@pytest.mark.parametrize("root", [".", "*"])
+@pytest.mark.parametrize("member_pattern", [".", "*"])
 def test_tarballs_with_any_compression_are_accepted(
-    tree: Path, tmp_path: Path, suffix: str, options: list[str], root: str
+    tree: Path, tmp_path: Path, suffix: str, options: list[str], member_pattern: str
 ) -> None:
     os.chown(tree / "home", 1234, 1235)
     os.mknod(tree / "dev/zero", 0o600 | 0o020000, os.makedev(1, 5))
     tarball = tmp_path / f"tree{suffix}"
-    members = [root] if root == "." else sorted(path.name for path in tree.iterdir())
-    subprocess.run(["tar", *options, "-C", str(tree), "-cf", str(tarball), *members], check=True, timeout=60)
-    built = build(create_recipe(tarball), tmp_path)
-    assert read_file(built, "/usr/bin/python3.11") == "python"
-    assert re.search(r"User:\s+1234 +Group:\s+1235", stat_file(built, "/home"))
-    assert not stat_file(built, "/dev/zero")
+    member_names = [member_pattern] if member_pattern == "." else sorted(path.name for path in tree.iterdir())
+    subprocess.run(["tar", *options, "-C", str(tree), "-cf", str(tarball), *member_names], check=True, timeout=60)
+    rootfs = build(create_recipe(tarball), tmp_path)
+    assert read_file(rootfs, "/usr/bin/python3.11") == "python"
+    assert re.search(r"User:\s+1234 +Group:\s+1235", stat_file(rootfs, "/home"))
+    assert not stat_file(rootfs, "/dev/zero")
 
 
 ERRORS_FOR_MISSING_FILES = {
@@ -186,7 +188,7 @@ ERRORS_FOR_MISSING_FILES = {
     "usr/sbin/init": "has no /sbin/init: install systemd",
     "usr/bin/ip": "has no 'ip' command: install iproute2",
     "boot/vmlinuz-*": "has no /boot/vmlinuz-",
-    "boot/initrd.img-*": r"has a kernel 6.1.0-\d+-cloud but no /boot/initrd.img-6.1.0-\d+-cloud",
+    "boot/initrd.img-*": r"has kernel 6.1.0-\d+-cloud but no /boot/initrd.img-6.1.0-\d+-cloud",
 }
 
 
@@ -228,44 +230,54 @@ def test_a_tree_that_contains_the_gateways_state_is_not_copied_into_itself(tree:
 
 
 def test_links_in_a_hostile_tree_cannot_lead_outside(tree: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
+    outside_directory = tmp_path / "outside"
+    outside_directory.mkdir()
     for name in ("passwd", "resolv.conf", "hostname"):
-        (outside / name).write_text("unchanged")
+        (outside_directory / name).write_text("unchanged")
     (tree / "etc/passwd").unlink()
-    (tree / "etc/passwd").symlink_to(outside / "passwd")
-    (tree / "etc/resolv.conf").symlink_to(outside / "resolv.conf")
-    (tree / "etc/hostname").symlink_to("../" * 20 + str(outside / "hostname"))
-    (tree / "etc/systemd").symlink_to(outside)
-    (tree / "opt").symlink_to("../" * 20 + str(outside))
+    (tree / "etc/passwd").symlink_to(outside_directory / "passwd")
+    (tree / "etc/resolv.conf").symlink_to(outside_directory / "resolv.conf")
+    (tree / "etc/hostname").symlink_to("../" * 20 + str(outside_directory / "hostname"))
+    (tree / "etc/systemd").symlink_to(outside_directory)
+    (tree / "opt").symlink_to("../" * 20 + str(outside_directory))
     (tree / "boot/vmlinuz-9.9").symlink_to("/etc/hostname")
-    (tree / "boot/initrd.img-9.9").symlink_to(outside / "hostname")
-    built = build(create_recipe(tree), tmp_path)
-    assert sorted(path.name for path in outside.iterdir()) == ["hostname", "passwd", "resolv.conf"]
-    assert all(path.read_text() == "unchanged" for path in outside.iterdir())
-    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud"
+    (tree / "boot/initrd.img-9.9").symlink_to(outside_directory / "hostname")
+    rootfs = build(create_recipe(tree), tmp_path)
+    assert sorted(path.name for path in outside_directory.iterdir()) == ["hostname", "passwd", "resolv.conf"]
+    assert all(path.read_text() == "unchanged" for path in outside_directory.iterdir())
+    assert rootfs.kernel.read_text() == "kernel 6.1.0-10-cloud"
 
 
 def test_a_hostile_tarball_cannot_write_outside_the_tree(tree: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    extra = tmp_path / "extra"
-    (extra / "way").mkdir(parents=True)
-    (extra / "way/in").write_text("evil")
-    link = tmp_path / "link"
-    link.mkdir()
-    (link / "way").symlink_to(outside)
+    outside_directory = tmp_path / "outside"
+    outside_directory.mkdir()
+    extra_tree = tmp_path / "extra"
+    (extra_tree / "way").mkdir(parents=True)
+    (extra_tree / "way/in").write_text("evil")
+    link_tree = tmp_path / "link"
+    link_tree.mkdir()
+    (link_tree / "way").symlink_to(outside_directory)
     tarball = tmp_path / "evil.tar"
     subprocess.run(["tar", "-C", str(tree), "-cf", str(tarball), "."], check=True)
-    subprocess.run(["tar", "-C", str(link), "-rf", str(tarball), "way"], check=True)
-    subprocess.run(["tar", "-C", str(extra), "-rf", str(tarball), "way/in"], check=True)
+    subprocess.run(["tar", "-C", str(link_tree), "-rf", str(tarball), "way"], check=True)
+    subprocess.run(["tar", "-C", str(extra_tree), "-rf", str(tarball), "way/in"], check=True)
     subprocess.run(
-        ["tar", "-P", "-C", str(extra), "--transform", f"s,^way/in,{outside}/absolute,", "-rf", str(tarball), "way/in"],
+        [
+            "tar",
+            "-P",
+            "-C",
+            str(extra_tree),
+            "--transform",
+            f"s,^way/in,{outside_directory}/absolute,",
+            "-rf",
+            str(tarball),
+            "way/in",
+        ],
         check=True,
     )
     with contextlib.suppress(GatewayError):
         build(create_recipe(tarball), tmp_path)
-    assert list(outside.iterdir()) == []
+    assert list(outside_directory.iterdir()) == []
 
 
 def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Path, tmp_path: Path) -> None:
@@ -274,25 +286,25 @@ def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Pa
         Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
     ):
         build(create_recipe(tree), tmp_path)
-    with pytest.raises(Invalid) as refused:
+    with pytest.raises(Invalid) as caught:
         build(create_recipe(tree), tmp_path)
-    match = re.search(r"set diskSizeMB to (\d+)", refused.value.message)
+    match = re.search(r"set diskSizeMB to (\d+)", caught.value.message)
     assert match
     build(create_recipe(tree, int(match[1])), tmp_path)
 
 
 def test_build_on_a_full_host_fails_and_cleans_up(tree: Path, tmp_path: Path) -> None:
-    with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small:
+    with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small_xfs:
         (tree / "usr/large").write_bytes(os.urandom(300 << 20))
         with pytest.raises(NoSpace, match="disk is full"):
-            build(create_recipe(tree, 1024), small.mount_point)
-        assert not list(small.mount_point.iterdir())
+            build(create_recipe(tree, 1024), small_xfs.mount_point)
+        assert not list(small_xfs.mount_point.iterdir())
 
 
 def test_an_existing_user_of_the_tree_stays_unchanged(tree: Path, tmp_path: Path) -> None:
     (tree / "etc/passwd").write_text("user:x:77:77::/srv:/bin/sh")
-    built = build(create_recipe(tree), tmp_path)
-    assert read_file(built, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
+    rootfs = build(create_recipe(tree), tmp_path)
+    assert read_file(rootfs, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
     (tree / "etc/passwd").write_text("debian:x:1000:1000::/home/debian:/bin/sh")
     assert (
         read_file(build(create_recipe(tree), tmp_path), "/etc/passwd").splitlines()[1]
@@ -331,22 +343,22 @@ def test_host_sources_returns_only_main_sources_of_the_suite(tmp_path: Path) -> 
         "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
     )
     (tmp_path / "sources.list.d/old.list.save").write_text("deb http://saved.example/debian bookworm main\n")
-    text = host_sources("bookworm", tmp_path)
-    assert re.findall(r"http://(\w+)", text) == ["list", "deb822"]
-    assert "Suites: bookworm-updates\n" in text
-    assert "Signed-By: /k.gpg" in text
-    assert " -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n" in text
-    assert "commented" not in text
+    sources = host_sources("bookworm", tmp_path)
+    assert re.findall(r"http://(\w+)", sources) == ["list", "deb822"]
+    assert "Suites: bookworm-updates\n" in sources
+    assert "Signed-By: /k.gpg" in sources
+    assert " -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n" in sources
+    assert "commented" not in sources
     assert host_sources("sid", tmp_path) == ""
     assert host_sources("bookworm", tmp_path / "nowhere") == ""
 
 
-def test_stream_passes_each_line_to_the_log(tmp_path: Path) -> None:
-    async def run_stream() -> list[str]:
+def test_run_logged_passes_each_line_to_the_log(tmp_path: Path) -> None:
+    async def collect_lines() -> list[str]:
         lines: list[str] = []
-        await rootfs_common.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
+        await rootfs_common.run_logged(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
         with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
-            await rootfs_common.stream(["sleep", "30"], lines.append, timeout=0.2)
+            await rootfs_common.run_logged(["sleep", "30"], lines.append, timeout=0.2)
         return lines
 
-    assert asyncio.run(run_stream()) == ["a", "b", "cd"]
+    assert asyncio.run(collect_lines()) == ["a", "b", "cd"]

@@ -1,4 +1,4 @@
-"""Test when snapshots become durable, and how a scan handles snapshots that are not."""
+"""Test when snapshots become durable, and how a scan handles snapshots that are not yet durable."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts import directory_records
-from sandbox_gateway.hosts.directory_records import Quarantine
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image import reflink, snapshots
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 
@@ -18,7 +18,7 @@ from sandbox_gateway.records import Snapshot, SnapshotKind
 def synced_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files and directories that have been synced."""
     names: list[str] = []
-    monkeypatch.setattr(directory_records.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
+    monkeypatch.setattr(commit_protocol.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
     monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
     return names
 
@@ -90,4 +90,4 @@ def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
     monkeypatch.setattr(snapshots, "_BOOT_ID_FILE", tmp_path / "boot_id")
     ids, repaired = scan(store)
     assert ids == [] and not store.files(snapshot).directory.exists()
-    assert repaired == [f"removed {snapshot.id}, the source of clones, which was not yet on the device"]
+    assert repaired == [f"removed the transient snapshot {snapshot.id}, which was not synced before the host stopped"]

@@ -38,7 +38,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
-from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import marker_of, render_configuration
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
@@ -48,13 +48,13 @@ from tests.kvm_xfs.test_netns import Guest, NetworkNamespace, run_inside
 from tests.support import nfs3, session
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
-OPEN = NetworkPolicy()
+OPEN_POLICY = NetworkPolicy()
 LOOP_GET_STATUS64 = 0x4C05
 DISCONNECT_ERRORS = (TimeoutError, ConnectionError)
 
 
 class Volume:
-    """A volume: its image, port and server."""
+    """A volume with its image, port and server."""
 
     def __init__(self, setup: Setup, image: Path, port: int) -> None:
         self._setup = setup
@@ -83,7 +83,7 @@ class Volume:
     def pid(self) -> int:
         return self._setup.servers._servers[self.id].pid
 
-    def contents(self, name: str) -> bytes:
+    def read_contents(self, name: str) -> bytes:
         """Return the contents of a file in the image, without using the server."""
         command = ["debugfs", "-R", f"cat /{name}", str(self.image)]
         return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
@@ -100,15 +100,15 @@ class Setup:
         self.stack = contextlib.ExitStack()
         self._ports = iter(VOLUME_PORTS)
 
-    async def volume(self, size_mb: int = 64) -> Volume:
+    async def create_volume(self, size_mb: int = 64) -> Volume:
         volume = Volume(self, self.root / f"{new_id()}.img", next(self._ports))
         await format_image(volume.image, volume.id, size_mb)
         return volume
 
-    async def guest(self) -> tuple[Slot, Guest]:
-        slot = await self.pool.take(OPEN)
+    async def create_guest(self) -> tuple[Slot, Guest]:
+        slot = await self.pool.take(OPEN_POLICY)
         guest = Guest(slot)
-        self.stack.callback(guest.end)
+        self.stack.callback(guest.remove)
         return slot, guest
 
     async def crash(self) -> None:
@@ -123,33 +123,33 @@ async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
     network = Network(**{**session.network(), "pool": 0})
     root = xfs_root / f"volumes-{network.prefix}"
     root.mkdir()
-    environment = Setup(network, root)
-    await environment.pool.open(set())
-    await environment.servers.open(set())
+    new_setup = Setup(network, root)
+    await new_setup.pool.open(set())
+    await new_setup.servers.open(set())
     try:
         async with asyncio.timeout(90):
-            yield environment
+            yield new_setup
     finally:
-        environment.stack.close()
-        await environment.servers.destroy()
-        await environment.pool.destroy()
-        assert files_of_loop_devices(root) == []
+        new_setup.stack.close()
+        await new_setup.servers.destroy()
+        await new_setup.pool.destroy()
+        assert list_files_of_loop_devices(root) == []
         shutil.rmtree(root)
 
 
-def files_of_loop_devices(root: Path) -> list[str]:
+def list_files_of_loop_devices(root: Path) -> list[str]:
     """Return the files below ``root`` that loop devices use.
 
-    Compares device and inode, because the paths of loop devices are relative to a server's root.
+    The comparison uses device and inode numbers, because the paths of loop devices are relative to a server's root.
     """
-    files = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
+    path_by_inode = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
     backing_inodes = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError), Path("/dev", backing.parts[3]).open("rb") as device:
             status = bytearray(232)
             fcntl.ioctl(device, LOOP_GET_STATUS64, status)
             backing_inodes.append(struct.unpack_from("=QQ", status))
-    return [files[each] for each in backing_inodes if each in files]
+    return [path_by_inode[each] for each in backing_inodes if each in path_by_inode]
 
 
 def run_command(*argv: str) -> str:
@@ -158,7 +158,7 @@ def run_command(*argv: str) -> str:
 
 
 async def kill_process(pid: int) -> None:
-    """Kill a process and wait until it has ended."""
+    """Kill a process and wait until it has exited."""
     pidfd = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     await asyncio.to_thread(select.select, [pidfd], [], [], 30)
@@ -168,13 +168,13 @@ async def kill_process(pid: int) -> None:
 async def wait_for_loop_devices(root: Path) -> None:
     """Wait until no loop device uses a file below ``root``."""
     for _ in range(2000):
-        if not files_of_loop_devices(root):
+        if not list_files_of_loop_devices(root):
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"loop devices still use {files_of_loop_devices(root)}")
+    raise AssertionError(f"loop devices still use {list_files_of_loop_devices(root)}")
 
 
-def nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
+def get_nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
     """Call a procedure and return its NFS status."""
     try:
         procedure(*arguments)
@@ -187,41 +187,43 @@ def nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
 
 
 def test_configuration_lists_each_client_with_its_access() -> None:
-    text = configuration(
+    configuration = render_configuration(
         "10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
     )
-    assert "CLIENT { Clients = 10.0.0.10, 10.0.0.2; Access_Type = RW; }" in text
-    assert "CLIENT { Clients = 10.0.0.6; Access_Type = RO; }" in text
-    assert "Bind_addr = 10.0.0.254; NFS_Port = 22004; MNT_Port = 22005;" in text
-    assert "Export_Id = 1; Path = /abc; Pseudo = /abc; Access_Type = None;" in text
-    read_only = configuration("10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
-    assert "Access_Type = RW" not in read_only
+    assert "CLIENT { Clients = 10.0.0.10, 10.0.0.2; Access_Type = RW; }" in configuration
+    assert "CLIENT { Clients = 10.0.0.6; Access_Type = RO; }" in configuration
+    assert "Bind_addr = 10.0.0.254; NFS_Port = 22004; MNT_Port = 22005;" in configuration
+    assert "Export_Id = 1; Path = /abc; Pseudo = /abc; Access_Type = None;" in configuration
+    read_only_configuration = render_configuration(
+        "10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1"
+    )
+    assert "Access_Type = RW" not in read_only_configuration
 
 
 def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
-    def marker(clients: dict[str, bool]) -> str:
+    def make_marker(clients: dict[str, bool]) -> str:
         return marker_of(ServerSettings("", 0, clients))
 
-    markers = {marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {marker({"10.0.0.6": False})}
+    markers = {make_marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {make_marker({"10.0.0.6": False})}
     assert len(markers) == 3
     assert all(ipaddress.IPv4Address(each).is_reserved for each in markers)
-    assert marker({"a": True, "b": False}) == marker({"b": False, "a": True})
+    assert make_marker({"a": True, "b": False}) == make_marker({"b": False, "a": True})
 
 
 def test_a_guest_has_the_same_mount_on_every_gateway() -> None:
-    servers = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
-    one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
-    assert one == other
-    assert (one.source, one.type, one.path, one.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
-    options = one.options.split(",")
+    server_pools = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
+    mount, other_mount = (pool.guest_mount("abc", 22004, "/data", False) for pool in server_pools)
+    assert mount == other_mount
+    assert (mount.source, mount.type, mount.path, mount.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
+    options = mount.options.split(",")
     assert {"vers=3", "proto=tcp", "port=22004", "mountport=22005", "hard", "nolock"} <= set(options)
-    assert servers[0].mounts("abd", 22006, "/data", True).source != one.source
+    assert server_pools[0].guest_mount("abd", 22006, "/data", True).source != mount.source
 
 
 async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         servers = ServerPool(s.network, s.root / "others", ganesha="no-such-ganesha")
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         with pytest.raises(BackendFailed, match="install nfs-ganesha and nfs-ganesha-vfs"):
             await servers.serve(volume.id, volume.image, volume.port, {slot.host_address: False})
 
@@ -231,9 +233,9 @@ async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: P
 
 async def test_writes_of_one_sandbox_are_visible_to_others_and_in_the_image(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
-        await volume.serve({a: False, b: False})
+        volume = await s.create_volume()
+        (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
+        await volume.serve({slot_a: False, slot_b: False})
         root = volume.mount_volume(guest_a)
         assert volume.mount_volume(guest_b) == root
         writer = volume.connect_nfs(guest_a)
@@ -242,29 +244,29 @@ async def test_writes_of_one_sandbox_are_visible_to_others_and_in_the_image(xfs_
         reader = volume.connect_nfs(guest_b)
         assert reader.read(reader.lookup(root, "file")) == b"hello"
         await s.servers.stop(volume.id)
-        assert volume.contents("file") == b"hello", "data that the client did not commit was lost"
+        assert volume.read_contents("file") == b"hello", "data that the client did not commit was lost"
         await s.servers.stop(volume.id)
 
 
 async def test_files_belong_to_the_users_of_the_sandbox(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        as_root, user, other = (volume.connect_nfs(guest, uid=uid) for uid in (0, 1000, 1001))
-        assert as_root.getattr(root).mode == 0o777
-        private_file = user.create(root, "private", 0o600)
-        assert (user.getattr(private_file).uid, user.getattr(private_file).gid) == (1000, 1000)
-        assert nfs_status(other.read, private_file) == nfs3.ACCES
-        as_root.write(private_file, b"from root")
-        assert user.read(private_file) == b"from root"
-        assert as_root.getattr(as_root.create(root, "of-root")).uid == 0
-        assert nfs_status(as_root.lookup, root, "lost+found") == nfs3.NOENT
+        root_client, user_client, other_client = (volume.connect_nfs(guest, uid=uid) for uid in (0, 1000, 1001))
+        assert root_client.getattr(root).mode == 0o777
+        private_file = user_client.create(root, "private", 0o600)
+        assert (user_client.getattr(private_file).uid, user_client.getattr(private_file).gid) == (1000, 1000)
+        assert get_nfs_status(other_client.read, private_file) == nfs3.ACCES
+        root_client.write(private_file, b"from root")
+        assert user_client.read(private_file) == b"from root"
+        assert root_client.getattr(root_client.create(root, "of-root")).uid == 0
+        assert get_nfs_status(root_client.lookup, root, "lost+found") == nfs3.NOENT
 
 
 async def test_handles_survive_a_stopped_or_killed_server(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         file = volume.connect_nfs(guest).create(root, "file")
@@ -293,13 +295,13 @@ async def test_handles_survive_a_stopped_or_killed_server(xfs_root: Path) -> Non
 
 async def test_used_bytes_are_the_same_with_and_without_a_server(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
         file = client.create(volume.mount_volume(guest), "file")
-        for piece in range(32):
-            client.write(file, os.urandom(1 << 17), piece << 17)
+        for chunk_number in range(32):
+            client.write(file, os.urandom(1 << 17), chunk_number << 17)
         used_bytes_with_server = await s.servers.used_bytes(volume.id, volume.image)
         assert 4 << 20 <= used_bytes_with_server < 5 << 20
         await s.servers.stop(volume.id)
@@ -313,21 +315,21 @@ async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypat
     monkeypatch.setattr(file_system, "can_resize", lambda: live)
 
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(64), await s.guest()
+        volume, (slot, guest) = await s.create_volume(64), await s.create_guest()
         await s.servers.grow(volume.id)
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
         root = volume.mount_volume(guest)
         file = client.create(root, "file")
-        piece = b"x" * (1 << 18)
-        pieces = [(file, piece, n << 18, nfs3.UNSTABLE) for n in range(280)]
-        assert nfs_status(lambda: [client.write(*each) for each in pieces]) == nfs3.NOSPC
+        chunk = b"x" * (1 << 18)
+        write_arguments = [(file, chunk, n << 18, nfs3.UNSTABLE) for n in range(280)]
+        assert get_nfs_status(lambda: [client.write(*each) for each in write_arguments]) == nfs3.NOSPC
         os.truncate(volume.image, 192 << 20)
         await s.servers.grow(volume.id)
-        second = volume.connect_nfs(guest)
-        for each in pieces:
-            second.write(*each)
-        assert second.getattr(file).size == 280 << 18
+        second_client = volume.connect_nfs(guest)
+        for each in write_arguments:
+            second_client.write(*each)
+        assert second_client.getattr(file).size == 280 << 18
         await s.servers.stop(volume.id)
 
         os.truncate(volume.image, 256 << 20)
@@ -340,13 +342,13 @@ async def test_a_server_that_fails_after_growth_is_restarted(xfs_root: Path, mon
     monkeypatch.setattr(server_pool, "_REPLACE_INTERVAL_SECONDS", 0.1)
 
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        original = file_system.grow_offline
+        original_grow_offline = file_system.grow_offline
 
         async def fail_once(image: Path) -> None:
-            monkeypatch.setattr(file_system, "grow_offline", original)
+            monkeypatch.setattr(file_system, "grow_offline", original_grow_offline)
             raise BackendFailed("forced")
 
         monkeypatch.setattr(file_system, "grow_offline", fail_once)
@@ -363,17 +365,17 @@ async def test_a_server_that_fails_after_growth_is_restarted(xfs_root: Path, mon
 
 async def test_serving_an_invalid_file_system_fails_and_cleans_up(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         volume.image.write_bytes(b"\0" * (64 << 20))
         with pytest.raises(BackendFailed, match=r"cannot be served: .*mount|is damaged"):
             await volume.serve({slot: False})
-        assert files_of_loop_devices(s.root) == []
+        assert list_files_of_loop_devices(s.root) == []
         assert not guest.can_reach(GATEWAY_ADDRESS, volume.port)
 
 
 async def test_a_port_in_use_is_reported(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         with (
             run_inside(
                 volume_namespace(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))
@@ -389,51 +391,51 @@ async def test_a_port_in_use_is_reported(xfs_root: Path) -> None:
 
 async def test_changed_permissions_apply_to_open_handles_and_connections(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
-        await volume.serve({a: False})
+        volume = await s.create_volume()
+        (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
+        await volume.serve({slot_a: False})
         root = volume.mount_volume(guest_a)
         client = volume.connect_nfs(guest_a, seconds=0.7)
         file = client.create(root, "file")
-        pid = volume.pid
+        pid_before = volume.pid
 
-        async def change(clients: dict[Slot, bool]) -> None:
+        async def change_clients(clients: dict[Slot, bool]) -> None:
             start = time.monotonic()
             await volume.serve(clients)
             assert time.monotonic() - start < 2
-            assert volume.pid == pid, "the server was replaced"
+            assert volume.pid == pid_before, "the server was replaced"
 
-        await change({a: True})
-        assert nfs_status(client.write, file, b"x") == nfs3.ROFS
-        await change({a: False, b: True})
+        await change_clients({slot_a: True})
+        assert get_nfs_status(client.write, file, b"x") == nfs3.ROFS
+        await change_clients({slot_a: False, slot_b: True})
         client.write(file, b"x")
         reader = volume.connect_nfs(guest_b, seconds=0.7)
         assert reader.read(file) == b"x"
-        assert nfs_status(reader.write, file, b"y") == nfs3.ROFS
-        await change({b: False})
+        assert get_nfs_status(reader.write, file, b"y") == nfs3.ROFS
+        await change_clients({slot_b: False})
         with pytest.raises(DISCONNECT_ERRORS):
             client.read(file)
         with pytest.raises(DISCONNECT_ERRORS):
             volume.connect_nfs(guest_a, seconds=0.7)
         reader.write(file, b"y")
-        await change({a: True, b: True})
+        await change_clients({slot_a: True, slot_b: True})
         assert volume.connect_nfs(guest_a).read(file) == b"y"
         await volume.serve({})
-        assert files_of_loop_devices(s.root) == []
+        assert list_files_of_loop_devices(s.root) == []
         with pytest.raises(DISCONNECT_ERRORS):
             reader.read(file)
 
 
 async def test_a_server_refuses_unknown_clients_that_the_firewall_accepts(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
-        await volume.serve({a: False})
+        volume = await s.create_volume()
+        (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
+        await volume.serve({slot_a: False})
         root = volume.mount_volume(guest_a)
         # The host accepts the client, but the server must refuse it.
-        pairs = {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
-        await s.servers._access.allow("other", pairs)
-        assert nfs_status(volume.mount_volume, guest_b) == nfs3.ACCES
+        access_elements = {f"{slot_b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
+        await s.servers._access.allow("other", access_elements)
+        assert get_nfs_status(volume.mount_volume, guest_b) == nfs3.ACCES
         client = volume.connect_nfs(guest_b)
         for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):
             with pytest.raises(RpcRejected):
@@ -444,9 +446,9 @@ async def test_a_server_refuses_unknown_clients_that_the_firewall_accepts(xfs_ro
 
 async def test_a_read_only_client_cannot_change_anything(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
-        await volume.serve({a: False, b: True})
+        volume = await s.create_volume()
+        (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
+        await volume.serve({slot_a: False, slot_b: True})
         root = volume.mount_volume(guest_a)
         file = volume.connect_nfs(guest_a).create(root, "file", 0o666)
         volume.connect_nfs(guest_a).write(file, b"unchanged")
@@ -462,14 +464,14 @@ async def test_a_read_only_client_cannot_change_anything(xfs_root: Path) -> None
                 (reader.remove, root, "file"),
                 (reader.rename, root, "file", root, "new"),
             ):
-                assert nfs_status(procedure, *arguments) == nfs3.ROFS
+                assert get_nfs_status(procedure, *arguments) == nfs3.ROFS
             assert reader.read(file) == b"unchanged"
-            assert nfs_status(reader.lookup, root, "new") == nfs3.NOENT
+            assert get_nfs_status(reader.lookup, root, "new") == nfs3.NOENT
 
 
 async def test_clients_can_use_any_source_port(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         for source in (700, 40700):
             root = volume.mount_volume(guest, source=source + 1)
@@ -481,22 +483,31 @@ async def test_clients_can_use_any_source_port(xfs_root: Path) -> None:
 
 async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, other = await s.volume(), await s.volume()
-        (a, guest), (b, _) = await s.guest(), await s.guest()
-        await volume.serve({a: False})
-        await other.serve({b: False})
-        for path in ("/", "", "/usr", "/proc", f"/{other.id}", f"/{volume.id}/..", f"/{volume.id}/../usr", "usr"):
-            assert nfs_status(volume.mount_volume, guest, path or "/.") != nfs3.OK
+        volume, other_volume = await s.create_volume(), await s.create_volume()
+        (slot_a, guest), (slot_b, _) = await s.create_guest(), await s.create_guest()
+        await volume.serve({slot_a: False})
+        await other_volume.serve({slot_b: False})
+        for path in (
+            "/",
+            "",
+            "/usr",
+            "/proc",
+            f"/{other_volume.id}",
+            f"/{volume.id}/..",
+            f"/{volume.id}/../usr",
+            "usr",
+        ):
+            assert get_nfs_status(volume.mount_volume, guest, path or "/.") != nfs3.OK
         with pytest.raises(DISCONNECT_ERRORS):
-            other.mount_volume(guest, seconds=0.7)
+            other_volume.mount_volume(guest, seconds=0.7)
         client = volume.connect_nfs(guest)
         root = volume.mount_volume(guest)
         assert client.lookup(root, "..") == root
         client.symlink(root, "out", "/usr")
-        assert nfs_status(volume.mount_volume, guest, f"/{volume.id}/out") != nfs3.OK
-        link = client.lookup(root, "out")
-        assert client.getattr(link).kind == 5, "lookup followed the symbolic link"
-        assert nfs_status(client.lookup, link, "bin") != nfs3.OK
+        assert get_nfs_status(volume.mount_volume, guest, f"/{volume.id}/out") != nfs3.OK
+        link_handle = client.lookup(root, "out")
+        assert client.getattr(link_handle).kind == 5, "lookup followed the symbolic link"
+        assert get_nfs_status(client.lookup, link_handle, "bin") != nfs3.OK
         # The server passes names with slashes, which no normal client sends, to the kernel.
         for name in (
             "/usr",
@@ -508,33 +519,33 @@ async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
             "/ganesha.conf",
             "/host",
         ):
-            assert nfs_status(client.lookup, root, name) != nfs3.OK
+            assert get_nfs_status(client.lookup, root, name) != nfs3.OK
         for name in ("/new", "../new", "/etc/hosts", "/ganesha.conf", "/run/new", f"/{volume.id}/../new"):
             for procedure in (client.create, client.mkdir):
-                assert nfs_status(procedure, root, name) != nfs3.OK
-            assert nfs_status(client.symlink, root, name, "x") != nfs3.OK
-        assert nfs_status(client.remove, root, "/ganesha.conf") != nfs3.OK
+                assert get_nfs_status(procedure, root, name) != nfs3.OK
+            assert get_nfs_status(client.symlink, root, name, "x") != nfs3.OK
+        assert get_nfs_status(client.remove, root, "/ganesha.conf") != nfs3.OK
         client.create(root, "file")
         for name in ("/ganesha.conf", "../ganesha.conf"):
-            assert nfs_status(client.rename, root, "file", root, name) != nfs3.OK
-            assert nfs_status(client.rename, root, name, root, "stolen") != nfs3.OK
-        assert nfs_status(client.mknod, root, "disk", 8, 0) == nfs3.PERM
-        assert volume.mount_volume(guest) == root, "the server does not answer any longer"
+            assert get_nfs_status(client.rename, root, "file", root, name) != nfs3.OK
+            assert get_nfs_status(client.rename, root, name, root, "stolen") != nfs3.OK
+        assert get_nfs_status(client.mknod, root, "disk", 8, 0) == nfs3.PERM
+        assert volume.mount_volume(guest) == root, "the server no longer answers"
 
 
 async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, other = await s.volume(), await s.volume()
-        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
-        await other.serve({b: False})
-        others_root = other.mount_volume(guest_b)
-        secret = other.connect_nfs(guest_b).create(others_root, "secret")
-        other.connect_nfs(guest_b).write(secret, b"secret")
+        volume, other_volume = await s.create_volume(), await s.create_volume()
+        (slot_a, guest_a), (slot_b, guest_b) = await s.create_guest(), await s.create_guest()
+        await other_volume.serve({slot_b: False})
+        other_root = other_volume.mount_volume(guest_b)
+        secret_file = other_volume.connect_nfs(guest_b).create(other_root, "secret")
+        other_volume.connect_nfs(guest_b).write(secret_file, b"secret")
 
-        await volume.serve({a: False})
+        await volume.serve({slot_a: False})
         root = volume.mount_volume(guest_a)
         volume.connect_nfs(guest_a).create(root, "public")
-        inodes = {volume.connect_nfs(guest_a).getattr(root).fileid, 12}
+        inode_numbers = {volume.connect_nfs(guest_a).getattr(root).fileid, 12}
 
         def check_handle(handle: bytes) -> None:
             """Check that a forged handle is refused or refers to a file of this volume."""
@@ -544,35 +555,35 @@ async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
             except (NfsError, RpcRejected, OSError):
                 return
             assert attributes.fsid == client.getattr(root).fsid
-            assert attributes.fileid in inodes | {8}, handle.hex()
-            assert nfs_status(client.lookup, handle, "secret") != nfs3.OK
+            assert attributes.fileid in inode_numbers | {8}, handle.hex()
+            assert get_nfs_status(client.lookup, handle, "secret") != nfs3.OK
             with contextlib.suppress(NfsError):
                 assert client.read(handle) != b"secret"
 
-        position = root.index(filesystem_id(f"/proc/{volume.pid}/root/{volume.id}"))
-        check_handle(others_root)
-        check_handle(secret)
+        id_offset = root.index(get_filesystem_id(f"/proc/{volume.pid}/root/{volume.id}"))
+        check_handle(other_root)
+        check_handle(secret_file)
         for index in range(len(root)):
             for change in (0x01, 0x80, 0xFF):
                 check_handle(root[:index] + bytes([root[index] ^ change]) + root[index + 1 :])
         # Other file systems: those of the host, by their number and root.
         for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
             for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
-                forged = root[:position] + filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
-                check_handle(forged.ljust(len(root), b"\0"))
+                forged_handle = root[:id_offset] + get_filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
+                check_handle(forged_handle.ljust(len(root), b"\0"))
         for handle in (b"", b"\0" * 64, b"\xff" * 64, root[:5], root * 2, os.urandom(64)):
             check_handle(handle)
-        assert volume.connect_nfs(guest_a).getattr(root).kind == 2, "the server does not answer any longer"
+        assert volume.connect_nfs(guest_a).getattr(root).kind == 2, "the server no longer answers"
 
 
-def filesystem_id(path: str) -> bytes:
-    """Return the number of a file system as it appears in handles."""
+def get_filesystem_id(path: str) -> bytes:
+    """Return the ID of the file system at ``path`` as it appears in file handles."""
     return struct.pack("<Q", os.statvfs(path).f_fsid)
 
 
 async def test_the_handle_of_a_removed_file_is_stale(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         client = volume.connect_nfs(guest)
@@ -581,12 +592,12 @@ async def test_the_handle_of_a_removed_file_is_stale(xfs_root: Path) -> None:
         client.remove(root, "file")
         other_file = client.create(root, "another")
         client.write(other_file, b"new")
-        assert nfs_status(client.read, file) == nfs3.STALE
+        assert get_nfs_status(client.read, file) == nfs3.STALE
 
 
 async def test_handles_after_a_rollback_refer_to_existing_files(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         captured_file = volume.connect_nfs(guest).create(root, "captured")
@@ -601,14 +612,16 @@ async def test_handles_after_a_rollback_refer_to_existing_files(xfs_root: Path) 
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
         assert client.read(captured_file) == b"old"
-        assert nfs_status(client.read, late_file) == nfs3.STALE
+        assert get_nfs_status(client.read, late_file) == nfs3.STALE
         client.write(client.create(root, "later"), b"other")
-        assert nfs_status(client.read, late_file) == nfs3.STALE, "the handle refers to a new file with the same inode"
+        assert get_nfs_status(client.read, late_file) == nfs3.STALE, (
+            "the handle refers to a new file with the same inode"
+        )
 
 
 async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         for port in (volume.port, volume.port + 1):
             with run_inside(guest.path, lambda port=port: nfs3.Connection(GATEWAY_ADDRESS, port)) as connection:
@@ -617,8 +630,8 @@ async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
                         connection.call(program, version, 0)
         for port in (111, 2049, 20048):
             assert not guest.can_reach(GATEWAY_ADDRESS, port)
-        listening_sockets = run_command("nsenter", f"--net={volume_namespace(s.network)}", "ss", "-Hlnptu").splitlines()
-        sockets = [line.split() for line in listening_sockets if f"pid={volume.pid}," in line]
+        socket_lines = run_command("nsenter", f"--net={volume_namespace(s.network)}", "ss", "-Hlnptu").splitlines()
+        sockets = [line.split() for line in socket_lines if f"pid={volume.pid}," in line]
         address = volume_address(s.network)
         assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in sockets) == [
             f"{address}:{volume.port}",
@@ -627,11 +640,11 @@ async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
         assert all(fields[0] == "tcp" for fields in sockets)
 
 
-def foreign_descriptors(proc: Path, volume: str) -> list[str]:
-    """Return the targets of descriptors that would give a server access to files of the host."""
-    own_devices = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
+def list_foreign_descriptors(proc_directory: Path, volume_id: str) -> list[str]:
+    """Return the targets of a server's open descriptors that would give it access to files of the host."""
+    own_devices = {(proc_directory / "root" / path).stat().st_dev for path in ("", volume_id)}
     foreign_targets = []
-    for descriptor in (proc / "fd").iterdir():
+    for descriptor in (proc_directory / "fd").iterdir():
         target, status = str(descriptor.readlink()), descriptor.stat()
         is_harmless = target == "/ganesha.pid" or target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:log "))
         if (
@@ -645,23 +658,28 @@ def foreign_descriptors(proc: Path, volume: str) -> list[str]:
 
 async def test_a_server_has_no_access_to_the_host(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         volume.connect_nfs(guest).create(volume.mount_volume(guest), "file")
-        proc = Path(f"/proc/{volume.pid}")
-        mounts = {fields[1]: fields for fields in (line.split() for line in (proc / "mounts").read_text().splitlines())}
+        proc_directory = Path(f"/proc/{volume.pid}")
+        mounts = {
+            fields[1]: fields
+            for fields in (line.split() for line in (proc_directory / "mounts").read_text().splitlines())
+        }
         assert mounts.keys() == {"/", f"/{volume.id}"}
         assert mounts["/"][2] == "tmpfs"
         assert "ro" in mounts["/"][3].split(",")
         assert {"nosuid", "nodev", "noexec"} <= set(mounts[f"/{volume.id}"][3].split(","))
-        assert foreign_descriptors(proc, volume.id) == []
-        status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line)
+        assert list_foreign_descriptors(proc_directory, volume.id) == []
+        status = dict(
+            line.split(":\t", 1) for line in (proc_directory / "status").read_text().splitlines() if ":\t" in line
+        )
         assert int(status["CapBnd"], 16) == int(status["CapEff"], 16) == 0b11011111
         assert status["NoNewPrivs"] == "1"
-        limits = (proc / "limits").read_text().splitlines()
+        limits = (proc_directory / "limits").read_text().splitlines()
         assert next(line.split()[3] for line in limits if line.startswith("Max data size")) == str(768 << 20)
         for namespace in ("mnt", "pid", "ipc", "uts", "net"):
-            assert not (proc / "ns" / namespace).samefile(f"/proc/self/ns/{namespace}")
+            assert not (proc_directory / "ns" / namespace).samefile(f"/proc/self/ns/{namespace}")
         assert int(status["Threads"]) < 40
 
 
@@ -669,17 +687,17 @@ async def test_clients_cannot_reach_a_server_before_it_is_isolated(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         elements_before_ready: list[str] = []
-        wait_until_ready = ServerStarter._wait_until_ready
+        original_wait_until_ready = ServerStarter._wait_until_ready
 
-        async def wait_and_check(*arguments: Any) -> None:
-            await wait_until_ready(*arguments)
+        async def wait_and_record_access(*arguments: Any) -> None:
+            await original_wait_until_ready(*arguments)
             elements_before_ready.append(
                 run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
             )
 
-        monkeypatch.setattr(ServerStarter, "_wait_until_ready", wait_and_check)
+        monkeypatch.setattr(ServerStarter, "_wait_until_ready", wait_and_record_access)
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         os.kill(volume.pid, signal.SIGSTOP)
@@ -698,7 +716,7 @@ async def test_clients_cannot_reach_a_server_before_it_is_isolated(
 
 async def test_a_server_that_is_not_isolated_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, namespace: False)
         await s.crash()
@@ -714,7 +732,7 @@ async def test_a_server_that_is_not_isolated_is_not_adopted(xfs_root: Path, monk
 
 async def test_a_frozen_volume_does_not_change_and_its_clone_is_complete(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         clone = volume.image.with_suffix(".clone")
         async with s.servers.frozen(volume.id):
             pass  # This does nothing, because there is no server.
@@ -732,18 +750,21 @@ async def test_a_frozen_volume_does_not_change_and_its_clone_is_complete(xfs_roo
         assert client.read(file) in (b"within", b"before")
         client.write(file, b"after!")
 
-        copy = Volume(s, clone, VOLUME_PORTS[-1])
-        await copy.serve({slot: False})
+        clone_volume = Volume(s, clone, VOLUME_PORTS[-1])
+        await clone_volume.serve({slot: False})
         assert (
-            copy.connect_nfs(guest).read(copy.connect_nfs(guest).lookup(copy.mount_volume(guest), "file")) == b"before"
+            clone_volume.connect_nfs(guest).read(
+                clone_volume.connect_nfs(guest).lookup(clone_volume.mount_volume(guest), "file")
+            )
+            == b"before"
         )
-        await s.servers.stop(copy.id)
+        await s.servers.stop(clone_volume.id)
         run_command("e2fsck", "-fn", str(clone))
 
 
 async def test_a_failure_while_frozen_resumes_the_server(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         with pytest.raises(ZeroDivisionError):
@@ -756,43 +777,43 @@ async def test_a_clone_is_a_point_in_time_copy_of_a_changing_volume(xfs_root: Pa
     """A client creates numbered files, each of which contains its number. A clone must contain the first n files."""
 
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        stop = False
+        should_stop = False
 
-        def write() -> int:
+        def write_files() -> int:
             client = volume.connect_nfs(guest, seconds=30)
             number = 0
-            while not stop:
+            while not should_stop:
                 client.write(client.create(root, f"n{number}"), f"{number}".encode(), stable=nfs3.FILE_SYNC)
                 number += 1
             return number
 
-        writer = asyncio.ensure_future(asyncio.to_thread(write))
+        writer = asyncio.ensure_future(asyncio.to_thread(write_files))
         clones = []
         for number in range(4):
             await asyncio.sleep(0.15)
             clones.append(volume.image.with_suffix(f".{number}"))
             async with s.servers.frozen(volume.id):
                 reflink.clone(volume.image, clones[-1])
-        stop = True
-        total = await writer
+        should_stop = True
+        file_count = await writer
         previous_count = 0
-        for index, clone in enumerate(clones):
-            copy = Volume(s, clone, VOLUME_PORTS[-1 - index])
-            await copy.serve({slot: False})
-            client, copy_root = copy.connect_nfs(guest), copy.mount_volume(guest)
-            count = 0
-            while nfs_status(client.lookup, copy_root, f"n{count}") == nfs3.OK:
-                count += 1
-            assert previous_count < count <= total
-            contents = [client.read(client.lookup(copy_root, f"n{number}")) for number in range(count)]
-            assert contents[:-1] == [f"{number}".encode() for number in range(count - 1)]
-            assert contents[-1] in (b"", f"{count - 1}".encode()), "only the last file may still be empty"
-            assert nfs_status(client.lookup, copy_root, f"n{count + 1}") == nfs3.NOENT
-            previous_count = count
-            await s.servers.stop(copy.id)
+        for clone_number, clone in enumerate(clones):
+            clone_volume = Volume(s, clone, VOLUME_PORTS[-1 - clone_number])
+            await clone_volume.serve({slot: False})
+            client, copy_root = clone_volume.connect_nfs(guest), clone_volume.mount_volume(guest)
+            copied_count = 0
+            while get_nfs_status(client.lookup, copy_root, f"n{copied_count}") == nfs3.OK:
+                copied_count += 1
+            assert previous_count < copied_count <= file_count
+            contents = [client.read(client.lookup(copy_root, f"n{number}")) for number in range(copied_count)]
+            assert contents[:-1] == [f"{number}".encode() for number in range(copied_count - 1)]
+            assert contents[-1] in (b"", f"{copied_count - 1}".encode()), "only the last file may still be empty"
+            assert get_nfs_status(client.lookup, copy_root, f"n{copied_count + 1}") == nfs3.NOENT
+            previous_count = copied_count
+            await s.servers.stop(clone_volume.id)
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------
@@ -800,27 +821,27 @@ async def test_a_clone_is_a_point_in_time_copy_of_a_changing_volume(xfs_root: Pa
 
 async def test_a_new_gateway_adopts_the_servers_of_known_volumes(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        known, unknown = await s.volume(), await s.volume()
-        slot, guest = await s.guest()
-        for volume in (known, unknown):
+        known_volume, unknown_volume = await s.create_volume(), await s.create_volume()
+        slot, guest = await s.create_guest()
+        for volume in (known_volume, unknown_volume):
             await volume.serve({slot: False})
-        root, pid = known.mount_volume(guest), known.pid
-        client = known.connect_nfs(guest)
-        unknown_pidfd = os.pidfd_open(unknown.pid)
+        root, pid = known_volume.mount_volume(guest), known_volume.pid
+        client = known_volume.connect_nfs(guest)
+        unknown_pidfd = os.pidfd_open(unknown_volume.pid)
         await s.crash()
         file = client.create(root, "file")
 
         await apply_on_host(host_rules(s.network))  # SlotPool.open does this before servers are adopted.
-        repaired = await s.servers.open({known.id})
-        assert repaired == [f"ended the server of volume {unknown.id}, which belonged to no volume"]
+        repaired = await s.servers.open({known_volume.id})
+        assert repaired == [f"stopped a server for volume {unknown_volume.id} that could not be adopted"]
         assert select.select([unknown_pidfd], [], [], 0)[0]
         os.close(unknown_pidfd)
-        assert files_of_loop_devices(s.root) == [str(known.image)]
+        assert list_files_of_loop_devices(s.root) == [str(known_volume.image)]
         client.write(file, b"unchanged")
-        await known.serve({slot: True})
-        assert known.pid == pid
-        assert nfs_status(client.write, file, b"x") == nfs3.ROFS
-        assert sorted(path.name for path in (s.root / "servers").iterdir()) == [known.id]
+        await known_volume.serve({slot: True})
+        assert known_volume.pid == pid
+        assert get_nfs_status(client.write, file, b"x") == nfs3.ROFS
+        assert sorted(path.name for path in (s.root / "servers").iterdir()) == [known_volume.id]
 
         await s.servers.close()
         assert client.read(file) == b"unchanged"
@@ -828,11 +849,11 @@ async def test_a_new_gateway_adopts_the_servers_of_known_volumes(xfs_root: Path)
 
 async def test_a_new_gateway_resumes_frozen_servers(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root, pid = volume.mount_volume(guest), volume.pid
-        frozen = s.servers.frozen(volume.id)
-        await frozen.__aenter__()
+        freeze_context = s.servers.frozen(volume.id)
+        await freeze_context.__aenter__()
         await s.crash()
         with pytest.raises(TimeoutError):
             volume.connect_nfs(guest, seconds=0.4).getattr(root)
@@ -840,12 +861,12 @@ async def test_a_new_gateway_resumes_frozen_servers(xfs_root: Path) -> None:
         assert volume.connect_nfs(guest).getattr(root).kind == 2
         assert volume.pid == pid
         with contextlib.suppress(GeneratorExit, RuntimeError, OSError):
-            await frozen.__aexit__(None, None, None)
+            await freeze_context.__aexit__(None, None, None)
 
 
 async def test_a_server_that_dies_with_the_gateway_loses_no_data(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         root, pid = volume.mount_volume(guest), volume.pid
         volume.connect_nfs(guest).write(volume.connect_nfs(guest).create(root, "file"), b"data", stable=nfs3.UNSTABLE)
@@ -853,7 +874,7 @@ async def test_a_server_that_dies_with_the_gateway_loses_no_data(xfs_root: Path)
         await s.crash()
         os.kill(pid, signal.SIGKILL)
         await wait_for_loop_devices(s.root)
-        assert volume.contents("file") == b"data"
+        assert volume.read_contents("file") == b"data"
         assert await s.servers.open({volume.id}) == []
         assert list((s.root / "servers").iterdir()) == []
         await volume.serve({slot: False})
@@ -862,12 +883,12 @@ async def test_a_server_that_dies_with_the_gateway_loses_no_data(xfs_root: Path)
 
 async def test_a_hanging_server_is_replaced_or_stopped_within_seconds(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest), (other, _) = await s.volume(), await s.guest(), await s.guest()
+        volume, (slot, guest), (other_slot, _) = await s.create_volume(), await s.create_guest(), await s.create_guest()
         await volume.serve({slot: False})
         root, pid = volume.mount_volume(guest), volume.pid
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
-        await volume.serve({slot: False, other: True})
+        await volume.serve({slot: False, other_slot: True})
         assert time.monotonic() - start < 10
         assert volume.pid != pid
         assert volume.connect_nfs(guest).getattr(root).kind == 2
@@ -875,18 +896,18 @@ async def test_a_hanging_server_is_replaced_or_stopped_within_seconds(xfs_root: 
         start = time.monotonic()
         await volume.serve({})
         assert time.monotonic() - start < 5
-        assert files_of_loop_devices(s.root) == []
+        assert list_files_of_loop_devices(s.root) == []
 
 
 async def test_a_cancelled_start_leaves_no_loop_device(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         for delay in (0.0, 0.02, 0.05, 0.08, 0.12):
-            start = asyncio.ensure_future(volume.serve({slot: False}))
+            serve_task = asyncio.ensure_future(volume.serve({slot: False}))
             await asyncio.sleep(delay)
-            start.cancel()
+            serve_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await start
+                await serve_task
                 await s.servers.stop(volume.id)
             await wait_for_loop_devices(s.root)
         await volume.serve({slot: False})
@@ -895,9 +916,9 @@ async def test_a_cancelled_start_leaves_no_loop_device(xfs_root: Path) -> None:
 
 async def test_an_image_is_never_mounted_twice(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         duplicate_volume = Volume(s, volume.image, VOLUME_PORTS[-1])
         with pytest.raises(BackendFailed, match="in use by an earlier server"):
             await duplicate_volume.serve({slot: False})
-        assert files_of_loop_devices(s.root) == [str(volume.image)]
+        assert list_files_of_loop_devices(s.root) == [str(volume.image)]

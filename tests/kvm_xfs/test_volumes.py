@@ -21,89 +21,89 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, NoSpace, NotFound
-from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import GuestMount, Scan
-from sandbox_gateway.hosts.directory_records import Quarantine
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.volumes import kvm_volumes, ports, store
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
-from tests.support.crash import KILLED, StepCounter
+from tests.support.crash import KILLED_EXIT_CODE, StepCounter
 from tests.support.xfs import LoopXfs
 
 SIZE_MB = 64
 _numbers = itertools.count(1)
 
 
-def size_on_disk(image: Path) -> int:
+def get_size_on_disk(image: Path) -> int:
     """Return the number of bytes that an image uses on disk."""
     return image.stat().st_blocks * 512
 
 
 class FakeServerPool(ServerPool):
-    """Records the calls to servers. ``refuse`` contains the (operation, volume) pairs of the calls that fail."""
+    """A server pool that records calls. ``failing_calls`` contains (operation, volume) of each call that fails."""
 
     def __init__(self) -> None:
         self.clients: dict[str, dict[str, bool]] = {}
         self.frozen_volumes: set[str] = set()
-        self.frozen_together: set[str] = set()
+        self.largest_frozen_set: set[str] = set()
         """The largest set of volumes that were frozen at the same time."""
         self.calls: list[tuple[str, str]] = []
-        self.refuse: set[tuple[str, str]] = set()
-        self.known: set[str] = set()
+        self.failing_calls: set[tuple[str, str]] = set()
+        self.known_volumes: set[str] = set()
 
-    def _record(self, operation: str, volume: str) -> None:
+    def _record_call(self, operation: str, volume: str) -> None:
         self.calls.append((operation, volume))
-        if (operation, volume) in self.refuse:
+        if (operation, volume) in self.failing_calls:
             raise BackendFailed(f"{operation} refused")
 
-    async def open(self, known: set[str]) -> list[str]:
-        self.known = known
+    async def open(self, known_volumes: set[str]) -> list[str]:
+        self.known_volumes = known_volumes
         return []
 
     async def close(self) -> None:
         pass
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        self._record("serve", volume)
-        assert size_on_disk(image) and port in VOLUME_PORTS
+        self._record_call("serve", volume)
+        assert get_size_on_disk(image) and port in VOLUME_PORTS
         self.clients[volume] = dict(clients)
 
     async def stop(self, volume: str) -> None:
-        self._record("stop", volume)
+        self._record_call("stop", volume)
         self.clients.pop(volume, None)
 
     @contextlib.asynccontextmanager
     async def frozen(self, volume: str) -> AsyncIterator[None]:
-        self._record("freeze", volume)
+        self._record_call("freeze", volume)
         self.frozen_volumes.add(volume)
-        self.frozen_together = max(self.frozen_together, set(self.frozen_volumes), key=len)
+        self.largest_frozen_set = max(self.largest_frozen_set, set(self.frozen_volumes), key=len)
         try:
             yield
         finally:
             self.frozen_volumes.discard(volume)
-            self._record("thaw", volume)
+            self._record_call("thaw", volume)
 
     async def flush(self, volume: str) -> None:
-        self._record("flush", volume)
+        self._record_call("flush", volume)
 
     async def grow(self, volume: str) -> None:
-        self._record("grow", volume)
+        self._record_call("grow", volume)
 
     async def used_bytes(self, volume: str, image: Path) -> int:
-        self._record("used_bytes", volume)
-        return size_on_disk(image)
+        self._record_call("used_bytes", volume)
+        return get_size_on_disk(image)
 
     def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
         return GuestMount(path, f"{port}:{volume}", "nfs", "", read_only)
 
 
 class VolumeHost(KvmVolumes):
-    """The volumes of a host. Its machines are only names with addresses."""
+    """The volumes of a host whose machines exist only as entries in ``addresses``."""
 
     def __init__(self, root: Path) -> None:
         self.layout = Layout(root)
@@ -118,26 +118,26 @@ class VolumeHost(KvmVolumes):
         await self.adopt(scan, self.addresses)
         return scan
 
-    async def run(self, sandbox: Sandbox, address: str) -> None:
+    async def start_machine(self, sandbox: Sandbox, address: str) -> None:
         self.addresses[sandbox.instance] = address
         await self.allow(sandbox, sandbox.mounts, address)
 
-    def end(self, sandbox: Sandbox, then: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    def stop_machine(self, sandbox: Sandbox, then: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         del self.addresses[sandbox.instance]
         return self.revoke_all(sandbox.instance, then)
 
     async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
-        """Do what a host does to capture a sandbox: capture its volumes, then commit the sandbox's snapshot."""
+        """Capture a sandbox as a host does: capture its volumes, then commit the sandbox's snapshot."""
         async with self.pending_snapshots(captures) as pending:
             await pending.clone_images()
             await pending.commit()
-            final = self.layout.snapshot(snapshot).directory
-            directory_records.partial_of(final).mkdir()
-            directory_records.write_record(directory_records.partial_of(final), snapshot)
-            directory_records.commit(final)
+            final_directory = self.layout.snapshot(snapshot).directory
+            commit_protocol.partial_of(final_directory).mkdir()
+            record_files.write_record(commit_protocol.partial_of(final_directory), snapshot)
+            commit_protocol.commit(final_directory)
 
-    async def wait_for_background(self) -> None:
-        """Wait until all background tasks have ended."""
+    async def wait_for_background_tasks(self) -> None:
+        """Wait until all background tasks have finished."""
         await self._background.wait()
 
 
@@ -156,9 +156,9 @@ def host(root: Path) -> VolumeHost:
 
 async def reopen(host: VolumeHost, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[VolumeHost, Scan]:
     """Open the state of ``host`` as the next gateway does, and return the new host and the result of its scan."""
-    reopened = VolumeHost(host.layout.root)
-    reopened.addresses = host.addresses
-    return reopened, await reopened.scan(*sandboxes, snapshots=snapshots)
+    reopened_host = VolumeHost(host.layout.root)
+    reopened_host.addresses = host.addresses
+    return reopened_host, await reopened_host.scan(*sandboxes, snapshots=snapshots)
 
 
 def new_volume(name: str = "data", size_mb: int = SIZE_MB) -> Volume:
@@ -173,11 +173,11 @@ def new_sandbox(*mounts: Mount) -> Sandbox:
     return Sandbox(name=f"box{next(_numbers)}", mounts=list(mounts), host={})
 
 
-def image(host: VolumeHost, volume: Volume) -> Path:
+def image_path(host: VolumeHost, volume: Volume) -> Path:
     return host.layout.volumes / volume.id / "volume.img"
 
 
-def snapshot_image(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
+def snapshot_image_path(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
     return host.layout.volumes / snapshot.volume / "snapshots" / snapshot.id / "volume.img"
 
 
@@ -197,8 +197,8 @@ def read_file(image: Path, name: str) -> str:
     return subprocess.run(argv, text=True, capture_output=True, timeout=20).stdout
 
 
-def root_mode(image: Path) -> str:
-    """Return the mode of the root directory in an image, in octal."""
+def read_root_mode(image: Path) -> str:
+    """Return the mode of the root directory in an image as an octal number."""
     listing = subprocess.run(
         ["debugfs", "-R", "ls -p /", str(image)], text=True, capture_output=True, timeout=20
     ).stdout
@@ -210,7 +210,7 @@ def has_intact_file_system(image: Path) -> bool:
     return subprocess.run(["e2fsck", "-fn", str(image)], capture_output=True, timeout=60).returncode == 0
 
 
-def stray_files(host: VolumeHost) -> list[str]:
+def list_stray_files(host: VolumeHost) -> list[str]:
     return sorted(str(path.relative_to(host.layout.root)) for path in host.layout.volumes.glob("**/.partial*"))
 
 
@@ -226,44 +226,44 @@ async def _wait_until(condition: Callable[[], bool]) -> None:
 async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost) -> None:
     volume = new_volume(size_mb=1024)
     await host.create(volume)
-    path = image(host, volume)
-    assert path.stat().st_size == 1024 << 20 and size_on_disk(path) < 64 << 20
+    path = image_path(host, volume)
+    assert path.stat().st_size == 1024 << 20 and get_size_on_disk(path) < 64 << 20
     assert path.stat().st_mode & 0o777 == 0o600
     assert has_intact_file_system(path)
-    assert root_mode(path) == "040777"
+    assert read_root_mode(path) == "040777"
     assert volume.host["port"] in VOLUME_PORTS
     _, scan = await reopen(host)
-    assert scan.volumes == [volume] and not scan.repaired and not stray_files(host)
+    assert scan.volumes == [volume] and not scan.repaired and not list_stray_files(host)
 
 
 async def test_a_snapshot_has_the_contents_of_the_volume(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
-    write_file(image(host, volume), "a", "one")
+    write_file(image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    assert reflink.unique_bytes(snapshot_image(host, snapshot)) == 0
-    write_file(image(host, volume), "a", "two")
-    assert read_file(snapshot_image(host, snapshot), "a") == "one"
+    assert reflink.unique_bytes(snapshot_image_path(host, snapshot)) == 0
+    write_file(image_path(host, volume), "a", "two")
+    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
     assert [operation for operation, _ in host.servers.calls] == ["flush", "freeze", "thaw"]
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
     await host.remove_snapshot(snapshot)
-    assert not snapshot_image(host, snapshot).parent.exists() and not stray_files(host)
+    assert not snapshot_image_path(host, snapshot).parent.exists() and not list_stray_files(host)
 
 
 async def test_a_clone_has_the_contents_of_the_snapshot_and_may_be_larger(host: VolumeHost) -> None:
     volume, clone = new_volume(), new_volume("clone", 2 * SIZE_MB)
     await host.create(volume)
-    write_file(image(host, volume), "a", "one")
+    write_file(image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
     await host.create(clone, snapshot)
-    assert image(host, clone).stat().st_size == 2 * SIZE_MB << 20
-    assert read_file(image(host, clone), "a") == "one"
+    assert image_path(host, clone).stat().st_size == 2 * SIZE_MB << 20
+    assert read_file(image_path(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
     await host.remove(volume)
-    assert read_file(image(host, clone), "a") == "one"
+    assert read_file(image_path(host, clone), "a") == "one"
 
 
 async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None:
@@ -272,7 +272,7 @@ async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None
     await host.capture(new_snapshot(volume))
     await host.remove(volume)
     assert not list(host.layout.volumes.iterdir())
-    await host.wait_for_background()
+    await host.wait_for_background_tasks()
     assert host.servers.calls[-1] == ("stop", volume.id)
     with pytest.raises(NotFound):
         await host.state(volume)
@@ -282,7 +282,7 @@ async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHo
     volume = new_volume()
     await host.create(volume)
     await host.grow(volume, 3 * SIZE_MB)
-    assert volume.size_mb == 3 * SIZE_MB and image(host, volume).stat().st_size == 3 * SIZE_MB << 20
+    assert volume.size_mb == 3 * SIZE_MB and image_path(host, volume).stat().st_size == 3 * SIZE_MB << 20
     assert host.servers.calls == [("grow", volume.id)]
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
@@ -291,178 +291,193 @@ async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHo
 async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
-    host.servers.refuse = {("grow", volume.id)}
+    host.servers.failing_calls = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
         await host.grow(volume, 2 * SIZE_MB)
     assert volume.size_mb == SIZE_MB
-    host.servers.refuse.clear()
+    host.servers.failing_calls.clear()
     await host.grow(volume, 2 * SIZE_MB)
-    assert volume.size_mb == 2 * SIZE_MB and image(host, volume).stat().st_size == 2 * SIZE_MB << 20
+    assert volume.size_mb == 2 * SIZE_MB and image_path(host, volume).stat().st_size == 2 * SIZE_MB << 20
 
 
 # -- rollback ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-async def mounted_volume(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox]:
-    """Create a volume that contains "two", a snapshot of it that contains "one", and a sandbox that mounts it."""
+async def volume_snapshot_and_sandbox(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox]:
+    """A volume that contains "two", a snapshot of it that contains "one", and a sandbox that mounts the volume."""
     volume = new_volume()
     await host.create(volume)
-    write_file(image(host, volume), "a", "one")
+    write_file(image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image(host, volume), "a", "two")
+    write_file(image_path(host, volume), "a", "two")
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
-    await host.run(sandbox, "10.0.0.2")
+    await host.start_machine(sandbox, "10.0.0.2")
     host.servers.calls.clear()
     return volume, snapshot, sandbox
 
 
 async def test_rollback_restores_the_files_and_the_clients(
-    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox]
+    host: VolumeHost, volume_snapshot_and_sandbox: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
-    volume, snapshot, _ = mounted_volume
+    volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.rollback(volume, snapshot)
-    assert read_file(image(host, volume), "a") == "one"
+    assert read_file(image_path(host, volume), "a") == "one"
     assert host.servers.calls == [("stop", volume.id), ("serve", volume.id)]
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
-    write_file(image(host, volume), "a", "three")
-    assert read_file(snapshot_image(host, snapshot), "a") == "one"
-    assert not stray_files(host)
+    write_file(image_path(host, volume), "a", "three")
+    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
+    assert not list_stray_files(host)
 
 
 async def test_a_grown_volume_keeps_its_size_after_a_rollback(
-    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox]
+    host: VolumeHost, volume_snapshot_and_sandbox: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
-    volume, snapshot, _ = mounted_volume
+    volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.grow(volume, 2 * SIZE_MB)
     await host.rollback(volume, snapshot)
-    assert read_file(image(host, volume), "a") == "one"
-    assert (volume.size_mb, image(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
+    assert read_file(image_path(host, volume), "a") == "one"
+    assert (volume.size_mb, image_path(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
 
-@pytest.mark.parametrize("refused", ["stop", "serve"])
+@pytest.mark.parametrize("failing_operation", ["stop", "serve"])
 async def test_a_failed_rollback_preserves_the_volume_and_its_clients(
     host: VolumeHost,
-    mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox],
-    refused: str,
+    volume_snapshot_and_sandbox: tuple[Volume, VolumeSnapshot, Sandbox],
+    failing_operation: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kvm_volumes, "_RETRY_DELAYS_SECONDS", (0.01,))
-    volume, snapshot, _ = mounted_volume
+    volume, snapshot, _ = volume_snapshot_and_sandbox
 
-    host.servers.refuse = {(refused, volume.id)}
-    with pytest.raises(BackendFailed, match=f"{refused} refused"):
+    host.servers.failing_calls = {(failing_operation, volume.id)}
+    with pytest.raises(BackendFailed, match=f"{failing_operation} refused"):
         await host.rollback(volume, snapshot)
-    assert read_file(image(host, volume), "a") == "two"
-    host.servers.refuse.clear()
-    await host.wait_for_background()
+    assert read_file(image_path(host, volume), "a") == "two"
+    host.servers.failing_calls.clear()
+    await host.wait_for_background_tasks()
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
-    assert not stray_files(host)
+    assert not list_stray_files(host)
 
 
 async def test_a_rollback_without_space_changes_nothing(
-    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox], monkeypatch: pytest.MonkeyPatch
+    host: VolumeHost,
+    volume_snapshot_and_sandbox: tuple[Volume, VolumeSnapshot, Sandbox],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "forced")
 
-    monkeypatch.setattr(store, "_extend", refuse)
-    volume, snapshot, _ = mounted_volume
+    monkeypatch.setattr(store, "_extend", fail)
+    volume, snapshot, _ = volume_snapshot_and_sandbox
     with pytest.raises(NoSpace, match="no space left"):
         await host.rollback(volume, snapshot)
-    assert read_file(image(host, volume), "a") == "two" and not host.servers.calls and not stray_files(host)
+    assert read_file(image_path(host, volume), "a") == "two" and not host.servers.calls and not list_stray_files(host)
 
 
 # -- several volumes ---------------------------------------------------------------------------------------------------
 
 
-async def two_volumes(host: VolumeHost) -> tuple[Volume, Volume]:
-    one, two = new_volume("one"), new_volume("two")
-    for volume in (one, two):
+async def create_two_volumes(host: VolumeHost) -> tuple[Volume, Volume]:
+    volume_one, volume_two = new_volume("one"), new_volume("two")
+    for volume in (volume_one, volume_two):
         await host.create(volume)
-    return one, two
+    return volume_one, volume_two
 
 
 async def test_all_volumes_are_frozen_during_a_capture(host: VolumeHost) -> None:
-    one, two = await two_volumes(host)
+    volume_one, volume_two = await create_two_volumes(host)
     snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    captures = [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+    captures = [
+        new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+        new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+    ]
     await host.capture_sandbox(snapshot, captures)
-    assert host.servers.frozen_together == {one.id, two.id} and not host.servers.frozen_volumes
+    assert host.servers.largest_frozen_set == {volume_one.id, volume_two.id} and not host.servers.frozen_volumes
     _, scan = await reopen(host, snapshots=(snapshot.id,))
     assert {each.id for each in scan.volume_snapshots} == {each.id for each in captures} and not scan.repaired
 
 
-@pytest.mark.parametrize("refused", ["flush", "freeze", "thaw"])
-async def test_if_one_volume_cannot_be_captured_all_snapshots_are_removed(host: VolumeHost, refused: str) -> None:
-    one, two = await two_volumes(host)
-    host.servers.refuse = {(refused, two.id)}
+@pytest.mark.parametrize("failing_operation", ["flush", "freeze", "thaw"])
+async def test_if_one_volume_cannot_be_captured_all_snapshots_are_removed(
+    host: VolumeHost, failing_operation: str
+) -> None:
+    volume_one, volume_two = await create_two_volumes(host)
+    host.servers.failing_calls = {(failing_operation, volume_two.id)}
     snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    with pytest.raises(BackendFailed, match=f"{refused} refused"):
+    with pytest.raises(BackendFailed, match=f"{failing_operation} refused"):
         await host.capture_sandbox(
-            snapshot, [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+            snapshot,
+            [
+                new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+                new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+            ],
         )
     assert not host.servers.frozen_volumes
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list(host.layout.volumes.glob("*/snapshots/.*"))
-    assert not directory_records.directories(host.layout.snapshots)
+    assert not commit_protocol.list_directories(host.layout.snapshots)
 
 
 async def test_volume_snapshots_of_an_uncommitted_snapshot_are_removed(
     host: VolumeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = await two_volumes(host)
+    volume_one, volume_two = await create_two_volumes(host)
     snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    commit = directory_records.commit
+    original_commit = commit_protocol.commit
 
-    def refuse(final: Path) -> None:
+    def fail(final: Path) -> None:
         if final.name == snapshot.id:
             raise OSError(5, "forced")
-        commit(final)
+        original_commit(final)
 
-    monkeypatch.setattr(directory_records, "commit", refuse)
+    monkeypatch.setattr(commit_protocol, "commit", fail)
     with pytest.raises(OSError, match="forced"):
         await host.capture_sandbox(
-            snapshot, [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+            snapshot,
+            [
+                new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+                new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+            ],
         )
-    assert not list(host.layout.volumes.glob("*/snapshots/*")) and not stray_files(host)
+    assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list_stray_files(host)
 
 
 # -- no space ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_disk_fails_a_snapshot_a_clone_and_a_rollback(tmp_path: Path, need_root: None) -> None:
+async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         host = VolumeHost(xfs.mount_point)
         volume = new_volume()
         await host.create(volume)
-        write_file(image(host, volume), "a", "one")
+        write_file(image_path(host, volume), "a", "one")
         snapshot = new_snapshot(volume)
         await host.capture(snapshot)
-        before = sorted(map(str, host.layout.volumes.glob("**/*")))
+        paths_before = sorted(map(str, host.layout.volumes.glob("**/*")))
         filler = fill(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
-        for work in (
+        for operation in (
             lambda: host.create(new_volume("another", 4096)),  # Fails after it has written a part.
             lambda: exhaust_space(lambda: host.capture(new_snapshot(volume, f"s{next(_numbers)}"))),
             lambda: exhaust_space(lambda: host.create(new_volume(f"v{next(_numbers)}"), snapshot)),
         ):
             with pytest.raises(NoSpace, match="no space left"):
-                await work()
-            assert not stray_files(host)
-            assert read_file(image(host, volume), "a") == "one"
+                await operation()
+            assert not list_stray_files(host)
+            assert read_file(image_path(host, volume), "a") == "one"
         _, scan = await reopen(host)
         assert volume in scan.volumes and snapshot in scan.volume_snapshots
         filler.unlink()
         assert not [sentence for sentence in scan.repaired if "damaged" in sentence]
-        assert set(before) <= set(map(str, host.layout.volumes.glob("**/*")))
+        assert set(paths_before) <= set(map(str, host.layout.volumes.glob("**/*")))
         await host.capture(new_snapshot(volume, "later"))
 
 
 async def exhaust_space(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Repeat ``work`` until it fails. Clones are small, so it takes several of them to use the last block."""
+    """Repeat ``work`` until it fails. Clones are small, so several of them are needed to use up the last block."""
     for _ in range(2000):
         await work()
 
@@ -483,13 +498,13 @@ def fill(directory: Path) -> Path:
 
 @pytest.fixture
 async def volume_and_snapshot(host: VolumeHost) -> tuple[Volume, VolumeSnapshot]:
-    """Create a volume that contains "two", and a snapshot of it that contains "one"."""
+    """A volume that contains "two", and a snapshot of it that contains "one"."""
     volume = new_volume()
     await host.create(volume)
-    write_file(image(host, volume), "a", "one")
+    write_file(image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image(host, volume), "a", "two")
+    write_file(image_path(host, volume), "a", "two")
     return volume, snapshot
 
 
@@ -497,7 +512,7 @@ def truncate(path: Path) -> None:
     path.write_text(path.read_text()[:40])
 
 
-def only_volume(scan: Scan) -> Volume:
+def get_only_volume(scan: Scan) -> Volume:
     (volume,) = scan.volumes
     return volume
 
@@ -506,9 +521,9 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    truncate(image(host, volume).with_name("manifest.json"))
-    reopened, scan = await reopen(host)
-    recreated_volume = only_volume(scan)
+    truncate(image_path(host, volume).with_name("manifest.json"))
+    reopened_host, scan = await reopen(host)
+    recreated_volume = get_only_volume(scan)
     assert (recreated_volume.id, recreated_volume.name, recreated_volume.size_mb) == (
         volume.id,
         volume.id,
@@ -516,9 +531,9 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     )
     assert recreated_volume.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
     assert any(f"record of volume {volume.id} is damaged" in sentence for sentence in scan.repaired)
-    assert read_file(image(host, volume), "a") == "two"
+    assert read_file(image_path(host, volume), "a") == "two"
     assert list((host.layout.root / ".damaged").iterdir())
-    _, scan = await reopen(reopened)
+    _, scan = await reopen(reopened_host)
     assert scan.volumes == [recreated_volume] and not scan.repaired
 
 
@@ -528,50 +543,50 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     if damage == "missing":
-        image(host, volume).unlink()
+        image_path(host, volume).unlink()
     else:
-        os.truncate(image(host, volume), 4096)
+        os.truncate(image_path(host, volume), 4096)
     running_sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     host.addresses[running_sandbox.instance] = "10.0.0.6"
-    reopened, scan = await reopen(host, running_sandbox)
-    assert only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
+    reopened_host, scan = await reopen(host, running_sandbox)
+    assert get_only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
-    assert not image(host, volume).exists() and ("stop", volume.id) in reopened.servers.calls
+    assert not image_path(host, volume).exists() and ("stop", volume.id) in reopened_host.servers.calls
 
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
-        await reopened.run(sandbox, "10.0.0.2")
-    reopened.end(sandbox, reopened.wait_for_background)
+        await reopened_host.start_machine(sandbox, "10.0.0.2")
+    reopened_host.stop_machine(sandbox, reopened_host.wait_for_background_tasks)
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
-        await reopened.capture(new_snapshot(volume))
-    assert "roll the volume back" in (await reopened.state(volume)).stuck[0]
-    await reopened.rollback(volume, snapshot)
-    assert not (await reopened.state(volume)).stuck
-    assert read_file(image(host, volume), "a") == "one"
-    _, scan = await reopen(reopened)
-    assert only_volume(scan) == volume and not scan.repaired
+        await reopened_host.capture(new_snapshot(volume))
+    assert "roll the volume back" in (await reopened_host.state(volume)).stuck[0]
+    await reopened_host.rollback(volume, snapshot)
+    assert not (await reopened_host.state(volume)).stuck
+    assert read_file(image_path(host, volume), "a") == "one"
+    _, scan = await reopen(reopened_host)
+    assert get_only_volume(scan) == volume and not scan.repaired
 
 
 async def test_a_volume_without_an_intact_image_or_snapshot_is_quarantined(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
-    other = new_volume("other")
-    await host.create(other)
-    os.truncate(image(host, other), 4096)
+    damaged_volume = new_volume("other")
+    await host.create(damaged_volume)
+    os.truncate(image_path(host, damaged_volume), 4096)
     _, scan = await reopen(host)
-    assert only_volume(scan) == volume_and_snapshot[0]
-    assert any(f"{other.id} is damaged" in sentence for sentence in scan.repaired)
-    assert not image(host, other).parent.exists()
+    assert get_only_volume(scan) == volume_and_snapshot[0]
+    assert any(f"{damaged_volume.id} is damaged" in sentence for sentence in scan.repaired)
+    assert not image_path(host, damaged_volume).parent.exists()
 
 
 async def test_a_damaged_snapshot_is_quarantined_and_its_volume_remains(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    second = new_snapshot(volume, "second")
-    await host.capture(second)
-    truncate(snapshot_image(host, snapshot).with_name("manifest.json"))
-    os.truncate(snapshot_image(host, second), 4096)
+    second_snapshot = new_snapshot(volume, "second")
+    await host.capture(second_snapshot)
+    truncate(snapshot_image_path(host, snapshot).with_name("manifest.json"))
+    os.truncate(snapshot_image_path(host, second_snapshot), 4096)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and scan.volume_snapshots == []
     assert len(list((host.layout.root / ".damaged").iterdir())) == 2
@@ -582,11 +597,11 @@ async def test_volume_snapshots_of_a_missing_snapshot_are_removed(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(part := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    await host.capture(volume_snapshot := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
     _, scan = await reopen(host, snapshots=(sandbox_snapshot.id,))
-    assert {each.id for each in scan.volume_snapshots} == {snapshot.id, part.id}
+    assert {each.id for each in scan.volume_snapshots} == {snapshot.id, volume_snapshot.id}
     _, scan = await reopen(host)
-    assert scan.volume_snapshots == [snapshot] and not snapshot_image(host, part).exists()
+    assert scan.volume_snapshots == [snapshot] and not snapshot_image_path(host, volume_snapshot).exists()
 
 
 async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
@@ -594,12 +609,12 @@ async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(part := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    await host.capture(volume_snapshot := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
     (host.layout.snapshots / sandbox_snapshot.id).mkdir()
     quarantine_path = Quarantine(host.layout.root).move(host.layout.snapshots / sandbox_snapshot.id)
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot]
-    (quarantined_path,) = [path for path in quarantine_path.parent.iterdir() if part.id in path.name]
+    (quarantined_path,) = [path for path in quarantine_path.parent.iterdir() if volume_snapshot.id in path.name]
     assert read_file(quarantined_path / "volume.img", "a") == "two"
 
 
@@ -611,19 +626,19 @@ async def test_foreign_files_among_the_volumes_are_ignored(
     (host.layout.volumes / "foreign" / "file").touch()
     (host.layout.volumes / "empty").mkdir()
     (host.layout.volumes / "note.txt").touch()
-    shutil.rmtree(snapshot_image(host, snapshot).parent.parent)
+    shutil.rmtree(snapshot_image_path(host, snapshot).parent.parent)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
 async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(host: VolumeHost) -> None:
-    one, two = await two_volumes(host)
-    manifest = image(host, two).with_name("manifest.json")
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": one.host}))
+    volume_one, volume_two = await create_two_volumes(host)
+    manifest = image_path(host, volume_two).with_name("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": volume_one.host}))
     _, scan = await reopen(host)
     volumes = {volume.id: volume for volume in scan.volumes}
-    assert volumes[one.id].host == one.host != volumes[two.id].host
-    assert directory_records.read_record(manifest.parent, Volume) == volumes[two.id]
+    assert volumes[volume_one.id].host == volume_one.host != volumes[volume_two.id].host
+    assert record_files.read_record(manifest.parent, Volume) == volumes[volume_two.id]
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
@@ -631,29 +646,29 @@ async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(hos
 
 def test_a_released_port_is_reused_after_all_others() -> None:
     ports = Ports(())
-    first = ports.take()
-    ports.release(first)
-    others = [ports.take() for _ in range(len(VOLUME_PORTS) - 1)]
-    assert first not in others and len(set(others)) == len(others)
-    assert ports.take() == first
+    first_port = ports.take()
+    ports.release(first_port)
+    other_ports = [ports.take() for _ in range(len(VOLUME_PORTS) - 1)]
+    assert first_port not in other_ports and len(set(other_ports)) == len(other_ports)
+    assert ports.take() == first_port
     with pytest.raises(Busy, match=f"the limit of {len(VOLUME_PORTS)} volumes"):
         ports.take()
 
 
 async def test_a_failed_creation_releases_its_port(host: VolumeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(*args: Any) -> None:
+    async def fail(*args: Any) -> None:
         raise BackendFailed("forced")
 
     monkeypatch.setattr(ports, "VOLUME_PORTS", VOLUME_PORTS[:2])
     await host.scan()
     with monkeypatch.context() as patch:
-        patch.setattr(store, "format_image", refuse)
+        patch.setattr(store, "format_image", fail)
         for _ in range(3):
             with pytest.raises(BackendFailed, match="forced"):
                 await host.create(new_volume())
-    assert not stray_files(host)
-    one, two = await two_volumes(host)
-    assert {one.host["port"], two.host["port"]} == set(VOLUME_PORTS[:2])
+    assert not list_stray_files(host)
+    volume_one, volume_two = await create_two_volumes(host)
+    assert {volume_one.host["port"], volume_two.host["port"]} == set(VOLUME_PORTS[:2])
 
 
 # -- access by sandboxes -----------------------------------------------------------------------------------------------
@@ -666,125 +681,133 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_server_accepts_running_sandboxes_and_stops_after_the_last(host: VolumeHost) -> None:
-    one, two = await two_volumes(host)
-    writer = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two", read_only=True))
-    reader = new_sandbox(Mount(volume=one.id, path="/one", read_only=True))
+    volume_one, volume_two = await create_two_volumes(host)
+    writer = new_sandbox(
+        Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two", read_only=True)
+    )
+    reader = new_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
     client_counts = []
 
     async def release() -> None:
         client_counts.append(len(host.servers.clients))
 
-    await asyncio.gather(host.run(writer, "10.0.0.2"), host.run(reader, "10.0.0.6"))
-    assert host.servers.clients == {one.id: {"10.0.0.2": False, "10.0.0.6": True}, two.id: {"10.0.0.2": True}}
+    await asyncio.gather(host.start_machine(writer, "10.0.0.2"), host.start_machine(reader, "10.0.0.6"))
+    assert host.servers.clients == {
+        volume_one.id: {"10.0.0.2": False, "10.0.0.6": True},
+        volume_two.id: {"10.0.0.2": True},
+    }
     assert [mount.path for mount in host.guest_mounts(writer)] == ["/one", "/two"]
-    assert host.end(writer, release)
-    await host.wait_for_background()
-    assert host.servers.clients == {one.id: {"10.0.0.6": True}}
-    assert host.end(reader, release)
-    await host.wait_for_background()
+    assert host.stop_machine(writer, release)
+    await host.wait_for_background_tasks()
+    assert host.servers.clients == {volume_one.id: {"10.0.0.6": True}}
+    assert host.stop_machine(reader, release)
+    await host.wait_for_background_tasks()
     assert host.servers.clients == {} and client_counts == [1, 0]
 
 
 async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke_access(
     host: VolumeHost, short_timeouts: None
 ) -> None:
-    one, two = await two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
+    volume_one, volume_two = await create_two_volumes(host)
+    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
     releases = []
 
     async def release() -> None:
         releases.append(True)
 
-    await host.run(sandbox, "10.0.0.2")
-    host.servers.refuse = {("stop", two.id)}
-    assert host.end(sandbox, release)
-    await _wait_until(lambda: host.servers.calls.count(("stop", two.id)) > 3)
-    assert one.id not in host.servers.clients
-    state = await host.state(two)
-    assert state.used_bytes == size_on_disk(image(host, two))
+    await host.start_machine(sandbox, "10.0.0.2")
+    host.servers.failing_calls = {("stop", volume_two.id)}
+    assert host.stop_machine(sandbox, release)
+    await _wait_until(lambda: host.servers.calls.count(("stop", volume_two.id)) > 3)
+    assert volume_one.id not in host.servers.clients
+    state = await host.state(volume_two)
+    assert state.used_bytes == get_size_on_disk(image_path(host, volume_two))
     (sentence,) = state.stuck
-    assert "stop refused" in sentence and two.id in sentence
-    assert not (await host.state(one)).stuck and not releases
-    host.servers.refuse.clear()
-    await host.wait_for_background()
-    assert releases and not (await host.state(two)).stuck
+    assert "stop refused" in sentence and volume_two.id in sentence
+    assert not (await host.state(volume_one)).stuck and not releases
+    host.servers.failing_calls.clear()
+    await host.wait_for_background_tasks()
+    assert releases and not (await host.state(volume_two)).stuck
 
 
-async def test_a_machine_without_volumes_calls_no_server(host: VolumeHost) -> None:
+async def test_a_machine_without_volumes_does_not_call_servers(host: VolumeHost) -> None:
     sandbox = new_sandbox()
-    await host.run(sandbox, "10.0.0.2")
-    assert not host.end(sandbox, host.wait_for_background) and not host.servers.calls
+    await host.start_machine(sandbox, "10.0.0.2")
+    assert not host.stop_machine(sandbox, host.wait_for_background_tasks) and not host.servers.calls
 
 
 async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: VolumeHost, short_timeouts: None) -> None:
-    one, _ = await two_volumes(host)
+    volume_one, _ = await create_two_volumes(host)
     sandbox = new_sandbox()
-    mount = Mount(volume=one.id, path="/one")
+    mount = Mount(volume=volume_one.id, path="/one")
 
-    await host.run(sandbox, "10.0.0.2")
+    await host.start_machine(sandbox, "10.0.0.2")
     await host.attach(sandbox, mount, host.addresses[sandbox.instance])
-    assert host.servers.clients == {one.id: {"10.0.0.2": False}}
-    host.servers.refuse = {("stop", one.id)}
+    assert host.servers.clients == {volume_one.id: {"10.0.0.2": False}}
+    host.servers.failing_calls = {("stop", volume_one.id)}
     await host.detach(sandbox, mount)
-    assert (await host.state(one)).stuck
-    host.servers.refuse.clear()
-    await host.wait_for_background()
+    assert (await host.state(volume_one)).stuck
+    host.servers.failing_calls.clear()
+    await host.wait_for_background_tasks()
     assert host.servers.clients == {}
 
 
 async def test_a_failed_attach_changes_nothing(host: VolumeHost, short_timeouts: None) -> None:
-    one, two = await two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=one.id, path="/one", read_only=True))
+    volume_one, volume_two = await create_two_volumes(host)
+    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
 
-    await host.run(sandbox, "10.0.0.2")
-    host.servers.refuse = {("serve", one.id), ("serve", two.id)}
-    for mount in (Mount(volume=two.id, path="/two"), Mount(volume=one.id, path="/one")):
+    await host.start_machine(sandbox, "10.0.0.2")
+    host.servers.failing_calls = {("serve", volume_one.id), ("serve", volume_two.id)}
+    for mount in (Mount(volume=volume_two.id, path="/two"), Mount(volume=volume_one.id, path="/one")):
         with pytest.raises(BackendFailed, match="serve refused"):
             await host.attach(sandbox, mount, host.addresses[sandbox.instance])
     with pytest.raises(NotFound):
         await host.attach(sandbox, Mount(volume="0" * 12, path="/none"), "10.0.0.2")
-    host.servers.refuse.clear()
-    await host.wait_for_background()
-    assert host.servers.clients == {one.id: {"10.0.0.2": True}}
+    host.servers.failing_calls.clear()
+    await host.wait_for_background_tasks()
+    assert host.servers.clients == {volume_one.id: {"10.0.0.2": True}}
 
 
 async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
     host: VolumeHost, short_timeouts: None
 ) -> None:
-    one, two = await two_volumes(host)
+    volume_one, volume_two = await create_two_volumes(host)
     running_sandbox = new_sandbox(
-        Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone")
+        Mount(volume=volume_one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone")
     )
-    paused_sandbox = new_sandbox(Mount(volume=two.id, path="/two"))
+    paused_sandbox = new_sandbox(Mount(volume=volume_two.id, path="/two"))
     host.addresses[running_sandbox.instance] = "10.0.0.2"
-    reopened, scan = await reopen(host, running_sandbox, paused_sandbox)
-    assert reopened.servers.known == {one.id, two.id}
-    assert reopened.servers.clients == {one.id: {"10.0.0.2": True}} and ("stop", two.id) in reopened.servers.calls
+    reopened_host, scan = await reopen(host, running_sandbox, paused_sandbox)
+    assert reopened_host.servers.known_volumes == {volume_one.id, volume_two.id}
+    assert (
+        reopened_host.servers.clients == {volume_one.id: {"10.0.0.2": True}}
+        and ("stop", volume_two.id) in reopened_host.servers.calls
+    )
     assert not scan.repaired
-    assert [mount.path for mount in reopened.guest_mounts(running_sandbox)] == ["/one"]
+    assert [mount.path for mount in reopened_host.guest_mounts(running_sandbox)] == ["/one"]
 
 
 async def test_state_reports_an_unresponsive_server(host: VolumeHost) -> None:
-    one, _ = await two_volumes(host)
-    host.servers.refuse = {("used_bytes", one.id)}
-    assert "used_bytes refused" in (await host.state(one)).stuck[0]
+    volume_one, _ = await create_two_volumes(host)
+    host.servers.failing_calls = {("used_bytes", volume_one.id)}
+    assert "used_bytes refused" in (await host.state(volume_one)).stuck[0]
 
 
 async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
     host: VolumeHost, short_timeouts: None
 ) -> None:
-    one, two = await two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
-    reopened = VolumeHost(host.layout.root)
-    reopened.addresses = {sandbox.instance: "10.0.0.2"}
+    volume_one, volume_two = await create_two_volumes(host)
+    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
+    reopened_host = VolumeHost(host.layout.root)
+    reopened_host.addresses = {sandbox.instance: "10.0.0.2"}
 
-    reopened.servers.refuse = {("serve", one.id)}
-    scan = await reopened.scan(sandbox)
-    assert any(f"volume {one.id} cannot be served" in sentence for sentence in scan.repaired)
-    assert reopened.servers.clients == {two.id: {"10.0.0.2": False}}
-    reopened.servers.refuse.clear()
-    await reopened.wait_for_background()
-    assert reopened.servers.clients == {one.id: {"10.0.0.2": False}, two.id: {"10.0.0.2": False}}
+    reopened_host.servers.failing_calls = {("serve", volume_one.id)}
+    scan = await reopened_host.scan(sandbox)
+    assert any(f"volume {volume_one.id} cannot be served" in sentence for sentence in scan.repaired)
+    assert reopened_host.servers.clients == {volume_two.id: {"10.0.0.2": False}}
+    reopened_host.servers.failing_calls.clear()
+    await reopened_host.wait_for_background_tasks()
+    assert reopened_host.servers.clients == {volume_one.id: {"10.0.0.2": False}, volume_two.id: {"10.0.0.2": False}}
 
 
 # -- crash at any step -------------------------------------------------------------------------------------------------
@@ -793,30 +816,30 @@ async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
 def run_until_killed(host: VolumeHost, work: Coroutine[Any, Any, None], fatal_step: int) -> int:
     """Run ``work`` in a child process that dies at step ``fatal_step``.
 
-    Returns KILLED, or the total number of steps if ``work`` finishes before that step.
+    Return KILLED_EXIT_CODE, or the total number of steps if ``work`` finishes before that step.
     """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        steps = StepCounter(fatal_step)
+        step_counter = StepCounter(fatal_step)
         try:
-            sys.addaudithook(steps.on_audit)
-            asyncio.run(_run_and_count_steps(work, steps))
-            os.write(writer, str(steps.count).encode())
+            sys.addaudithook(step_counter.on_audit)
+            asyncio.run(_run_and_count_steps(work, step_counter))
+            os.write(writer, str(step_counter.count).encode())
         finally:
             os._exit(0)
     work.close()
     os.close(writer)
     with os.fdopen(reader) as pipe:
         output = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == KILLED or (status == 0 and output), "the operation failed"
-    return int(output) if status == 0 else KILLED
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert exit_code == KILLED_EXIT_CODE or (exit_code == 0 and output), "the operation failed"
+    return int(output) if exit_code == 0 else KILLED_EXIT_CODE
 
 
-async def _run_and_count_steps(work: Coroutine[Any, Any, None], steps: StepCounter) -> None:
-    steps.armed = True
+async def _run_and_count_steps(work: Coroutine[Any, Any, None], step_counter: StepCounter) -> None:
+    step_counter.is_armed = True
     await work
-    steps.armed = False
+    step_counter.is_armed = False
 
 
 OPERATIONS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
@@ -838,14 +861,14 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
         host = VolumeHost(directory)
         volume, snapshot = new_volume(), None
         asyncio.run(host.create(volume))
-        write_file(image(host, volume), "a", "one")
+        write_file(image_path(host, volume), "a", "one")
         snapshot = new_snapshot(volume)
         asyncio.run(host.capture(snapshot))
-        write_file(image(host, volume), "a", "two")
+        write_file(image_path(host, volume), "a", "two")
         outcome = run_until_killed(host, OPERATIONS[operation](host, volume, snapshot), fatal_step)
-        reopened, scan = asyncio.run(reopen(host))
-        check_volumes(reopened, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
-        if outcome != KILLED:
+        reopened_host, scan = asyncio.run(reopen(host))
+        check_volumes(reopened_host, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
+        if outcome != KILLED_EXIT_CODE:
             assert fatal_step > 2, "the operation has no steps at which it can be killed"
             return
 
@@ -853,47 +876,50 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
 def check_volumes(
     host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, when: str
 ) -> None:
-    assert not stray_files(host), when
+    assert not list_stray_files(host), when
     assert not (host.layout.root / ".damaged").exists(), (when, scan.repaired)
     volumes = {each.name: each for each in scan.volumes}
     snapshots = {each.name: each for each in scan.volume_snapshots}
     for each in scan.volumes:
-        assert has_intact_file_system(image(host, each)), when
-        assert image(host, each).stat().st_size == each.size_mb << 20, when
+        assert has_intact_file_system(image_path(host, each)), when
+        assert image_path(host, each).stat().st_size == each.size_mb << 20, when
     for each in scan.volume_snapshots:
-        assert has_intact_file_system(snapshot_image(host, each)), when
+        assert has_intact_file_system(snapshot_image_path(host, each)), when
     if operation == "remove":
         assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), when
         return
-    text = read_file(image(host, volume), "a")
+    text = read_file(image_path(host, volume), "a")
     assert text in ("one", "two") if operation == "rollback" else text == "two", when
     assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), when
     if operation != "remove-snapshot":
-        assert read_file(snapshot_image(host, snapshots["first"]), "a") == "one", when
+        assert read_file(snapshot_image_path(host, snapshots["first"]), "a") == "one", when
     if "new" in volumes:
-        assert read_file(image(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
+        assert read_file(image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
     if "new" in snapshots:
-        assert read_file(snapshot_image(host, snapshots["new"]), "a") == "two", when
+        assert read_file(snapshot_image_path(host, snapshots["new"]), "a") == "two", when
 
 
 def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:
-    complete_count = 0
+    committed_count = 0
     for fatal_step in itertools.count(1):
         (root / str(fatal_step)).mkdir()
         host = VolumeHost(root / str(fatal_step))
-        one, two = asyncio.run(two_volumes(host))
+        volume_one, volume_two = asyncio.run(create_two_volumes(host))
         snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-        captures = [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+        captures = [
+            new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+            new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+        ]
         outcome = run_until_killed(host, host.capture_sandbox(snapshot, captures), fatal_step)
-        committed_snapshots = tuple(path.name for path in directory_records.directories(host.layout.snapshots))
-        _, scan = asyncio.run(reopen(host, snapshots=committed_snapshots))
+        committed_ids = tuple(path.name for path in commit_protocol.list_directories(host.layout.snapshots))
+        _, scan = asyncio.run(reopen(host, snapshots=committed_ids))
         ids = {each.id for each in scan.volume_snapshots}
-        assert ids == ({each.id for each in captures} if committed_snapshots else set()), f"killed at step {fatal_step}"
-        assert not stray_files(host)
-        complete_count += bool(committed_snapshots)
-        if outcome != KILLED:
+        assert ids == ({each.id for each in captures} if committed_ids else set()), f"killed at step {fatal_step}"
+        assert not list_stray_files(host)
+        committed_count += bool(committed_ids)
+        if outcome != KILLED_EXIT_CODE:
             break
-    assert fatal_step > 8 and 0 < complete_count < fatal_step
+    assert fatal_step > 8 and 0 < committed_count < fatal_step
 
 
 async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: VolumeHost) -> None:
@@ -901,4 +927,4 @@ async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: Volum
     await host.create(volume)
     with pytest.raises(GatewayError):
         await host.rollback(volume, new_snapshot(volume))
-    assert has_intact_file_system(image(host, volume)) and not stray_files(host)
+    assert has_intact_file_system(image_path(host, volume)) and not list_stray_files(host)

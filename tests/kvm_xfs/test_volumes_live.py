@@ -28,8 +28,12 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
         yield live
 
 
-def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:
-    return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold)))
+def create_sandbox(
+    live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold_start: bool = False
+) -> Sandbox:
+    return live.do(
+        live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold_start))
+    )
 
 
 def start_program(live: Live, ref: str, program: str) -> None:
@@ -59,13 +63,15 @@ def test_a_volume_is_captured_at_the_same_instant_as_the_disk(live: Live) -> Non
     create_sandbox(live, "source", MountSpec("data", "/data"))
     start_program(live, "source", COUNTER_PROGRAM)
     for name in ("0", "1", "2"):
-        before = read_counter(live, "source")
-        eventually(lambda before=before: read_counter(live, "source") > before + 3, TIMEOUT_SECONDS)
+        count_before = read_counter(live, "source")
+        eventually(lambda count_before=count_before: read_counter(live, "source") > count_before + 3, TIMEOUT_SECONDS)
         live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
         # In a fork with memory, the program could no longer write to the volume.
         create_sandbox(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
-        volume, disk = (int(read_file(live, f"box{name}", f"{folder}/count")) for folder in ("/data", "/root"))
-        assert disk > before and volume - disk in (0, 1)
+        volume_count, disk_count = (
+            int(read_file(live, f"box{name}", f"{folder}/count")) for folder in ("/data", "/root")
+        )
+        assert disk_count > count_before and volume_count - disk_count in (0, 1)
         live.do(live.engine.sandboxes.delete(f"box{name}"))
     assert [each.name for each in live.engine.volumes.list()] == ["data"]
 
@@ -88,12 +94,12 @@ def test_capture_of_volumes_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: Kv
     create_sandbox(live, "one", MountSpec("data", "/data"))
     live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo data >/data/file; sync")
     root = live.config.host.state_root
-    before = list_snapshot_files(root)
+    files_before = list_snapshot_files(root)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()
-    assert list_snapshot_files(root) == before
+    assert list_snapshot_files(root) == files_before
     assert read_file(live, "one", "/data/file") == "data"
     live.shell("one", "echo more >>/data/file && sync")
     live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
@@ -112,20 +118,20 @@ def list_snapshot_files(root: Path) -> set[str]:
 def test_removing_the_last_sandbox_of_a_volume_stops_its_server(live: Live) -> None:
     volume = live.engine.volumes.get("data")
     create_sandbox(live, "one", MountSpec("data", "/data"))
-    assert list_servers(live, volume.id)
+    assert list_server_command_lines(live, volume.id)
     live.do(live.engine.sandboxes.delete("one"))
-    eventually(lambda: not list_servers(live, volume.id), TIMEOUT_SECONDS)
+    eventually(lambda: not list_server_command_lines(live, volume.id), TIMEOUT_SECONDS)
 
 
-def list_servers(live: Live, volume: str) -> list[str]:
-    """Return the command lines of the server processes of a volume."""
+def list_server_command_lines(live: Live, volume_id: str) -> list[str]:
+    """Return the command line of each process that serves a volume."""
     directory = f"{live.config.host.state_root}/serving"
     command_lines = []
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
+    for cmdline_file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            line = process.read_text(errors="replace").replace("\0", " ")
+            command_line = cmdline_file.read_text(errors="replace").replace("\0", " ")
         except OSError:
             continue
-        if directory in line and volume in line:
-            command_lines.append(line)
+        if directory in command_line and volume_id in command_line:
+            command_lines.append(command_line)
     return command_lines

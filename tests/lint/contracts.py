@@ -9,20 +9,23 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class ImportOnly(Contract):
-    """Allows ``modules`` and their submodules to import only each other, the standard library and ``extra_modules``."""
+    """A contract that restricts the imports of ``modules`` and their submodules.
+
+    They may import only each other, the standard library and ``extra_modules``.
+    """
 
     modules = fields.ListField(subfield=fields.StringField())
     extra_modules = fields.ListField(subfield=fields.StringField(), required=False, default=[])
 
     def check(self, graph: Any, verbose: bool) -> ContractCheck:
         roots: list[str] = list(self.modules)  # type: ignore[call-overload]
-        allowed = [*roots, *self.extra_modules]  # type: ignore[misc]
+        allowed_modules = [*roots, *self.extra_modules]  # type: ignore[misc]
         violations = [
             (module, imported)
             for module in sorted(graph.modules)
             if _is_in(module, roots)
             for imported in sorted(graph.find_modules_directly_imported_by(module))
-            if imported.partition(".")[0] not in sys.stdlib_module_names and not _is_in(imported, allowed)
+            if imported.partition(".")[0] not in sys.stdlib_module_names and not _is_in(imported, allowed_modules)
         ]
         return ContractCheck(kept=not violations, metadata={"violations": violations})
 

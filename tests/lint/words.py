@@ -28,9 +28,9 @@ from proselint.tools import LintFile
 from tests.support.session import REPOSITORY
 
 DIRECTORY = Path(__file__).parent
-ALLOWED = DIRECTORY / "allowed.toml"
+ALLOWANCES_FILE = DIRECTORY / "allowed.toml"
 
-GUIDES = (
+GUIDE_PATHS = (
     "README.md",
     "CONTRIBUTING.md",
     "docs",
@@ -38,7 +38,7 @@ GUIDES = (
     "requirements/README.md",
     "changelogs/fragments",
 )
-CODE = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
+CODE_PATHS = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
 
 # The checks of proselint that are useful for technical English. The others are about typography, places and slang.
 PROSELINT_CHECKS = {
@@ -106,7 +106,7 @@ def extract_markdown(text: str) -> Iterator[Prose]:
     """Yield paragraphs, list items, headings and table cells. Omits fenced code, and replaces inline code with CODE."""
     in_fence = False
     block: list[str] = []
-    start = 0
+    start_line = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.lstrip().startswith("```"):
             in_fence = not in_fence
@@ -115,7 +115,7 @@ def extract_markdown(text: str) -> Iterator[Prose]:
             continue
         is_block_start = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
         if block and (is_block_start or not line.strip()):
-            yield Prose(start, _strip_markup(" ".join(block)))
+            yield Prose(start_line, _strip_markup(" ".join(block)))
             block = []
         if line.lstrip().startswith("|"):
             yield from (
@@ -123,7 +123,7 @@ def extract_markdown(text: str) -> Iterator[Prose]:
             )
         elif line.strip() and not line.lstrip().startswith("<!--"):
             if not block:
-                start = number
+                start_line = number
             block.append(re.sub(r"^\s*(?:[*-]|\d+\.|#+|>)\s+", "", line).strip())
 
 
@@ -153,43 +153,45 @@ def extract_python(text: str) -> Iterator[Prose]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if ast.get_docstring(node) is not None:
-                yield from _paragraphs(node.body[0].lineno, ast.get_docstring(node) or "")
+                yield from _split_paragraphs(node.body[0].lineno, ast.get_docstring(node) or "")
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from (prose for argument in node.exc.args for prose in _literal_text(argument))
+            yield from (prose for argument in node.exc.args for prose in _extract_literal_text(argument))
         elif isinstance(node, ast.Call):
-            yield from _call_texts(node)
+            yield from _extract_call_texts(node)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("DOCUMENTATION", "RETURN"):
-            yield from (Prose(node.lineno, each) for each in _descriptions(yaml.safe_load(_literal_string(node.value))))
+            yield from (
+                Prose(node.lineno, each) for each in _find_descriptions(yaml.safe_load(_read_literal(node.value)))
+            )
 
 
-def _call_texts(node: ast.Call) -> Iterator[Prose]:
+def _extract_call_texts(node: ast.Call) -> Iterator[Prose]:
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     for keyword in node.keywords:
         if keyword.arg in MESSAGE_KEYWORDS:
-            yield from _literal_text(keyword.value)
+            yield from _extract_literal_text(keyword.value)
     if (name in LOG_METHODS or name in MESSAGE_FUNCTIONS or name.endswith(("Error", "Failure"))) and node.args:
-        yield from _literal_text(node.args[0])
+        yield from _extract_literal_text(node.args[0])
 
 
-def _literal_text(node: ast.expr) -> Iterator[Prose]:
+def _extract_literal_text(node: ast.expr) -> Iterator[Prose]:
     """Yield the text of a literal, with CODE in place of interpolated values. Ignores texts of fewer than two words."""
-    text = _literal_string(node)
+    text = _read_literal(node)
     if text and " " in text.strip():
-        yield from _paragraphs(node.lineno, text)
+        yield from _split_paragraphs(node.lineno, text)
 
 
-def _literal_string(node: ast.expr) -> str:
+def _read_literal(node: ast.expr) -> str:
     match node:
         case ast.Constant(value=str(value)):
             return value
         case ast.JoinedStr(values=values):
             return "".join(each.value if isinstance(each, ast.Constant) else "CODE" for each in values)
         case ast.BinOp(left=left, right=right):
-            return _literal_string(left) + _literal_string(right)
+            return _read_literal(left) + _read_literal(right)
     return ""
 
 
-def _paragraphs(line: int, text: str) -> Iterator[Prose]:
+def _split_paragraphs(line: int, text: str) -> Iterator[Prose]:
     for match in re.finditer(r"(?:[^\n]|\n(?!\s*\n|\s*[*-]\s))+", text):
         if re.search(r"\w", match[0]) and not match[0].lstrip().startswith((">>>", "$ ")):
             yield Prose(
@@ -198,29 +200,29 @@ def _paragraphs(line: int, text: str) -> Iterator[Prose]:
             )
 
 
-SHOWN_KEYS = {"description", "short_description", "notes", "fail_msg", "success_msg", "requirements", "details"}
+DISPLAYED_KEYS = {"description", "short_description", "notes", "fail_msg", "success_msg", "requirements", "details"}
 
 
-def _descriptions(data: Any) -> Iterator[str]:
+def _find_descriptions(data: Any) -> Iterator[str]:
     """Yield the texts under the keys that Ansible displays."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key in SHOWN_KEYS or (key in ("msg", "name") and isinstance(value, str) and " " in value):
-                yield from _description_texts(value)
+            if key in DISPLAYED_KEYS or (key in ("msg", "name") and isinstance(value, str) and " " in value):
+                yield from _extract_description_texts(value)
             else:
-                yield from _descriptions(value)
+                yield from _find_descriptions(value)
     elif isinstance(data, list):
         for each in data:
-            yield from _descriptions(each)
+            yield from _find_descriptions(each)
 
 
-def _description_texts(value: Any) -> Iterator[str]:
+def _extract_description_texts(value: Any) -> Iterator[str]:
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str):
             each = re.sub(r"{{.*?}}|{%.*?%}", "CODE", each, flags=re.DOTALL)
             yield " ".join(re.sub(r"\b[A-Z]\([^)]*\)", "CODE", each).split())
         else:
-            yield from _descriptions(each)
+            yield from _find_descriptions(each)
 
 
 class _Loader(yaml.SafeLoader):
@@ -233,7 +235,7 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "v
 def extract_yaml(text: str) -> Iterator[Prose]:
     """Yield the descriptions of arguments, and the names and messages of tasks."""
     for document in yaml.load_all(text, Loader=_Loader):
-        yield from (Prose(1, each) for each in _descriptions(document))
+        yield from (Prose(1, each) for each in _find_descriptions(document))
 
 
 def extract_fragment(text: str) -> Iterator[Prose]:
@@ -258,7 +260,7 @@ def split_sentences(text: str) -> list[str]:
     return [each for each in re.split(r"(?<=[.!?;])\s+", text) if each]
 
 
-def findings_in(path: str, pieces: Iterable[Prose]) -> Iterator[Finding]:
+def find_violations(path: str, pieces: Iterable[Prose]) -> Iterator[Finding]:
     for piece in pieces:
         for sentence in split_sentences(piece.text):
             for rule in load_rules():
@@ -266,31 +268,31 @@ def findings_in(path: str, pieces: Iterable[Prose]) -> Iterator[Finding]:
                     yield Finding(path, piece.line, rule.name, rule.remedy, sentence)
 
 
-def proselint_findings(path: str, pieces: list[Prose]) -> Iterator[Finding]:
-    """Yield proselint's findings for all pieces of a file. Runs it once per file, because each run is slow."""
+def run_proselint(path: str, pieces: list[Prose]) -> Iterator[Finding]:
+    """Run proselint once for all pieces of a file, because each run is slow, and yield its findings."""
     registry = CheckRegistry()
     if not registry.checks:
         registry.register_many(proselint_checks)
-    starts = list(accumulate((len(piece.text) + 2 for piece in pieces), initial=0))
-    content = "\n\n".join(piece.text for piece in pieces)
-    if not content:
+    piece_offsets = list(accumulate((len(piece.text) + 2 for piece in pieces), initial=0))
+    text = "\n\n".join(piece.text for piece in pieces)
+    if not text:
         return
-    for result in LintFile(path, content).lint({"max_errors": 1000, "checks": PROSELINT_CHECKS}):
+    for result in LintFile(path, text).lint({"max_errors": 1000, "checks": PROSELINT_CHECKS}):
         match = result.check_result
-        # proselint puts a line break before the content.
-        piece = pieces[bisect_right(starts, max(match.span[0] - 1, 0), hi=len(pieces)) - 1]
+        # proselint puts a line break before the text.
+        piece = pieces[bisect_right(piece_offsets, max(match.span[0] - 1, 0), hi=len(pieces)) - 1]
         yield Finding(path, piece.line, match.check_path, match.message, piece.text)
 
 
-def find_files(places: Iterable[str]) -> Iterator[Path]:
-    for place in places:
-        path_or_directory = REPOSITORY / place
-        if path_or_directory.is_file():
-            yield path_or_directory
-        elif path_or_directory.is_dir():
+def find_files(paths: Iterable[str]) -> Iterator[Path]:
+    for name in paths:
+        file_or_directory = REPOSITORY / name
+        if file_or_directory.is_file():
+            yield file_or_directory
+        elif file_or_directory.is_dir():
             yield from sorted(
                 path
-                for path in path_or_directory.rglob("*")
+                for path in file_or_directory.rglob("*")
                 if path.suffix in (".md", ".py", ".yml")
                 and "_site" not in path.parts
                 and not path.parts[-1].startswith(".")
@@ -298,50 +300,52 @@ def find_files(places: Iterable[str]) -> Iterator[Path]:
 
 
 def check_file(path: Path) -> list[Finding]:
-    relative_path = _relative_path(path)
+    relative_path = _path_in_repository(path)
     pieces = extract_prose(path)
-    return [*findings_in(relative_path, pieces), *proselint_findings(relative_path, pieces)]
+    return [*find_violations(relative_path, pieces), *run_proselint(relative_path, pieces)]
 
 
 def read_allowances() -> dict[str, int]:
     """Return {directory: allowed number of findings}. The longest matching directory applies to a file."""
-    return dict(tomllib.loads(ALLOWED.read_text())["allowed"]) if ALLOWED.exists() else {}
+    return dict(tomllib.loads(ALLOWANCES_FILE.read_text())["allowed"]) if ALLOWANCES_FILE.exists() else {}
 
 
-def directory_of(path: str, areas: Iterable[str]) -> str:
-    """Return the directory in ``areas`` whose allowance applies to a file, or "" if there is none."""
-    return max((each for each in areas if path.startswith(f"{each}/")), key=len, default="")
+def directory_of(path: str, directories: Iterable[str]) -> str:
+    """Return the directory in ``directories`` whose allowance applies to a file, or "" if there is none."""
+    return max((each for each in directories if path.startswith(f"{each}/")), key=len, default="")
 
 
 def main(arguments: list[str]) -> int:
-    """Check all files and return the exit code. ``arguments``: --update, or the paths whose findings to print."""
-    prefixes = tuple(word for word in arguments if not word.startswith("-"))
-    guides = {_relative_path(path) for path in find_files(GUIDES)}
-    paths = sorted({*find_files(GUIDES), *find_files(CODE)})
+    """Check all files and return the exit code. Given path prefixes, print the findings of those files and return 0."""
+    prefixes = tuple(argument for argument in arguments if not argument.startswith("-"))
+    guides = {_path_in_repository(path) for path in find_files(GUIDE_PATHS)}
+    paths = sorted({*find_files(GUIDE_PATHS), *find_files(CODE_PATHS)})
     if prefixes:
         for path in paths:
-            if _relative_path(path).startswith(prefixes):
+            if _path_in_repository(path).startswith(prefixes):
                 for each in check_file(path):
                     print(each)
         return 0
     allowances = read_allowances()
     findings = [finding for path in paths for finding in check_file(path)]
-    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowances) for each in findings}
-    counts = Counter(areas[each.path] for each in findings)
+    directory_by_path = {
+        each.path: "" if each.path in guides else directory_of(each.path, allowances) for each in findings
+    }
+    counts = Counter(directory_by_path[each.path] for each in findings)
     if "--update" in arguments:
         lines = [f'"{each}" = {min(allowances[each], counts[each])}' for each in sorted(allowances)]
-        ALLOWED.write_text(_HEADER + "\n".join(lines) + "\n")
+        ALLOWANCES_FILE.write_text(_HEADER + "\n".join(lines) + "\n")
         allowances = read_allowances()
-    exceeded_areas = {each for each, count in counts.items() if count > allowances.get(each, 0)}
+    exceeded_directories = {each for each, count in counts.items() if count > allowances.get(each, 0)}
     for each in findings:
-        if areas[each.path] in exceeded_areas:
+        if directory_by_path[each.path] in exceeded_directories:
             print(each)
-    for each in sorted(exceeded_areas):
+    for each in sorted(exceeded_directories):
         print(f"{each or 'guides'}: {counts[each]} findings, {allowances.get(each, 0)} allowed", file=sys.stderr)
-    return 1 if exceeded_areas else 0
+    return 1 if exceeded_directories else 0
 
 
-def _relative_path(path: Path) -> str:
+def _path_in_repository(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 

@@ -15,49 +15,49 @@ from tests.support import jail_world, session
 from tests.support.gateway import Gateway
 from tests.support.roles import environment
 
-_MOLECULE = Path(sys.executable).with_name("molecule")
-_SCENARIOS = session.REPOSITORY / "molecule"
-_PAGE = session.REPOSITORY / "docs" / "molecule.md"
+_MOLECULE_COMMAND = Path(sys.executable).with_name("molecule")
+_SCENARIO_DIRECTORY = session.REPOSITORY / "molecule"
+_GUIDE_FILE = session.REPOSITORY / "docs" / "molecule.md"
 _TIMEOUT_SECONDS = 1200
 
-Run = Callable[..., str]
+RunScenario = Callable[..., str]
 
 
 @pytest.fixture
-def run(need_root: None) -> Iterator[Run]:
+def run_scenario(need_root: None) -> Iterator[RunScenario]:
     """Return a function that runs a scenario with environment variables, checks its success, and returns its output."""
-    state = session.run_dir() / "molecule"
-    started: list[tuple[str, dict[str, str]]] = []
+    state_directory = session.run_dir() / "molecule"
+    running_scenarios: list[tuple[str, dict[str, str]]] = []
 
-    def run(scenario: str, **variables: str) -> str:
+    def run_scenario(scenario: str, **variables: str) -> str:
         network = session.network()
         env = {
-            **environment(state),
+            **environment(state_directory),
             "GROVE_MOLECULE_CACHE": str(session.cache_dir()),
             "GROVE_MOLECULE_PREFIX": network["prefix"],
-            "GROVE_MOLECULE_STATE": str(state),
+            "GROVE_MOLECULE_STATE": str(state_directory),
             "GROVE_MOLECULE_SUBNET": network["subnet"],
-            "MOLECULE_EPHEMERAL_DIRECTORY": str(state / f"{scenario}-molecule"),
+            "MOLECULE_EPHEMERAL_DIRECTORY": str(state_directory / f"{scenario}-molecule"),
             "NO_COLOR": "1",
             **variables,
         }
-        started.append((scenario, env))
-        output = _molecule("test", scenario, env)
-        started.pop()
+        running_scenarios.append((scenario, env))
+        output = _run_molecule("test", scenario, env)
+        running_scenarios.pop()
         for step in ("idempotence", "verify"):
             assert re.search(rf"{scenario} \S+ {step}: Executed: Successful", output), output
-        assert not (state / scenario).exists()
+        assert not (state_directory / scenario).exists()
         return output
 
-    yield run
-    for scenario, env in started:  # molecule cleans up after a failure, but not after a timeout
-        if (state / scenario).exists():
-            _molecule("destroy", scenario, env)
+    yield run_scenario
+    for scenario, env in running_scenarios:  # molecule cleans up after a failure, but not after a timeout
+        if (state_directory / scenario).exists():
+            _run_molecule("destroy", scenario, env)
 
 
-def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
+def _run_molecule(command: str, scenario: str, env: dict[str, str]) -> str:
     result = subprocess.run(
-        [str(_MOLECULE), command, "--scenario-name", scenario, "--no-command-borders"],
+        [str(_MOLECULE_COMMAND), command, "--scenario-name", scenario, "--no-command-borders"],
         cwd=session.REPOSITORY,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -72,37 +72,37 @@ def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
 
 
 def test_every_scenario_has_a_test() -> None:
-    scenarios = {path.parent.name for path in _SCENARIOS.glob("*/molecule.yml")}
+    scenarios = {path.parent.name for path in _SCENARIO_DIRECTORY.glob("*/molecule.yml")}
     assert scenarios == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
 
 
-def test_scenario_fleet(run: Run, shared_gateway: Gateway, template: str) -> None:
-    run("fleet", SANDBOX_GATEWAY_URL=shared_gateway.url, SANDBOX_TEST_TEMPLATE=template)
-    remaining = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
-    remaining += [name for each in shared_gateway.call("GET", "/snapshots?limit=1000") for name in each["names"]]
-    assert not [name for name in remaining if name.startswith("fleet")]
+def test_scenario_fleet(run_scenario: RunScenario, shared_gateway: Gateway, template: str) -> None:
+    run_scenario("fleet", SANDBOX_GATEWAY_URL=shared_gateway.url, SANDBOX_TEST_TEMPLATE=template)
+    remaining_names = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
+    remaining_names += [name for each in shared_gateway.call("GET", "/snapshots?limit=1000") for name in each["names"]]
+    assert not [name for name in remaining_names if name.startswith("fleet")]
 
 
-def test_scenario_kvm_xfs(run: Run, shared_gateway: Gateway, template: str) -> None:
+def test_scenario_kvm_xfs(run_scenario: RunScenario, shared_gateway: Gateway, template: str) -> None:
     """The scenario copies this test run's template instead of building one, because other tests cover builds."""
-    run("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
+    run_scenario("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
 
 
-def test_scenario_gateway_systemd(run: Run) -> None:
-    run("gateway_systemd")
+def test_scenario_gateway_systemd(run_scenario: RunScenario) -> None:
+    run_scenario("gateway_systemd")
 
 
-def test_scenario_jail_zfs(run: Run) -> None:
+def test_scenario_jail_zfs(run_scenario: RunScenario) -> None:
     """Another pool exists throughout, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
-        run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
+        run_scenario("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
+    "path", sorted(path for path in (_SCENARIO_DIRECTORY / "fleet").rglob("*.*")), ids=lambda path: path.name
 )
 def test_the_guide_shows_the_files_of_the_fleet_scenario(path: Path) -> None:
     """docs/molecule.md shows the name and the unchanged contents of each file in the scenario."""
-    name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
-    assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name
+    name, text = path.relative_to(_SCENARIO_DIRECTORY.parent), path.read_text()
+    assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _GUIDE_FILE.read_text(), re.M), name

@@ -40,41 +40,43 @@ def test_specification_and_defaults_have_the_same_options(role: Path) -> None:
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_every_option_has_a_type_and_description(role: Path) -> None:
-    main = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]
-    assert main["short_description"] and main["description"] and main["author"]
+    specification = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]
+    assert specification["short_description"] and specification["description"] and specification["author"]
 
-    def check(options: dict[str, Any], prefix: str) -> None:
+    def check_options(options: dict[str, Any], prefix: str) -> None:
         for name, option in options.items():
             assert option.get("description") and option.get("type"), f"{prefix}{name}"
             assert option["type"] != "list" or option.get("elements"), f"{prefix}{name}"
-            check(option.get("options", {}), f"{prefix}{name}.")
+            check_options(option.get("options", {}), f"{prefix}{name}.")
 
-    check(main["options"], f"{role.name}: ")
+    check_options(specification["options"], f"{role.name}: ")
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_defaults_are_accepted(role: Path) -> None:
     options = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
-    defaults = {name: value for name, value in load_yaml(role, "defaults/main.yml").items() if not variables_in(value)}
-    optional = {name: {**option, "required": False} for name, option in options.items()}
-    validated = ArgumentSpecValidator(optional).validate(defaults)
-    assert not validated.error_messages
-    assert {name: validated.validated_parameters[name] for name in defaults} == defaults
+    defaults = {
+        name: value for name, value in load_yaml(role, "defaults/main.yml").items() if not find_variables(value)
+    }
+    optional_options = {name: {**option, "required": False} for name, option in options.items()}
+    result = ArgumentSpecValidator(optional_options).validate(defaults)
+    assert not result.error_messages
+    assert {name: result.validated_parameters[name] for name in defaults} == defaults
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_every_option_is_used(role: Path) -> None:
-    used = variables_of(role)
-    unused = [
+    used_variables = find_variables_of_role(role)
+    unused_options = [
         name
         for name in load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
-        if name not in used
+        if name not in used_variables
     ]
-    assert not unused, "these options have no effect"
+    assert not unused_options, "these options have no effect"
 
 
 def test_a_variable_mentioned_in_text_does_not_count_as_used() -> None:
-    assert variables_in(
+    assert find_variables(
         {"name": "about a_name", "when": ["a is defined", "not b.c"], "msg": "{{ d | default(e) }}"}
     ) == {
         "a",
@@ -84,29 +86,33 @@ def test_a_variable_mentioned_in_text_does_not_count_as_used() -> None:
     }
 
 
-def variables_of(role: Path) -> set[str]:
+def find_variables_of_role(role: Path) -> set[str]:
     """Return the variables that a role's tasks, handlers, variables, defaults and templates use."""
     names: set[str] = set()
     for path in role.rglob("*"):
         if path.suffix == ".j2":
-            names |= names_in(path.read_text())
+            names |= find_names(path.read_text())
         elif path.suffix == ".yml" and path.parent.name != "meta":
             for document in yaml.safe_load_all(path.read_text()):
-                names |= variables_in(document)
+                names |= find_variables(document)
     return names
 
 
-def variables_in(value: Any, key: str = "") -> set[str]:
-    """Return the variables that the templates in a YAML value use. ``key``: the key that holds the value."""
+def find_variables(value: Any, key: str = "") -> set[str]:
+    """Return the variables that the templates in a YAML value use. ``key`` is the key that holds the value."""
     if isinstance(value, dict):
-        return {name for word, each in value.items() for name in variables_in(word) | variables_in(each, word)}
+        return {
+            name
+            for nested_key, each in value.items()
+            for name in find_variables(nested_key) | find_variables(each, nested_key)
+        }
     if isinstance(value, list):
-        return {name for each in value for name in variables_in(each, key)}
+        return {name for each in value for name in find_variables(each, key)}
     if not isinstance(value, str):
         return set()
     text = f"{{{{ {value} }}}}" if key in _EXPRESSION_KEYWORDS and "{{" not in value else value
-    return names_in(text)
+    return find_names(text)
 
 
-def names_in(template: str) -> set[str]:
+def find_names(template: str) -> set[str]:
     return {name.name for name in _PARSER.parse(template).find_all(nodes.Name) if name.ctx == "load"}

@@ -1,4 +1,4 @@
-"""Test the role gateway without a supervisor: install, configure, start, change, restart, remove."""
+"""Test the role gateway without a supervisor: installation, configuration, restart, upgrade and removal."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ import socket
 import stat
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.roles.upgrade import NEWER, read_counter
+from tests.roles.upgrade import NEWER_VERSION, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import PlayResult, play
 
 pytestmark = pytest.mark.in_order
-
-Apply = Callable[..., PlayResult]
 
 
 class Installation:
@@ -69,29 +67,29 @@ class Installation:
         if config:
             variables["gateway_config"] = {**self.variables["gateway_config"], **config}
         command_prefix = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections or self.collections}")
-        return play("gateway", variables, check=check, into=self.root, inside=command_prefix)
+        return play("gateway", variables, check=check, directory=self.root, command_prefix=command_prefix)
 
-    def pid(self) -> int:
+    def read_pid(self) -> int:
         return int(self.pid_file.read_text())
 
-    def client(self) -> httpx.Client:
+    def open_client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=120)
 
     def execute(self, *argv: str) -> str:
         """Run a program in the sandbox ``lives``, check that it succeeds, and return its output."""
-        with self.client() as client:
+        with self.open_client() as client:
             result = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
         assert result["exitCode"] == 0, result
         return str(result["stdout"])
 
-    def version(self) -> str:
-        with self.client() as client:
+    def read_version(self) -> str:
+        with self.open_client() as client:
             return str(client.get("/health").json()["version"])
 
 
 @pytest.fixture(scope="module")
 def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
-    """The installation that all tests in this file share. Its state contains the template. It has a memory root."""
+    """The installation that all tests in this file share, with a memory root and with the template in its state."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installation = Installation(root, xfs_root / "role")
@@ -111,7 +109,7 @@ def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iter
 def test_check_mode_installs_nothing(installation: Installation) -> None:
     run = installation.apply(check=True)
     assert not run.failed, run.output
-    assert run.changed > 0
+    assert run.changed_count > 0
     assert not (installation.root / "install").exists()
     assert not installation.config_file.exists()
 
@@ -119,7 +117,7 @@ def test_check_mode_installs_nothing(installation: Installation) -> None:
 def test_the_role_installs_and_starts_the_gateway(installation: Installation) -> None:
     run = installation.apply()
     assert not run.failed, run.output
-    with installation.client() as client:
+    with installation.open_client() as client:
         assert client.get("/health").json()["status"] == "ok"
     program = installation.root / "bin" / "sandboxctl"
     result = subprocess.run(
@@ -133,12 +131,12 @@ def test_the_role_installs_and_starts_the_gateway(installation: Installation) ->
 
 
 def test_a_second_run_changes_nothing(installation: Installation) -> None:
-    before = installation.pid()
-    repeated = installation.apply()
-    assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
-    predicted = installation.apply(check=True)
-    assert (predicted.failed, predicted.changed_task_names) == (False, []), predicted.output
-    assert installation.pid() == before
+    pid_before = installation.read_pid()
+    second_run = installation.apply()
+    assert (second_run.failed, second_run.changed_task_names) == (False, []), second_run.output
+    check_run = installation.apply(check=True)
+    assert (check_run.failed, check_run.changed_task_names) == (False, []), check_run.output
+    assert installation.read_pid() == pid_before
 
 
 def test_only_root_can_read_the_log(installation: Installation) -> None:
@@ -155,29 +153,29 @@ def test_keys_are_secret_and_preserved(installation: Installation) -> None:
 
     run = installation.apply(keys=[{"name": "ci", "scope": "exec"}, {"name": "admin", "scope": "admin"}])
     assert not run.failed, run.output
-    lines = [line.split() for line in installation.key_file.read_text().splitlines()]
-    assert [line[:2] for line in lines] == [["ci", "exec"], ["admin", "admin"]]
-    assert lines[1][2] == key
-    assert lines[0][2] != key
+    key_entries = [line.split() for line in installation.key_file.read_text().splitlines()]
+    assert [line[:2] for line in key_entries] == [["ci", "exec"], ["admin", "admin"]]
+    assert key_entries[1][2] == key
+    assert key_entries[0][2] != key
     assert key not in run.output
-    assert lines[0][2] not in run.output
+    assert key_entries[0][2] not in run.output
 
-    duplicate = installation.apply(keys=[{"name": "a"}, {"name": "a"}])
-    assert duplicate.failed
-    assert "needs a unique name" in duplicate.message
+    duplicate_run = installation.apply(keys=[{"name": "a"}, {"name": "a"}])
+    assert duplicate_run.failed
+    assert "needs a unique name" in duplicate_run.message
 
 
 def test_sandboxes_survive_a_new_configuration(installation: Installation) -> None:
-    with installation.client() as client:
+    with installation.open_client() as client:
         response = client.post("/sandboxes", json={"templateID": "debian", "name": "lives", "timeout": -1})
         assert response.status_code == 201, response.text
-    before = installation.pid()
+    pid_before = installation.read_pid()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     run = installation.apply(config={"server": {"listen": f"127.0.0.1:{port}"}, "limits": {"sandboxes": 7}})
     assert not run.failed, run.output
     assert "grove.sandbox.gateway : Write the configuration" in run.changed_task_names
-    assert installation.pid() != before
+    assert installation.read_pid() != pid_before
     config = tomllib.loads(installation.config_file.read_text())
     assert config["limits"] == {"sandboxes": 7}
     assert config["server"]["socket"] == str(installation.socket)
@@ -185,22 +183,22 @@ def test_sandboxes_survive_a_new_configuration(installation: Installation) -> No
     response = httpx.get(f"http://127.0.0.1:{port}/sandboxes/lives", headers={"X-API-Key": key}, timeout=60)
     assert response.json()["state"] == "running"
     assert httpx.get(f"http://127.0.0.1:{port}/sandboxes/lives", timeout=60).status_code == 401
-    with installation.client() as client:
+    with installation.open_client() as client:
         result = client.post("/sandboxes/lives/exec", json={"args": ["cat", "/proc/uptime"]}).json()
         assert result["exitCode"] == 0, result
 
 
 def test_sandboxes_survive_an_upgrade(installation: Installation, newer_collections: Path) -> None:
-    older, count_before = installation.version(), read_counter(installation.execute)
-    predicted = installation.apply(check=True, collections=newer_collections)
-    assert not predicted.failed, predicted.output
-    assert "grove.sandbox.gateway : Copy the package" in predicted.changed_task_names
-    assert installation.version() == older
+    old_version, count_before = installation.read_version(), read_counter(installation.execute)
+    check_run = installation.apply(check=True, collections=newer_collections)
+    assert not check_run.failed, check_run.output
+    assert "grove.sandbox.gateway : Copy the package" in check_run.changed_task_names
+    assert installation.read_version() == old_version
 
     installation.collections = newer_collections
-    upgraded = installation.apply()
-    assert not upgraded.failed, upgraded.output
-    assert installation.version() == NEWER != older
+    upgrade_run = installation.apply()
+    assert not upgrade_run.failed, upgrade_run.output
+    assert installation.read_version() == NEWER_VERSION != old_version
     assert read_counter(installation.execute).is_continuation_of(count_before), (
         "the process must continue with its memory"
     )
@@ -214,10 +212,10 @@ def test_startup_errors_are_reported(installation: Installation) -> None:
 
 
 def test_a_crashed_gateway_is_started_again(installation: Installation) -> None:
-    os.kill(installation.pid(), signal.SIGKILL)
+    os.kill(installation.read_pid(), signal.SIGKILL)
     run = installation.apply()
     assert not run.failed, run.output
-    with installation.client() as client:
+    with installation.open_client() as client:
         assert client.get("/sandboxes/lives").json()["state"] == "running"
 
 
@@ -225,12 +223,12 @@ def test_removal_is_refused_while_a_sandbox_runs(installation: Installation) -> 
     run = installation.apply(state="absent")
     assert run.failed
     assert run.message.startswith("Sandboxes are still running (1: lives). Kill or pause them first")
-    with installation.client() as client:
+    with installation.open_client() as client:
         assert client.get("/health").status_code == 200
 
 
 def test_paused_sandboxes_survive_removal_and_reinstallation(installation: Installation) -> None:
-    with installation.client() as client:
+    with installation.open_client() as client:
         assert client.post("/sandboxes/lives/pause").status_code == 204
     run = installation.apply(state="absent")
     assert not run.failed, run.output
@@ -240,7 +238,7 @@ def test_paused_sandboxes_survive_removal_and_reinstallation(installation: Insta
     assert installation.apply(state="absent").changed_task_names == []
 
     assert not installation.apply().failed
-    with installation.client() as client:
+    with installation.open_client() as client:
         assert client.get("/sandboxes/lives").json()["state"] == "paused"
         assert client.post("/sandboxes/lives/resume", json={}).status_code == 201
 
@@ -248,7 +246,7 @@ def test_paused_sandboxes_survive_removal_and_reinstallation(installation: Insta
 def test_everything_is_removed_on_request(installation: Installation) -> None:
     memory_root = installation.root / "memory"
     assert len(list(memory_root.iterdir())) == 1
-    os.kill(installation.pid(), signal.SIGKILL)
+    os.kill(installation.read_pid(), signal.SIGKILL)
     run = installation.apply(state="absent", remove_data=True)
     assert not run.failed, run.output
     assert [path.name for path in installation.state_root.iterdir()] == []

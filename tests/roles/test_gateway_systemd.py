@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.roles.upgrade import NEWER, read_counter
+from tests.roles.upgrade import NEWER_VERSION, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import PlayResult, environment, play
@@ -35,7 +35,7 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd
 exec systemd-nspawn "$@"
 """
-_SYSTEMD = "/usr/lib/systemd/systemd"
+_SYSTEMD_PATH = "/usr/lib/systemd/systemd"
 
 MAX_EXPOSURE = 62
 """Maximum result of `systemd-analyze security`, in tenths. With private mounts it would be 48."""
@@ -69,7 +69,7 @@ NEEDED_PERMISSIONS = {
 """Permissions of the unit, by the feature that needs them, with the names of `systemd-analyze security --json`."""
 
 
-class Machine:
+class Container:
     """A booted Debian 12 container that shares this machine's network, and has the repository at the same path."""
 
     def __init__(self, directory: Path, state_root: Path) -> None:
@@ -104,10 +104,10 @@ class Machine:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the container did not boot"
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            for child in children:
-                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(_SYSTEMD.encode()):
-                    return int(child)
+            child_pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            for child_pid in child_pids:
+                if Path(f"/proc/{child_pid}/cmdline").read_bytes().startswith(_SYSTEMD_PATH.encode()):
+                    return int(child_pid)
             time.sleep(0.1)
         raise AssertionError("the container did not boot within a minute")
 
@@ -124,10 +124,10 @@ class Machine:
             env=environment(session.run_dir()),
             check=False,
         )
-        assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.journal()}"
+        assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.read_journal()}"
         return result.stdout
 
-    def journal(self) -> str:
+    def read_journal(self) -> str:
         argv = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
         return subprocess.run(
             [*self.enter_command, *argv], capture_output=True, text=True, timeout=60, check=False
@@ -143,7 +143,7 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Machine]:
+def container(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Container]:
     archive = session.cache_dir() / "debian12-systemd.tar.zst"
     if not archive.exists():
         partial_archive = archive.with_name("fresh-" + archive.name)
@@ -161,12 +161,12 @@ def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[
     subprocess.run(
         ["cp", "-a", "--reflink=always", str(shared_gateway.state_root / "templates"), str(state_root)], check=True
     )
-    machine = Machine(directory, state_root)
-    machine.run("mknod", "/dev/loop-control", "c", "10", "237")
+    container = Container(directory, state_root)
+    container.run("mknod", "/dev/loop-control", "c", "10", "237")
     for number in range(64):
-        machine.run("mknod", f"/dev/loop{number}", "b", "7", str(number))
-    yield machine
-    machine.stop()
+        container.run("mknod", f"/dev/loop{number}", "b", "7", str(number))
+    yield container
+    container.stop()
     _remove_leftover_cgroups()
     shutil.rmtree(directory)
     shutil.rmtree(state_root)
@@ -193,7 +193,7 @@ def variables() -> dict[str, Any]:
 
 
 def apply_role(
-    machine: Machine,
+    container: Container,
     variables: dict[str, Any],
     *,
     check: bool = False,
@@ -201,146 +201,165 @@ def apply_role(
     **options: Any,
 ) -> PlayResult:
     role_options = {f"gateway_{name}": value for name, value in options.items()}
-    command_prefix = (*machine.enter_command, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
-    return play("gateway", {**variables, **role_options}, check=check, inside=command_prefix)
+    command_prefix = (*container.enter_command, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
+    return play("gateway", {**variables, **role_options}, check=check, command_prefix=command_prefix)
 
 
-def sandboxctl(machine: Machine, *argv: str) -> str:
-    return machine.run("/usr/local/bin/sandboxctl", *argv)
+def run_sandboxctl(container: Container, *argv: str) -> str:
+    return container.run("/usr/local/bin/sandboxctl", *argv)
 
 
-def sandbox_state(machine: Machine, name: str) -> str:
-    return str(json.loads(sandboxctl(machine, "--json", "show", name))["state"])
+def read_sandbox_state(container: Container, name: str) -> str:
+    return str(json.loads(run_sandboxctl(container, "--json", "show", name))["state"])
 
 
-def make_sandbox_runner(machine: Machine) -> Callable[..., str]:
+def make_sandbox_runner(container: Container) -> Callable[..., str]:
     """Return a function that runs a program in the sandbox ``lives`` and returns its output if it succeeds."""
-    return lambda *argv: sandboxctl(machine, "exec", "lives", "--", *argv)
+    return lambda *argv: run_sandboxctl(container, "exec", "lives", "--", *argv)
 
 
-def unit_property(machine: Machine, name: str) -> str:
+def read_unit_property(container: Container, name: str) -> str:
     """Return the value of the unit's property ``name``, as systemctl prints it."""
-    return machine.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
+    return container.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
 
 
-def test_services_of_host_packages_never_run(machine: Machine) -> None:
+def test_services_of_host_packages_never_run(container: Container) -> None:
     variables = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
-    units = [unit for listed in variables["kvm_xfs_host_services"].values() for unit in listed]
+    units = [unit for package_units in variables["kvm_xfs_host_services"].values() for unit in package_units]
     playbook = session.run_dir() / "packages.json"
     task = {"ansible.builtin.include_role": {"name": "grove.sandbox.kvm_xfs_host", "tasks_from": "packages"}}
-    python = {"ansible_python_interpreter": "/usr/bin/python3"}
-    play = {"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": {**python, **variables}}
-    playbook.write_text(json.dumps([{**play, "tasks": [task]}]))
-    ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(playbook))
-    first = machine.run(*ansible)
-    assert "TASK [grove.sandbox.kvm_xfs_host : Prevent the services of new packages from starting]" in first
-    machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
-    machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
+    interpreter_variable = {"ansible_python_interpreter": "/usr/bin/python3"}
+    play_data = {
+        "hosts": "localhost",
+        "connection": "local",
+        "gather_facts": False,
+        "vars": {**interpreter_variable, **variables},
+    }
+    playbook.write_text(json.dumps([{**play_data, "tasks": [task]}]))
+    ansible_command = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(playbook))
+    first_output = container.run(*ansible_command)
+    assert "TASK [grove.sandbox.kvm_xfs_host : Prevent the services of new packages from starting]" in first_output
+    container.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
+    container.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
     for unit in units:
-        unit_state = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", unit)
+        unit_state = container.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", unit)
         assert sorted(unit_state.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], unit
-    assert "changed=0 " in machine.run(*ansible)
+    assert "changed=0 " in container.run(*ansible_command)
 
 
 def test_the_role_installs_the_unit_and_a_second_run_changes_nothing(
-    machine: Machine, variables: dict[str, Any]
+    container: Container, variables: dict[str, Any]
 ) -> None:
-    predicted = apply_role(machine, variables, check=True)
-    assert not predicted.failed, predicted.output
-    first = apply_role(machine, variables)
-    assert not first.failed, first.output
-    assert machine.run("systemctl", "is-active", "sandbox-gateway").strip() == "active"
-    assert machine.run("systemctl", "is-enabled", "sandbox-gateway").strip() == "enabled"
-    assert machine.run("stat", "--format=%a %G", "/run/sandbox-gateway/gateway.sock").split() == ["660", "sandbox"]
-    assert machine.run("stat", "--format=%a", "/run/sandbox-gateway").strip() == "755"
-    repeated = apply_role(machine, variables)
-    assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
+    check_run = apply_role(container, variables, check=True)
+    assert not check_run.failed, check_run.output
+    first_run = apply_role(container, variables)
+    assert not first_run.failed, first_run.output
+    assert container.run("systemctl", "is-active", "sandbox-gateway").strip() == "active"
+    assert container.run("systemctl", "is-enabled", "sandbox-gateway").strip() == "enabled"
+    assert container.run("stat", "--format=%a %G", "/run/sandbox-gateway/gateway.sock").split() == ["660", "sandbox"]
+    assert container.run("stat", "--format=%a", "/run/sandbox-gateway").strip() == "755"
+    second_run = apply_role(container, variables)
+    assert (second_run.failed, second_run.changed_task_names) == (False, []), second_run.output
 
 
-def test_the_unit_has_only_the_permissions_it_needs(machine: Machine) -> None:
-    listed = json.loads(machine.run("systemd-analyze", "security", "--json=short", "sandbox-gateway"))
-    exposed = {unit["json_field"] for unit in listed if float(unit.get("exposure") or 0) > 0}
-    assert exposed == {name for names in NEEDED_PERMISSIONS.values() for name in names.split()}
-    machine.run("systemd-analyze", "security", f"--threshold={MAX_EXPOSURE}", "sandbox-gateway")
+def test_the_unit_has_only_the_permissions_it_needs(container: Container) -> None:
+    assessments = json.loads(container.run("systemd-analyze", "security", "--json=short", "sandbox-gateway"))
+    exposed_fields = {
+        assessment["json_field"] for assessment in assessments if float(assessment.get("exposure") or 0) > 0
+    }
+    assert exposed_fields == {name for names in NEEDED_PERMISSIONS.values() for name in names.split()}
+    container.run("systemd-analyze", "security", f"--threshold={MAX_EXPOSURE}", "sandbox-gateway")
 
 
-def test_the_unit_allows_all_features(machine: Machine) -> None:
-    """Uses a sandbox with a volume (loop device, mount, NFS server), captures it with memory, and forks the capture."""
-    sandboxctl(machine, "volume", "create", "data", "--size", "64M")
-    sandboxctl(machine, "create", "debian", "--name", "lives", "--volume", "data:/srv/data")
-    run_inside = make_sandbox_runner(machine)
+def test_the_unit_allows_all_features(container: Container) -> None:
+    """Use a sandbox with a volume (loop device, mount, NFS server), capture it with memory, and fork the snapshot."""
+    run_sandboxctl(container, "volume", "create", "data", "--size", "64M")
+    run_sandboxctl(container, "create", "debian", "--name", "lives", "--volume", "data:/srv/data")
+    run_inside = make_sandbox_runner(container)
     run_inside("sh", "-c", "echo kept >/srv/data/file; sync")
-    sandboxctl(machine, "volume", "grow", "data", "96M")
+    run_sandboxctl(container, "volume", "grow", "data", "96M")
     count_before = read_counter(run_inside)
-    sandboxctl(machine, "snapshot", "create", "lives", "--name", "running")
-    # The first capture copies much memory while the machine runs.
-    sandboxctl(machine, "snapshot", "create", "lives", "--name", "again")
-    assert json.loads(sandboxctl(machine, "--json", "snapshot", "show", "again"))["memory"] == "written"
-    sandboxctl(machine, "create", "running", "--name", "fork")
-    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).is_continuation_of(count_before)
-    assert sandboxctl(machine, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"
-    sandboxctl(machine, "kill", "fork")
-    assert "limit" not in machine.journal(), "machines must be in separate control groups"
-
-
-def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(machine: Machine, variables: dict[str, Any]) -> None:
-    count_before = read_counter(make_sandbox_runner(machine))
-    machine.run("systemctl", "restart", "sandbox-gateway")
-    assert sandbox_state(machine, "lives") == "running"
-    crashed_pid = unit_property(machine, "MainPID")
-    machine.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
-    eventually(
-        lambda: unit_property(machine, "MainPID") != crashed_pid and unit_property(machine, "SubState") == "running", 60
+    run_sandboxctl(container, "snapshot", "create", "lives", "--name", "running")
+    # The first capture copies a lot of memory while the machine runs.
+    run_sandboxctl(container, "snapshot", "create", "lives", "--name", "again")
+    assert json.loads(run_sandboxctl(container, "--json", "snapshot", "show", "again"))["memory"] == "written"
+    run_sandboxctl(container, "create", "running", "--name", "fork")
+    assert read_counter(lambda *argv: run_sandboxctl(container, "exec", "fork", "--", *argv)).is_continuation_of(
+        count_before
     )
-    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
-    assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
+    assert run_sandboxctl(container, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"
+    run_sandboxctl(container, "kill", "fork")
+    assert "limit" not in container.read_journal(), "machines must be in separate control groups"
 
 
-def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(machine: Machine, variables: dict[str, Any]) -> None:
-    count_before = read_counter(make_sandbox_runner(machine))
-    hung_pid = unit_property(machine, "MainPID")
+def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(container: Container, variables: dict[str, Any]) -> None:
+    count_before = read_counter(make_sandbox_runner(container))
+    container.run("systemctl", "restart", "sandbox-gateway")
+    assert read_sandbox_state(container, "lives") == "running"
+    crashed_pid = read_unit_property(container, "MainPID")
+    container.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
+    eventually(
+        lambda: (
+            read_unit_property(container, "MainPID") != crashed_pid
+            and read_unit_property(container, "SubState") == "running"
+        ),
+        60,
+    )
+    assert read_counter(make_sandbox_runner(container)).is_continuation_of(count_before)
+    assert run_sandboxctl(container, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
+
+
+def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(
+    container: Container, variables: dict[str, Any]
+) -> None:
+    count_before = read_counter(make_sandbox_runner(container))
+    hung_pid = read_unit_property(container, "MainPID")
     # A stopped process sends no notifications, like one whose event loop is blocked.
-    machine.run("kill", "-STOP", hung_pid)
+    container.run("kill", "-STOP", hung_pid)
     eventually(
-        lambda: unit_property(machine, "MainPID") != hung_pid and unit_property(machine, "SubState") == "running", 240
+        lambda: (
+            read_unit_property(container, "MainPID") != hung_pid
+            and read_unit_property(container, "SubState") == "running"
+        ),
+        240,
     )
-    assert "watchdog" in machine.journal().lower()
-    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
-    assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
+    assert "watchdog" in container.read_journal().lower()
+    assert read_counter(make_sandbox_runner(container)).is_continuation_of(count_before)
+    assert run_sandboxctl(container, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_sandboxes_survive_an_upgrade(machine: Machine, variables: dict[str, Any], newer_collections: Path) -> None:
-    count_before = read_counter(make_sandbox_runner(machine))
-    result = apply_role(machine, variables, collections=newer_collections)
+def test_sandboxes_survive_an_upgrade(container: Container, variables: dict[str, Any], newer_collections: Path) -> None:
+    count_before = read_counter(make_sandbox_runner(container))
+    result = apply_role(container, variables, collections=newer_collections)
     assert not result.failed, result.output
-    assert json.loads(sandboxctl(machine, "--json", "health"))["version"] == NEWER
-    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
-    assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
+    assert json.loads(run_sandboxctl(container, "--json", "health"))["version"] == NEWER_VERSION
+    assert read_counter(make_sandbox_runner(container)).is_continuation_of(count_before)
+    assert run_sandboxctl(container, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_a_new_configuration_restarts_the_gateway(machine: Machine, variables: dict[str, Any]) -> None:
+def test_a_new_configuration_restarts_the_gateway(container: Container, variables: dict[str, Any]) -> None:
     new_variables = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
-    result = apply_role(machine, new_variables)
+    result = apply_role(container, new_variables)
     assert not result.failed, result.output
-    assert sandbox_state(machine, "lives") == "running"
+    assert read_sandbox_state(container, "lives") == "running"
 
 
-def test_a_startup_error_is_reported_once(machine: Machine, variables: dict[str, Any]) -> None:
+def test_a_startup_error_is_reported_once(container: Container, variables: dict[str, Any]) -> None:
     invalid_variables = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
-    result = apply_role(machine, invalid_variables)
+    result = apply_role(container, invalid_variables)
     assert result.failed
     assert "nonsense: unknown key" in result.message
-    assert unit_property(machine, "NRestarts") == "0"
-    assert not apply_role(machine, variables).failed
-    assert sandbox_state(machine, "lives") == "running"
+    assert read_unit_property(container, "NRestarts") == "0"
+    assert not apply_role(container, variables).failed
+    assert read_sandbox_state(container, "lives") == "running"
 
 
-def test_removal_needs_remove_data_while_a_sandbox_runs(machine: Machine, variables: dict[str, Any]) -> None:
-    refused = apply_role(machine, variables, state="absent")
-    assert refused.failed
-    assert "lives" in refused.message
-    removed = apply_role(machine, variables, state="absent", remove_data=True)
-    assert not removed.failed, removed.output
-    assert "qemu-system" not in machine.run("ps", "--no-headers", "-eo", "comm")
-    machine.run("test", "!", "-e", "/etc/systemd/system/sandbox-gateway.service")
-    assert apply_role(machine, variables, state="absent", remove_data=True).changed_task_names == []
+def test_removal_needs_remove_data_while_a_sandbox_runs(container: Container, variables: dict[str, Any]) -> None:
+    refused_run = apply_role(container, variables, state="absent")
+    assert refused_run.failed
+    assert "lives" in refused_run.message
+    removal_run = apply_role(container, variables, state="absent", remove_data=True)
+    assert not removal_run.failed, removal_run.output
+    assert "qemu-system" not in container.run("ps", "--no-headers", "-eo", "comm")
+    container.run("test", "!", "-e", "/etc/systemd/system/sandbox-gateway.service")
+    assert apply_role(container, variables, state="absent", remove_data=True).changed_task_names == []

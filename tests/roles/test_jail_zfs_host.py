@@ -18,7 +18,7 @@ from tests.support.roles import PlayResult, play
 
 
 class JailHost:
-    """A stand-in for a managed host: a pool, the FreeBSD shim, and a directory for the files that the role writes."""
+    """A stand-in for a managed host, with a pool, the FreeBSD shim, and a directory for the files of the role."""
 
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory
@@ -38,9 +38,11 @@ class JailHost:
         variables = {f"jail_zfs_host_{name}": value for name, value in {**self.variables, **options}.items()}
         command_prefix = ["/usr/bin/nsenter", f"--net=/proc/{self.shim.namespace_pid}/ns/net", "/usr/bin/env"]
         command_prefix += [f"PATH={self.shim.environ['PATH']}", f"FREEBSD_SHIM_STATE={self.shim.state}"]
-        return play("jail_zfs_host", variables, check=check, into=self.directory, inside=tuple(command_prefix))
+        return play(
+            "jail_zfs_host", variables, check=check, directory=self.directory, command_prefix=tuple(command_prefix)
+        )
 
-    def datasets(self) -> list[str]:
+    def list_datasets(self) -> list[str]:
         return pools.run("zfs", "list", "-H", "-r", "-o", "name", self.pool.name).stdout.split()
 
 
@@ -60,20 +62,20 @@ def jail_host(pool: pools.Pool, tmp_path: Path) -> Iterator[JailHost]:
 
 def test_check_mode_predicts_the_first_run_and_a_second_run_changes_nothing(jail_host: JailHost) -> None:
     (jail_host.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
-    predicted = jail_host.apply(check=True)
-    assert not predicted.failed, predicted.output
-    assert jail_host.datasets() == [jail_host.pool.name]
+    check_run = jail_host.apply(check=True)
+    assert not check_run.failed, check_run.output
+    assert jail_host.list_datasets() == [jail_host.pool.name]
     assert not (jail_host.directory / "loader.conf").exists()
 
-    first = jail_host.apply()
-    assert not first.failed, first.output
-    assert predicted.changed_task_names == first.changed_task_names
+    first_run = jail_host.apply()
+    assert not first_run.failed, first_run.output
+    assert check_run.changed_task_names == first_run.changed_task_names
     expected_datasets = [f"{jail_host.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
-    assert jail_host.datasets() == [jail_host.pool.name, f"{jail_host.pool.name}/a", *expected_datasets]
-    values = pools.run(
+    assert jail_host.list_datasets() == [jail_host.pool.name, f"{jail_host.pool.name}/a", *expected_datasets]
+    property_values = pools.run(
         "zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", expected_datasets[2]
     ).stdout.split()
-    assert values == ["off", "false"]
+    assert property_values == ["off", "false"]
     assert (jail_host.directory / "pf.conf").read_text().splitlines() == [
         "set skip on lo0",
         "nat on em0 from any to any -> 192.0.2.1",
@@ -89,48 +91,48 @@ def test_check_mode_predicts_the_first_run_and_a_second_run_changes_nothing(jail
     assert 'anchor "sbx/*" all' in jail_host.shim.check_ok("pfctl", "-s", "rules")
 
     for check in (False, True):
-        repeated = jail_host.apply(check=check)
-        assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
+        second_run = jail_host.apply(check=check)
+        assert (second_run.failed, second_run.changed_task_names) == (False, []), second_run.output
 
     pools.run("zfs", "set", "atime=on", jail_host.dataset)
-    corrected = jail_host.apply()
-    assert corrected.changed_task_names == ["grove.sandbox.jail_zfs_host : Set the values that differ"], (
-        corrected.output
+    correction_run = jail_host.apply()
+    assert correction_run.changed_task_names == ["grove.sandbox.jail_zfs_host : Set the values that differ"], (
+        correction_run.output
     )
 
 
 def test_data_are_kept_unless_removal_is_requested(jail_host: JailHost) -> None:
     assert not jail_host.apply().failed
-    clone = f"{jail_host.dataset}/sandboxes/i1"
-    pools.run("zfs", "create", clone)
-    pools.run("zfs", "snapshot", f"{clone}@s1")
+    instance_dataset = f"{jail_host.dataset}/sandboxes/i1"
+    pools.run("zfs", "create", instance_dataset)
+    pools.run("zfs", "snapshot", f"{instance_dataset}@s1")
 
     run = jail_host.apply(state="absent")
     assert not run.failed, run.output
     assert "keeps its sandboxes" in run.output
-    assert clone in jail_host.datasets()
+    assert instance_dataset in jail_host.list_datasets()
     assert jail_host.bridge not in jail_host.shim.check_ok("ifconfig", "-l")
     assert "sbx" not in (jail_host.directory / "pf.conf").read_text() + jail_host.shim.check_ok("pfctl", "-s", "rules")
     assert jail_host.apply(state="absent").changed_task_names == []
 
     foreign_dataset = f"{jail_host.pool.name}/theirs"
-    pools.run("zfs", "clone", f"{clone}@s1", foreign_dataset)
+    pools.run("zfs", "clone", f"{instance_dataset}@s1", foreign_dataset)
     pools.run("zfs", "create", f"{jail_host.dataset}/precious")
-    refused = jail_host.apply(state="absent", remove_data=True)
-    assert refused.failed
-    assert foreign_dataset in refused.message
-    assert f"{jail_host.dataset}/precious" in refused.message
-    assert clone in jail_host.datasets()
+    refused_run = jail_host.apply(state="absent", remove_data=True)
+    assert refused_run.failed
+    assert foreign_dataset in refused_run.message
+    assert f"{jail_host.dataset}/precious" in refused_run.message
+    assert instance_dataset in jail_host.list_datasets()
 
     pools.destroy_all(foreign_dataset)
     pools.destroy_all(f"{jail_host.dataset}/precious")
-    predicted = jail_host.apply(state="absent", remove_data=True, check=True)
-    assert not predicted.failed, predicted.output
-    assert clone in jail_host.datasets()
-    removed = jail_host.apply(state="absent", remove_data=True)
-    assert not removed.failed, removed.output
-    assert jail_host.dataset not in jail_host.datasets()
-    assert f"{clone}@s1" in removed.output, "the output must list the destroyed datasets"
+    check_run = jail_host.apply(state="absent", remove_data=True, check=True)
+    assert not check_run.failed, check_run.output
+    assert instance_dataset in jail_host.list_datasets()
+    removal_run = jail_host.apply(state="absent", remove_data=True)
+    assert not removal_run.failed, removal_run.output
+    assert jail_host.dataset not in jail_host.list_datasets()
+    assert f"{instance_dataset}@s1" in removal_run.output, "the output must list the destroyed datasets"
     assert jail_host.apply(state="absent", remove_data=True).changed_task_names == []
 
 
@@ -138,17 +140,17 @@ def test_pools_and_datasets_in_use_are_left_alone(jail_host: JailHost) -> None:
     assert not jail_host.apply().failed
     dataset = f"{jail_host.dataset}/sandboxes/i2"
     pools.run("zfs", "create", dataset)
-    root = jail_host.pool.mount_point / "a/sandboxes/sandboxes/i2"
-    jail_host.shim.check_ok("jail", "-c", "name=busy", f"path={root}", "persist")
+    jail_root = jail_host.pool.mount_point / "a/sandboxes/sandboxes/i2"
+    jail_host.shim.check_ok("jail", "-c", "name=busy", f"path={jail_root}", "persist")
     run = jail_host.apply(state="absent", remove_data=True)
     jail_host.shim.check_ok("jail", "-R", "busy")
     assert run.failed
     assert "(busy): stop them first" in run.message
-    assert dataset in jail_host.datasets()
+    assert dataset in jail_host.list_datasets()
 
-    moved = jail_host.apply(mountpoint=str(jail_host.directory / "elsewhere"))
-    assert moved.failed
-    assert "where its sandboxes run" in moved.message
+    move_run = jail_host.apply(mountpoint=str(jail_host.directory / "elsewhere"))
+    assert move_run.failed
+    assert "where its sandboxes run" in move_run.message
 
 
 def test_a_kernel_without_racct_is_reported(jail_host: JailHost) -> None:
@@ -181,5 +183,5 @@ def test_old_and_foreign_systems_are_refused(jail_host: JailHost) -> None:
         != "FreeBSD"
     )
     variables = {f"jail_zfs_host_{name}": value for name, value in jail_host.variables.items()}
-    run = play("jail_zfs_host", variables, into=jail_host.directory)
+    run = play("jail_zfs_host", variables, directory=jail_host.directory)
     assert "jails need FreeBSD" in run.message

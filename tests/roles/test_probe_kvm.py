@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tests.support import session
 
-PROBE = session.REPOSITORY / "roles" / "kvm_xfs_host" / "files" / "probe_kvm.py"
+PROBE_SCRIPT = session.REPOSITORY / "roles" / "kvm_xfs_host" / "files" / "probe_kvm.py"
 
 
 def probe(*arguments: str) -> dict[str, str]:
-    argv = ["/usr/bin/python3", str(PROBE), *arguments]
-    completed = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
-    result: dict[str, str] = json.loads(completed.stdout)
+    argv = ["/usr/bin/python3", str(PROBE_SCRIPT), *arguments]
+    process = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
+    result: dict[str, str] = json.loads(process.stdout)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Install pip into a virtual environment. Replaces the script that ansible-test would download.
+"""Install pip into a virtual environment, in place of the script that ansible-test would download.
 
 The pip that is bundled with Python installs the requested version from the package index.
 """

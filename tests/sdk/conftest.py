@@ -22,7 +22,7 @@ DOMAIN = "sandbox.test"
 
 @dataclass(frozen=True)
 class Server:
-    """A gateway as a client sees it. ``template``: the name of a template with bash and python3."""
+    """A gateway as a client sees it. ``template`` is the name of a template with bash and python3."""
 
     kind: str
     abilities: Abilities
@@ -40,15 +40,15 @@ class Server:
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     port = session.free_port()
-    server = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
+    server_section = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
-        gateway = request.getfixturevalue("seeded_gateways")({"server": server})
+        gateway = request.getfixturevalue("seeded_gateways")({"server": server_section})
         yield Server("kvm_xfs", KvmXfsHost.abilities, gateway, port, TEMPLATE)
     else:
         world = request.getfixturevalue("jail_zfs_world")
-        scratch = session.run_dir() / "sdk"
-        scratch.mkdir()
-        with jail_gateway(world, scratch, server=server) as gateway:
+        directory = session.run_dir() / "sdk"
+        directory.mkdir()
+        with jail_gateway(world, directory, server=server_section) as gateway:
             yield Server("jail_zfs", JailZfsHost.abilities, gateway, port, JAIL_TEMPLATE)
 
 

@@ -11,7 +11,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 def covers(*methods: str, note: str = "") -> Callable[[_Test], _Test]:
     """Mark a test that calls ``methods`` (``Class.method``) the way the client documents them.
 
-    ``note``: how the gateway's behaviour differs, or details for the table.
+    ``note`` says how the gateway's behaviour differs, or gives details for the table.
     """
 
     def mark(test: _Test) -> _Test:

@@ -16,14 +16,14 @@ from cubesandbox._exceptions import AuthenticationError
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import HOST_SERVER, fetch_host, wait
+from tests.sdk.test_e2b import HOST_SERVER_PROGRAM, fetch_host, wait_until
 
-Create = Callable[..., Sandbox]
+CreateSandbox = Callable[..., Sandbox]
 _LARGE_FILE_BYTES = 50 << 20
 
 
-def user_settings(server: Server) -> dict[str, str]:
-    """Return the environment variables that users have to set."""
+def build_environment(server: Server) -> dict[str, str]:
+    """Return the environment variables that users of the client must set."""
     return {
         "CUBE_API_URL": server.url,
         "CUBE_API_KEY": server.key,
@@ -35,21 +35,21 @@ def user_settings(server: Server) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in user_settings(server).items():
+    for name, value in build_environment(server).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
 def shared_sandbox(server) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in user_settings(server).items():
+        for name, value in build_environment(server).items():
             monkeypatch.setenv(name, value)
         with Sandbox.create() as sandbox:
             yield sandbox
 
 
 @pytest.fixture
-def create() -> Iterator[Create]:
+def create_sandbox() -> Iterator[CreateSandbox]:
     sandboxes: list[Sandbox] = []
 
     def create_one(template: str | None = None, **options: Any) -> Sandbox:
@@ -62,7 +62,7 @@ def create() -> Iterator[Create]:
 
 
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.kill", "Sandbox.close", "Sandbox.get_host", "Sandbox.health")
-def test_create_and_kill(server):
+def test_a_sandbox_can_be_created_and_killed(server):
     assert Sandbox.health()["status"] == "ok"
     sandbox = Sandbox.create(timeout=600, env_vars={"GREETING": "hello"}, metadata={"team": "red"})
     try:
@@ -82,25 +82,25 @@ def test_create_and_kill(server):
 
 
 @covers("Sandbox.connect", "Sandbox.list", "Sandbox.list_v2", "Sandbox.set_timeout", note="a timeout of -1 means none")
-def test_connect_and_list(create):
-    sandbox = create()
-    reconnected = Sandbox.connect(sandbox.sandbox_id)
-    assert reconnected.commands.run("echo here").stdout == "here\n"
+def test_sandboxes_can_be_connected_and_listed(create_sandbox):
+    sandbox = create_sandbox()
+    reconnected_sandbox = Sandbox.connect(sandbox.sandbox_id)
+    assert reconnected_sandbox.commands.run("echo here").stdout == "here\n"
     for sandboxes in (Sandbox.list(), Sandbox.list_v2()):
         assert sandbox.sandbox_id in [each["sandboxID"] for each in sandboxes]
     sandbox.set_timeout(NEVER_TIMEOUT)
     assert sandbox.get_info().end_at.year == 9999
     sandbox.set_timeout(0)
-    wait(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
+    wait_until(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
     with pytest.raises(cubesandbox.SandboxNotFoundError):
         Sandbox.connect("0" * 12)
     with pytest.raises(cubesandbox.ApiError):
-        Sandbox.connect(create().sandbox_id, timeout=0)
+        Sandbox.connect(create_sandbox().sandbox_id, timeout=0)
 
 
 @covers("Sandbox.pause", "Sandbox.resume")
-def test_pause_and_resume(create):
-    sandbox = create()
+def test_a_paused_sandbox_can_be_resumed(create_sandbox):
+    sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
     sandbox.pause()
     assert sandbox.get_info().state == "paused"
@@ -112,15 +112,15 @@ def test_pause_and_resume(create):
 
 
 @covers("Sandbox.create", note="lifecycle: pauses at the timeout, and resumes at the next request")
-def test_resume_by_traffic(create):
-    sandbox = create(lifecycle={"on_timeout": "pause", "auto_resume": True})
+def test_traffic_resumes_a_sandbox_that_paused_at_its_timeout(create_sandbox):
+    sandbox = create_sandbox(lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.set_timeout(0)
-    wait(lambda: sandbox.get_info().state == "paused")
+    wait_until(lambda: sandbox.get_info().state == "paused")
     assert sandbox.commands.run("echo up").stdout == "up\n"
 
 
 @covers("Sandbox.run_code")
-def test_run_code(shared_sandbox):
+def test_code_keeps_state_and_returns_results(shared_sandbox):
     output: list[str] = []
     result = shared_sandbox.run_code("print('a'); 6 * 7", on_stdout=lambda message: output.append(message.text))
     assert (result.text, result.logs.stdout, output) == ("42", ["a\n"], ["a\n"])
@@ -133,7 +133,7 @@ def test_run_code(shared_sandbox):
 
 
 @covers("Commands.run")
-def test_commands(shared_sandbox):
+def test_commands_return_output_and_exit_code(shared_sandbox):
     result = shared_sandbox.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
     assert (result.stdout, result.stderr, result.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
     assert shared_sandbox.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
@@ -152,7 +152,7 @@ def test_commands(shared_sandbox):
     "Filesystem.rename",
     "Filesystem.make_dir",
 )
-def test_files(shared_sandbox):
+def test_files_can_be_written_read_and_removed(shared_sandbox):
     files = shared_sandbox.files
     files.write("/tmp/c/a b", "héllo")
     assert files.read("/tmp/c/a b") == "héllo"
@@ -167,14 +167,14 @@ def test_files(shared_sandbox):
         files.list("/tmp/c")
     with pytest.raises(OSError, match="none"):
         files.read("/tmp/none")
-    data = bytes(range(256)) * (_LARGE_FILE_BYTES // 256)
-    files.write("/tmp/big", data)
-    assert shared_sandbox.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(data).hexdigest()
+    contents = bytes(range(256)) * (_LARGE_FILE_BYTES // 256)
+    files.write("/tmp/big", contents)
+    assert shared_sandbox.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(contents).hexdigest()
     files.remove("/tmp/big")
 
 
 @covers("Filesystem.watch_dir", "Watcher.close")
-def test_watch(shared_sandbox):
+def test_watched_directories_report_events(shared_sandbox):
     shared_sandbox.files.make_dir("/tmp/watched")
     events: list[tuple[str, str]] = []
     with shared_sandbox.files.watch_dir("/tmp/watched") as watcher:
@@ -198,7 +198,7 @@ def test_watch(shared_sandbox):
     "PtyHandle.disconnect",
     "PtyHandle.kill",
 )
-def test_terminal(shared_sandbox):
+def test_terminals_can_be_used_resized_and_killed(shared_sandbox):
     output = bytearray()
     handle = shared_sandbox.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     shared_sandbox.pty.resize(handle.pid, cubesandbox.PtySize(rows=30, cols=99))
@@ -211,14 +211,14 @@ def test_terminal(shared_sandbox):
     second_handle.disconnect()
     shared_sandbox.pty.connect(second_handle.pid).disconnect()
     assert shared_sandbox.pty.kill(second_handle.pid)
-    wait(lambda: not shared_sandbox.pty.kill(second_handle.pid))
+    wait_until(lambda: not shared_sandbox.pty.kill(second_handle.pid))
     third_handle = shared_sandbox.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     assert third_handle.kill()
 
 
 @covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot")
-def test_snapshots(create):
-    sandbox, name = create(), f"name-{uuid.uuid4().hex[:8]}"
+def test_snapshots_can_be_listed_and_deleted(create_sandbox):
+    sandbox, name = create_sandbox(), f"name-{uuid.uuid4().hex[:8]}"
     snapshots = [sandbox.create_snapshot(), sandbox.create_snapshot(name), sandbox.create_snapshot()]
     first_page, token = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2)
     assert len(first_page) == 2 and token
@@ -234,22 +234,22 @@ def test_snapshots(create):
 
 
 @covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
-def test_a_snapshot_in_use_is_hidden(create):
-    sandbox = create()
+def test_a_snapshot_in_use_is_hidden(create_sandbox):
+    sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
     snapshot = sandbox.create_snapshot()
-    fork = create(snapshot.snapshot_id)
+    fork = create_sandbox(snapshot.snapshot_id)
     Sandbox.delete_snapshot(snapshot.snapshot_id)
     assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
     assert fork.files.read("/root/note") == "kept"
     with pytest.raises(cubesandbox.TemplateNotFoundError):
-        create(snapshot.snapshot_id)
+        create_sandbox(snapshot.snapshot_id)
 
 
 @covers("Sandbox.rollback")
-def test_a_sandbox_object_works_after_a_rollback(server, create):
-    """The object keeps working after a successful rollback, and after a failed one to a missing snapshot."""
-    sandbox = create()
+def test_a_sandbox_object_works_after_a_rollback(server, create_sandbox):
+    """The object also works after a rollback to a missing snapshot, which fails."""
+    sandbox = create_sandbox()
     sandbox.files.write("/root/note", "before")
     sandbox.run_code("counter = 1")
     snapshot = sandbox.create_snapshot()
@@ -261,7 +261,7 @@ def test_a_sandbox_object_works_after_a_rollback(server, create):
         if server.abilities.memory:
             assert sandbox.run_code("counter += 1; counter").text == "2"
     second_snapshot = sandbox.create_snapshot()
-    assert create(second_snapshot.snapshot_id).files.read("/root/note") == "before"
+    assert create_sandbox(second_snapshot.snapshot_id).files.read("/root/note") == "before"
     with pytest.raises(cubesandbox.CubeSandboxError, match="not found") as error_info:
         sandbox.rollback("0" * 12)
     assert error_info.value.status_code == 404
@@ -270,8 +270,8 @@ def test_a_sandbox_object_works_after_a_rollback(server, create):
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 @covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed with the last clone")
-def test_clone(server, create, concurrency):
-    sandbox = create()
+def test_clones_are_independent_copies(server, create_sandbox, concurrency):
+    sandbox = create_sandbox()
     sandbox.run_code("counter = 7")
     sandbox.files.write("/root/note", "shared")
     clones = sandbox.clone(4, concurrency=concurrency)
@@ -290,8 +290,8 @@ def test_clone(server, create, concurrency):
 
 
 @covers("Sandbox.update_network", note="addresses only: no host names and no `rules`")
-def test_update_network(create):
-    sandbox = create(allow_internet_access=False)
+def test_update_network_replaces_the_rules(create_sandbox):
+    sandbox = create_sandbox(allow_internet_access=False)
     connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
     assert "Error" in sandbox.commands.run(connect_command).stdout
     sandbox.update_network({"allow_out": ["198.51.100.0/24"], "allow_internet_access": False})
@@ -300,12 +300,16 @@ def test_update_network(create):
         sandbox.update_network({"rules": {"api.example.com": [{"transform": {"headers": {"A": "b"}}}]}})
 
 
-@covers("Sandbox.create", "Sandbox.update_network", note="`network`: public ports, and the host that services see")
-def test_ports(server, create):
-    sandbox = create(network={"allow_public_traffic": True, "mask_request_host": "shop.example.com:${PORT}"})
-    sandbox.files.write("/root/server.py", HOST_SERVER)
+@covers(
+    "Sandbox.create",
+    "Sandbox.update_network",
+    note="`network`: public ports, and the `Host` header that services receive",
+)
+def test_ports_are_public_on_request(server, create_sandbox):
+    sandbox = create_sandbox(network={"allow_public_traffic": True, "mask_request_host": "shop.example.com:${PORT}"})
+    sandbox.files.write("/root/server.py", HOST_SERVER_PROGRAM)
     sandbox.commands.run("nohup python3 /root/server.py >/dev/null 2>&1 &")
-    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "shop.example.com:8000")
+    wait_until(lambda: fetch_host(server, sandbox.get_host(8000)) == "shop.example.com:8000")
     headers = {"Host": sandbox.get_host(8000)}
     assert httpx.get(server.url, headers=headers).text == "shop.example.com:8000"
     sandbox.update_network({"mask_request_host": "", "allow_public_traffic": False})
@@ -314,26 +318,26 @@ def test_ports(server, create):
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")
-def test_volumes(create):
+def test_volumes_are_shared_between_sandboxes(create_sandbox):
     volume = Volume.create(f"data-{uuid.uuid4().hex[:8]}")
     try:
         assert volume.volume_id in [each.volume_id for each in Volume.list()]
         assert Volume.get_info(volume.volume_id).name == Volume.connect(volume.name).name
-        writer = create(volume_mounts={"/data": volume})
-        reader = create(volume_mounts={"/data": VolumeMount(volume, read_only=True)})
+        writer = create_sandbox(volume_mounts={"/data": volume})
+        reader = create_sandbox(volume_mounts={"/data": VolumeMount(volume, read_only=True)})
         writer.files.write("/data/note", "shared")
-        wait(lambda: reader.files.exists("/data/note"))
+        wait_until(lambda: reader.files.exists("/data/note"))
         assert reader.files.read("/data/note") == "shared"
         assert reader.commands.run("touch /data/x").exit_code != 0
         writer.kill()
         reader.kill()
     finally:
-        wait(lambda: _is_missing(volume))
+        wait_until(lambda: _try_to_destroy(volume))
     with pytest.raises(cubesandbox.VolumeNotFoundError):
         Volume.get_info(volume.volume_id)
 
 
-def _is_missing(volume: Volume) -> bool:
+def _try_to_destroy(volume: Volume) -> bool:
     try:
         return bool(Volume.destroy(volume.volume_id))
     except cubesandbox.ApiError:
@@ -342,7 +346,7 @@ def _is_missing(volume: Volume) -> bool:
 
 @covers("Template.list", "Template.get", "Template.delete", "Template.get_build_status", "Template.get_build_logs")
 @covers("Template.set_alias", note="adds a name; the other names are kept")
-def test_templates(server, create):
+def test_templates_can_be_listed_and_renamed(server, create_sandbox):
     assert server.template in [each.name for each in Template.list()]
     template = Template.get(server.template)
     assert template.status == "READY"
@@ -352,14 +356,14 @@ def test_templates(server, create):
     assert Template.get(alias).template_id == template.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
-    for invalid, words in (("no spaces", "is not allowed"), (None, "give the name to another template")):
-        with pytest.raises(cubesandbox.ApiError, match=words) as alias_error_info:
-            Template.set_alias(template.template_id, invalid)
+    for invalid_alias, error_text in (("no spaces", "is not allowed"), (None, "give the name to another template")):
+        with pytest.raises(cubesandbox.ApiError, match=error_text) as alias_error_info:
+            Template.set_alias(template.template_id, invalid_alias)
         assert alias_error_info.value.status_code == 400
-    build = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
-    assert Template.get_build_status(server.template, build).status == "ready"
-    assert Template.get_build_logs(server.template, build) is not None
-    create()
+    build_id = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
+    assert Template.get_build_status(server.template, build_id).status == "ready"
+    assert Template.get_build_logs(server.template, build_id) is not None
+    create_sandbox()
     with pytest.raises(cubesandbox.ApiError) as error_info:
         Template.delete(server.template)
     assert error_info.value.status_code == 409
@@ -375,13 +379,13 @@ def test_errors_have_their_own_classes(server):
     assert error_info.value.status_code == 400
 
 
-def test_threads_share_one_object(shared_sandbox):
+def test_threads_can_share_one_sandbox_object(shared_sandbox):
     results: dict[int, str] = {}
 
-    def work(number: int) -> None:
+    def run_command(number: int) -> None:
         results[number] = shared_sandbox.commands.run(f"echo {number}").stdout
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=run_command, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -389,16 +393,16 @@ def test_threads_share_one_object(shared_sandbox):
     assert results == {number: f"{number}\n" for number in range(8)}
 
 
-def test_unsupported_options_are_refused(server, create):
+def test_unsupported_options_are_refused(server, create_sandbox):
     """An unsupported option must not silently create something other than what the client requested."""
     original_id = Template.get(server.template).template_id
     with pytest.raises(cubesandbox.ApiError, match=r"image: not supported, because .*; memory: .*set memoryMB"):
         Template.build(name=server.template, image="nginx:latest", memory_mb=4096)
     assert Template.get(server.template).template_id == original_id
     with pytest.raises(cubesandbox.ApiError, match="host-mount"):
-        create(metadata={"host-mount": '[{"hostPath": "/srv", "mountPath": "/srv"}]'})
+        create_sandbox(metadata={"host-mount": '[{"hostPath": "/srv", "mountPath": "/srv"}]'})
     with pytest.raises(cubesandbox.ApiError, match="distributionScope: not supported"):
-        create(distribution_scope=["10.0.0.7"])
+        create_sandbox(distribution_scope=["10.0.0.7"])
     with pytest.raises(cubesandbox.ApiError, match="driver: not supported"):
         Volume.create("unsupported-driver", driver="nfs")
     assert "unsupported-driver" not in [each.name for each in Volume.list()]

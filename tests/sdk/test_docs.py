@@ -15,12 +15,12 @@ from tests.sdk.conftest import Server
 from tests.support import forkd_command, session
 from tests.support.session import REPOSITORY
 
-_CLIENTS = re.compile(r"^(?:from|import) (?:e2b|e2b_code_interpreter|cubesandbox|forkd)\b", re.MULTILINE)
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_DOCUMENTED_OUTPUT = re.compile(r"print\(.*\)  # (.+)$", re.MULTILINE)
-_TEMPLATE = "debian"
+_CLIENT_IMPORT_PATTERN = re.compile(r"^(?:from|import) (?:e2b|e2b_code_interpreter|cubesandbox|forkd)\b", re.MULTILINE)
+_PYTHON_BLOCK_PATTERN = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_DOCUMENTED_OUTPUT_PATTERN = re.compile(r"print\(.*\)  # (.+)$", re.MULTILINE)
+_TEMPLATE_NAME = "debian"
 """The template name that the pages use."""
-_ABORT_CODE = -signal.SIGABRT
+_ABORT_EXIT_CODE = -signal.SIGABRT
 """Threads of the e2b client's HTTP library outlive Python and may then abort it (curioswitch/pyqwest#164), but by
 then the example has finished.
 """
@@ -30,18 +30,22 @@ def find_examples() -> list[tuple[Path, int, str]]:
     return [
         (page, number, block)
         for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-        for number, block in enumerate(_BLOCK.findall(page.read_text()), 1)
-        if _CLIENTS.search(block)
+        for number, block in enumerate(_PYTHON_BLOCK_PATTERN.findall(page.read_text()), 1)
+        if _CLIENT_IMPORT_PATTERN.search(block)
     ]
 
 
-def environment(server: Server) -> dict[str, str]:
+def build_environment(server: Server) -> dict[str, str]:
     urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), server.url)
     proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(server.port)}
     keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), server.key)
-    forkd = forkd_command.install(session.run_dir())
-    programs = f"{forkd.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {"PATH": programs, "CUBE_TEMPLATE_ID": _TEMPLATE, "FORKD_TARGET": f"127.0.0.1:{session.free_port()}"}
+    forkd_program = forkd_command.install(session.run_dir())
+    search_path = f"{forkd_program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {
+        "PATH": search_path,
+        "CUBE_TEMPLATE_ID": _TEMPLATE_NAME,
+        "FORKD_TARGET": f"127.0.0.1:{session.free_port()}",
+    }
     return {**os.environ, **urls, **proxy, **keys, **variables}
 
 
@@ -56,13 +60,17 @@ def test_every_client_has_an_example():
     ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in find_examples()]
 )
 def test_examples_print_the_documented_output(server, page, number, code):
-    sandboxes_before = _list_sandboxes(server)
+    sandbox_ids_before = _list_sandbox_ids(server)
     argv = [sys.executable, "-c", code]
-    result = subprocess.run(argv, env=environment(server), capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode in (0, _ABORT_CODE), result.stderr[-3000:]
-    assert result.stdout.split() == " ".join(_DOCUMENTED_OUTPUT.findall(code)).split()
-    assert _list_sandboxes(server) == sandboxes_before, f"example {number} of {page.name} does not remove its sandboxes"
+    result = subprocess.run(
+        argv, env=build_environment(server), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode in (0, _ABORT_EXIT_CODE), result.stderr[-3000:]
+    assert result.stdout.split() == " ".join(_DOCUMENTED_OUTPUT_PATTERN.findall(code)).split()
+    assert _list_sandbox_ids(server) == sandbox_ids_before, (
+        f"example {number} of {page.name} does not remove its sandboxes"
+    )
 
 
-def _list_sandboxes(server: Server) -> list[str]:
+def _list_sandbox_ids(server: Server) -> list[str]:
     return [each["sandboxID"] for each in server.gateway.call("GET", "/sandboxes")]

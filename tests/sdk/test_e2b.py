@@ -21,12 +21,12 @@ from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
 from tests.support.waiting import eventually
 
-Create = Callable[..., Sandbox]
+CreateSandbox = Callable[..., Sandbox]
 
 
 @pytest.fixture(autouse=True)
 def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment variables that users have to set."""
+    """Set the environment variables that users of the client must set."""
     monkeypatch.setenv("E2B_API_KEY", server.key)
     monkeypatch.setenv("E2B_API_URL", server.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", server.url)
@@ -34,7 +34,7 @@ def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def create(server: Server) -> Iterator[Create]:
+def create_sandbox(server: Server) -> Iterator[CreateSandbox]:
     sandboxes: list[Sandbox] = []
 
     def create_one(template: str = server.template, **options: Any) -> Sandbox:
@@ -46,7 +46,7 @@ def create(server: Server) -> Iterator[Create]:
         sandbox.kill()
 
 
-wait = functools.partial(eventually, seconds=60)
+wait_until = functools.partial(eventually, seconds=60)
 
 
 def fetch_all_items(paginator: Any) -> list[Any]:
@@ -57,8 +57,8 @@ def fetch_all_items(paginator: Any) -> list[Any]:
 
 
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.is_running", "Sandbox.kill")
-def test_create_and_kill(server, create):
-    sandbox = create(timeout=600, metadata={"team": "red"}, envs={"GREETING": "hello"})
+def test_a_sandbox_can_be_created_and_killed(server, create_sandbox):
+    sandbox = create_sandbox(timeout=600, metadata={"team": "red"}, envs={"GREETING": "hello"})
     assert sandbox.is_running()
     assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
     info = sandbox.get_info()
@@ -76,20 +76,22 @@ def test_create_and_kill(server, create):
 
 
 @covers("Sandbox.connect")
-def test_connect(create):
-    first = create()
-    first.files.write("/root/note", "kept")
-    second = Sandbox.connect(first.sandbox_id, timeout=900)
-    assert second.files.read("/root/note") == "kept"
-    assert second.get_info().end_at - datetime.now(UTC) > timedelta(seconds=800)
+def test_connect_finds_the_sandbox_and_extends_its_timeout(create_sandbox):
+    sandbox = create_sandbox()
+    sandbox.files.write("/root/note", "kept")
+    connected_sandbox = Sandbox.connect(sandbox.sandbox_id, timeout=900)
+    assert connected_sandbox.files.read("/root/note") == "kept"
+    assert connected_sandbox.get_info().end_at - datetime.now(UTC) > timedelta(seconds=800)
     with pytest.raises(e2b.SandboxNotFoundException):
         Sandbox.connect("0" * 12)
 
 
 @covers("Sandbox.list", "SandboxPaginator.next_items")
-def test_list(server, create):
+def test_list_filters_sorts_and_paginates(server, create_sandbox):
     mark = uuid.uuid4().hex
-    sandboxes = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
+    sandboxes = [
+        create_sandbox(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)
+    ]
     ids = [sandbox.sandbox_id for sandbox in sandboxes]
     infos = fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
     assert [info.sandbox_id for info in infos] == ids or {info.sandbox_id for info in infos} == set(ids)
@@ -97,29 +99,31 @@ def test_list(server, create):
         info.metadata["number"] for info in fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))
     ]
     query = {"metadata": {"mark": mark}}
-    newest = fetch_all_items(Sandbox.list(query=SandboxQuery(**query), order="desc", limit=1))
-    assert [info.started_at for info in newest] == sorted((info.started_at for info in newest), reverse=True)
+    newest_infos = fetch_all_items(Sandbox.list(query=SandboxQuery(**query), order="desc", limit=1))
+    assert [info.started_at for info in newest_infos] == sorted(
+        (info.started_at for info in newest_infos), reverse=True
+    )
     sandboxes[0].pause()
     both_states = [SandboxState.RUNNING, SandboxState.PAUSED]
     for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both_states, 3)):
         assert len(fetch_all_items(Sandbox.list(query=SandboxQuery(**query, state=states)))) == count
     assert len(fetch_all_items(Sandbox.list(query=SandboxQuery(**query, template=server.template)))) == 3
-    later = datetime.now(UTC) + timedelta(hours=1)
-    assert not fetch_all_items(Sandbox.list(query=SandboxQuery(**query, started_after=later)))
+    future_time = datetime.now(UTC) + timedelta(hours=1)
+    assert not fetch_all_items(Sandbox.list(query=SandboxQuery(**query, started_after=future_time)))
 
 
 @covers("Sandbox.set_timeout")
-def test_a_sandbox_ends_at_its_timeout(create):
-    sandbox = create(timeout=600)
+def test_a_sandbox_ends_at_its_timeout(create_sandbox):
+    sandbox = create_sandbox(timeout=600)
     sandbox.set_timeout(1)
-    wait(lambda: not sandbox.is_running())
+    wait_until(lambda: not sandbox.is_running())
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.set_timeout(60)
 
 
 @covers("Sandbox.create", "Sandbox.set_timeout", note="a timeout of -1 means none")
-def test_a_sandbox_without_a_timeout_never_ends(create):
-    sandbox = create(timeout=-1, metadata={"mark": (mark := uuid.uuid4().hex)})
+def test_a_sandbox_without_a_timeout_never_ends(create_sandbox):
+    sandbox = create_sandbox(timeout=-1, metadata={"mark": (mark := uuid.uuid4().hex)})
     (listed_info,) = fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark})))
     for info in (sandbox.get_info(), listed_info):
         assert info.end_at.astimezone().year in (9998, 9999)
@@ -129,21 +133,21 @@ def test_a_sandbox_without_a_timeout_never_ends(create):
     assert sandbox.get_info().end_at.year == 9999
 
 
-def test_refreshes_extend_the_lifetime(server, create):
-    """Only the generated part of the client has this request."""
-    sandbox = create(timeout=600)
+def test_refreshes_extend_the_lifetime(server, create_sandbox):
+    """Only the generated API client of the package supports this request."""
+    sandbox = create_sandbox(timeout=600)
     api_client = get_api_client(e2b.ConnectionConfig())
     for duration, seconds in ((60, 600), (1800, 1800)):
         body = SandboxRefreshRequest(duration=duration)
         response = post_sandboxes_sandbox_id_refreshes.sync_detailed(sandbox.sandbox_id, client=api_client, body=body)
         assert response.status_code == 204
-        left = (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds()
-        assert seconds - 100 < left <= seconds
+        remaining_seconds = (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds()
+        assert seconds - 100 < remaining_seconds <= seconds
 
 
 @covers("Sandbox.pause", "Sandbox.beta_pause")
-def test_pause(server, create):
-    sandbox = create()
+def test_a_paused_sandbox_resumes_with_its_disk_and_memory(server, create_sandbox):
+    sandbox = create_sandbox()
     sandbox.commands.run("echo disk >/root/note; (sleep 1000; true) >/dev/null 2>&1 &")
     assert sandbox.pause()
     assert not sandbox.pause()
@@ -157,53 +161,55 @@ def test_pause(server, create):
 
 
 @covers("Sandbox.create", note="lifecycle: pauses at the timeout, and resumes at the next request")
-def test_pause_at_the_timeout_and_resume_by_traffic(create):
-    sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
+def test_a_sandbox_pauses_at_its_timeout_and_traffic_resumes_it(create_sandbox):
+    sandbox = create_sandbox(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
     sandbox.set_timeout(0)
-    wait(lambda: sandbox.get_info().state is SandboxState.PAUSED)
+    wait_until(lambda: sandbox.get_info().state is SandboxState.PAUSED)
     assert sandbox.files.read("/root/note") == "still here"
     assert sandbox.get_info().state is SandboxState.RUNNING
 
 
 @covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot", "SnapshotPaginator.next_items")
-def test_snapshots(create):
-    sandbox, name = create(), f"name-{uuid.uuid4().hex[:8]}"
+def test_snapshots_can_be_listed_forked_and_deleted(create_sandbox):
+    sandbox, name = create_sandbox(), f"name-{uuid.uuid4().hex[:8]}"
     sandbox.files.write("/root/note", "one")
-    first = sandbox.create_snapshot()
+    first_snapshot = sandbox.create_snapshot()
     sandbox.files.write("/root/note", "two")
-    second = sandbox.create_snapshot(name=name)
-    assert second.names == [name]
+    second_snapshot = sandbox.create_snapshot(name=name)
+    assert second_snapshot.names == [name]
     snapshots = fetch_all_items(sandbox.list_snapshots(limit=1))
-    assert {each.snapshot_id for each in snapshots} == {first.snapshot_id, second.snapshot_id}
+    assert {each.snapshot_id for each in snapshots} == {first_snapshot.snapshot_id, second_snapshot.snapshot_id}
     assert not fetch_all_items(Sandbox.list_snapshots(sandbox_id="0" * 12))
-    for snapshot, text in ((first.snapshot_id, "one"), (second.snapshot_id, "two"), (name, "two")):
-        fork = create(snapshot)
+    for snapshot, text in ((first_snapshot.snapshot_id, "one"), (second_snapshot.snapshot_id, "two"), (name, "two")):
+        fork = create_sandbox(snapshot)
         assert fork.files.read("/root/note") == text
         fork.kill()
     sandbox.kill()
-    assert [Sandbox.delete_snapshot(each.snapshot_id) for each in (first, second, second)] == [True, True, False]
+    assert [
+        Sandbox.delete_snapshot(each.snapshot_id) for each in (first_snapshot, second_snapshot, second_snapshot)
+    ] == [True, True, False]
     with pytest.raises(e2b.SandboxException, match="not found"):
-        create(first.snapshot_id)
+        create_sandbox(first_snapshot.snapshot_id)
 
 
 @covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
-def test_a_snapshot_in_use_is_hidden(create):
-    sandbox = create()
+def test_a_snapshot_in_use_is_hidden(create_sandbox):
+    sandbox = create_sandbox()
     sandbox.files.write("/root/note", "kept")
     snapshot = sandbox.create_snapshot()
-    fork = create(snapshot.snapshot_id)
+    fork = create_sandbox(snapshot.snapshot_id)
     assert Sandbox.delete_snapshot(snapshot.snapshot_id)
     assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
     assert not fetch_all_items(sandbox.list_snapshots())
     assert fork.files.read("/root/note") == "kept"
     with pytest.raises(e2b.SandboxException, match="not found"):
-        create(snapshot.snapshot_id)
+        create_sandbox(snapshot.snapshot_id)
 
 
 @covers("Sandbox.fork")
-def test_fork(server, create):
-    sandbox = create()
+def test_forks_are_independent_copies(server, create_sandbox):
+    sandbox = create_sandbox()
     sandbox.commands.run("echo before >/root/note; (sleep 1001; true) >/dev/null 2>&1 &")
     forks = sandbox.fork(count=3)
     try:
@@ -221,9 +227,9 @@ def test_fork(server, create):
 
 
 @covers("Sandbox.update_network")
-def test_update_network(create):
-    """Does not test how the rules affect packets: see tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
-    sandbox = create(allow_internet_access=False)
+def test_update_network_replaces_the_rules(create_sandbox):
+    """Other tests check how the rules affect packets: tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
+    sandbox = create_sandbox(allow_internet_access=False)
     assert sandbox.get_info().allow_internet_access is False
     connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
     assert "Error" in sandbox.commands.run(connect_command).stdout
@@ -235,18 +241,18 @@ def test_update_network(create):
 
 
 @covers("Sandbox.get_host")
-def test_a_port_is_reachable_by_its_host_name(server, create):
-    sandbox = create()
+def test_a_port_is_reachable_by_its_host_name(server, create_sandbox):
+    sandbox = create_sandbox()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
-    headers = {"Host": sandbox.get_host(8000), "X-API-Key": server.key}
-    wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
-    token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
-    assert httpx.get(f"{server.url}/hostname", headers=token).status_code == 200
+    key_headers = {"Host": sandbox.get_host(8000), "X-API-Key": server.key}
+    wait_until(lambda: httpx.get(f"{server.url}/hostname", headers=key_headers).status_code == 200)
+    token_headers = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
+    assert httpx.get(f"{server.url}/hostname", headers=token_headers).status_code == 200
     assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
     sandbox.kill()
 
 
-HOST_SERVER = """
+HOST_SERVER_PROGRAM = """
 import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -258,39 +264,39 @@ http.server.HTTPServer(("", 8000), Handler).serve_forever()
 
 
 def fetch_host(server: Server, host: str) -> str:
-    """Return the Host header that HOST_SERVER receives, or "" if it does not run."""
+    """Return the Host header that the server at ``host`` receives, or "" if the server does not run."""
     response = httpx.get(server.url, headers={"Host": host, "X-API-Key": server.key})
     return response.text if response.status_code == 200 else ""
 
 
-@covers("Sandbox.create", note="`network`: the host that services see")
-def test_services_see_the_masked_host(server, create):
-    sandbox = create(network={"mask_request_host": "${PORT}-shop.example.com"})
+@covers("Sandbox.create", note="`network`: the `Host` header that services receive")
+def test_services_see_the_masked_host(server, create_sandbox):
+    sandbox = create_sandbox(network={"mask_request_host": "${PORT}-shop.example.com"})
     assert sandbox.get_info().network["mask_request_host"] == "${PORT}-shop.example.com"
-    sandbox.files.write("/root/server.py", HOST_SERVER)
+    sandbox.files.write("/root/server.py", HOST_SERVER_PROGRAM)
     sandbox.commands.run("python3 /root/server.py", background=True)
-    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com")
+    wait_until(lambda: fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com")
     sandbox.update_network({"deny_out": ["198.51.100.0/24"]})
     assert fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com"
     with pytest.raises(e2b.SandboxException, match="is not a host name"):
-        create(network={"mask_request_host": "a b"})
+        create_sandbox(network={"mask_request_host": "a b"})
 
 
 @covers("Sandbox.create", note="`network`: public ports")
-def test_public_ports(server, create):
-    sandbox = create(network={"allow_public_traffic": True})
+def test_public_ports_need_no_key(server, create_sandbox):
+    sandbox = create_sandbox(network={"allow_public_traffic": True})
     assert sandbox.get_info().network["allow_public_traffic"] is True
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000)}
-    wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
-    agent = {"Host": sandbox.get_host(49983)}
-    assert httpx.get(f"{server.url}/files?path=/etc/hostname", headers=agent).status_code == 401
+    wait_until(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
+    agent_headers = {"Host": sandbox.get_host(49983)}
+    assert httpx.get(f"{server.url}/files?path=/etc/hostname", headers=agent_headers).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
-def test_signed_urls(server, create):
-    """The URLs work exactly as the client returns them, without extra headers. No host name needs to be resolved."""
-    sandbox, _other = create(), create()
+def test_signed_urls_need_no_headers(server, create_sandbox):
+    """The URLs work exactly as the client returns them, without extra headers or name resolution."""
+    sandbox, _other_sandbox = create_sandbox(), create_sandbox()
     for upload_url in (sandbox.upload_url("/root/up", use_signature_expiration=60), sandbox.upload_url("/root/up")):
         response = httpx.post(upload_url, files={"file": ("up", upload_url.encode())})
         assert response.status_code == 200, response.text
@@ -305,9 +311,9 @@ def test_signed_urls(server, create):
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
-def test_signed_urls_with_host_names(server, create, monkeypatch):
-    """Without `E2B_SANDBOX_URL`, the URL's host name identifies the sandbox, and must resolve to the gateway."""
-    sandbox = create()
+def test_signed_urls_identify_the_sandbox_by_host_name(server, create_sandbox, monkeypatch):
+    """Without `E2B_SANDBOX_URL`, a URL identifies the sandbox by its host name, which must resolve to the gateway."""
+    sandbox = create_sandbox()
     sandbox.files.write("/root/up", "signed")
     monkeypatch.delenv("E2B_SANDBOX_URL")
     url = httpx.URL(Sandbox.connect(sandbox.sandbox_id).download_url("/root/up"))
@@ -317,22 +323,22 @@ def test_signed_urls_with_host_names(server, create, monkeypatch):
 
 
 @covers("Sandbox.get_metrics", note="measured by the host; `mem_cache` is `None`")
-def test_metrics(server, create):
+def test_metrics_report_the_usage(server, create_sandbox):
     start_time = datetime.now(UTC)
-    sandbox = create()
+    sandbox = create_sandbox()
     info = sandbox.get_info()
-    (first, *_) = sandbox.get_metrics()
-    assert first.cpu_count == info.cpu_count and first.mem_total == info.memory_mb << 20
-    assert first.disk_used > 0 and first.mem_used > 1 << 20 and first.mem_cache is None
-    assert start_time - timedelta(seconds=2) <= first.timestamp <= datetime.now(UTC)
+    (first_sample, *_) = sandbox.get_metrics()
+    assert first_sample.cpu_count == info.cpu_count and first_sample.mem_total == info.memory_mb << 20
+    assert first_sample.disk_used > 0 and first_sample.mem_used > 1 << 20 and first_sample.mem_cache is None
+    assert start_time - timedelta(seconds=2) <= first_sample.timestamp <= datetime.now(UTC)
     # A busy loop uses all of one CPU, however many the sandbox has.
     sandbox.commands.run("timeout 60 sh -c 'while :; do :; done'", background=True)
-    busy = 30 / info.cpu_count
-    wait(lambda: len(sandbox.get_metrics()) >= 2 and sandbox.get_metrics()[-1].cpu_used_pct > busy)
+    busy_percent = 30 / info.cpu_count
+    wait_until(lambda: len(sandbox.get_metrics()) >= 2 and sandbox.get_metrics()[-1].cpu_used_pct > busy_percent)
     samples = sandbox.get_metrics()
-    assert samples == sorted(samples, key=lambda sample: sample.timestamp) and first.cpu_used_pct >= 0
-    later = sandbox.get_metrics(start=samples[1].timestamp)
-    assert later[0] == samples[1] and samples[0] not in later
+    assert samples == sorted(samples, key=lambda sample: sample.timestamp) and first_sample.cpu_used_pct >= 0
+    later_samples = sandbox.get_metrics(start=samples[1].timestamp)
+    assert later_samples[0] == samples[1] and samples[0] not in later_samples
     assert sandbox.get_metrics(end=start_time - timedelta(seconds=5)) == []
     sandbox.kill()
     with pytest.raises(e2b.SandboxNotFoundException):
@@ -340,21 +346,21 @@ def test_metrics(server, create):
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
-def test_volumes(server, create):
+def test_volumes_are_shared_between_sandboxes(server, create_sandbox):
     name = f"data-{uuid.uuid4().hex[:8]}"
     volume = e2b.Volume.create(name)
     try:
         assert name in [each.name for each in e2b.Volume.list()]
         assert e2b.Volume.get_info(volume.volume_id).name == name
         assert e2b.Volume.connect(volume.volume_id).name == name
-        writer, reader = (create(volume_mounts={"/data": volume}) for _ in range(2))
+        writer, reader = (create_sandbox(volume_mounts={"/data": volume}) for _ in range(2))
         writer.files.write("/data/shared", "by all")
-        wait(lambda: reader.files.exists("/data/shared"))
+        wait_until(lambda: reader.files.exists("/data/shared"))
         assert reader.files.read("/data/shared") == "by all"
         writer.kill()
         reader.kill()
     finally:
-        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+        wait_until(lambda: e2b.Volume.destroy(volume.volume_id))
     assert not e2b.Volume.destroy(volume.volume_id)
     with pytest.raises(e2b.NotFoundException):
         e2b.Volume.get_info(volume.volume_id)
@@ -377,11 +383,11 @@ def test_file_calls_on_volumes_are_refused_with_a_reason(server, monkeypatch):
             with pytest.raises(e2b.VolumeException, match="mount the volume in a sandbox"):
                 call()
     finally:
-        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+        wait_until(lambda: e2b.Volume.destroy(volume.volume_id))
 
 
 @covers("Template.exists", "Template.alias_exists")
-def test_templates(server):
+def test_templates_are_found_by_name(server):
     assert e2b.Template.exists(server.template)
     assert not e2b.Template.alias_exists("no-such-template")
     with pytest.raises(e2b.SandboxException, match="is not allowed") as error_info:
@@ -389,14 +395,14 @@ def test_templates(server):
     assert error_info.value.status_code == 400
 
 
-def test_errors_have_their_own_classes(server, create):
+def test_errors_have_their_own_classes(server, create_sandbox):
     with pytest.raises(e2b.SandboxException, match="template") as not_found_info:
-        create("no-such-template")
+        create_sandbox("no-such-template")
     assert not_found_info.value.status_code == 404
     with pytest.raises(e2b.AuthenticationException):
         Sandbox.create(server.template, api_key="wrong")
     with pytest.raises(e2b.SandboxException) as invalid_info:
-        create(metadata={"a": "b"}, timeout=-7)
+        create_sandbox(metadata={"a": "b"}, timeout=-7)
     assert invalid_info.value.status_code == 400
 
 
@@ -420,5 +426,5 @@ async def _use_async_client(server: Server) -> None:
 
 
 @covers("AsyncSandbox", note="sends the same requests; some of them are tested")
-def test_async_client(server):
+def test_async_client_supports_the_same_operations(server):
     asyncio.run(_use_async_client(server))

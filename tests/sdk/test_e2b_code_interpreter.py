@@ -12,11 +12,11 @@ import pytest
 from e2b_code_interpreter import AsyncSandbox, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import client_environment, wait
+from tests.sdk.test_e2b import client_environment, wait_until
 
 __all__ = ["client_environment"]
 
-_RICH = """
+_RICH_OUTPUT_PROGRAM = """
 class Rich:
     def _repr_html_(self): return "<b>rich</b>"
     def _repr_markdown_(self): return "**rich**"
@@ -30,13 +30,13 @@ Rich()
 
 @pytest.fixture(scope="module")
 def sandbox(server) -> Iterator[Sandbox]:
-    created = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
-    yield created
-    created.kill()
+    sandbox = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
+    yield sandbox
+    sandbox.kill()
 
 
 @covers("Sandbox.run_code")
-def test_state_and_results(sandbox):
+def test_code_keeps_state_and_returns_results(sandbox):
     assert sandbox.run_code("x = 20").text is None
     result = sandbox.run_code("print('hello'); x += 1; x * 2")
     assert (result.text, result.logs.stdout, result.error) == ("42", ["hello\n"], None)
@@ -51,10 +51,10 @@ def test_state_and_results(sandbox):
     assert "1 / 0" in error.traceback
 
 
-def test_rich_results(sandbox):
-    displayed, result = sandbox.run_code(_RICH).results
-    assert not displayed.is_main_result and result.is_main_result
-    for each in (displayed, result):
+def test_rich_results_have_all_formats(sandbox):
+    displayed_result, main_result = sandbox.run_code(_RICH_OUTPUT_PROGRAM).results
+    assert not displayed_result.is_main_result and main_result.is_main_result
+    for each in (displayed_result, main_result):
         assert (each.text, each.html, each.markdown) == ("rich", "<b>rich</b>", "**rich**")
         assert each.png == "iVBORw=="
         assert each.extra == {"application/vnd.custom": {"a": 1}}
@@ -76,7 +76,7 @@ def test_a_timeout_interrupts_the_code(sandbox):
     sandbox.run_code("survives = 'yes'")
     with pytest.raises(e2b.TimeoutException):
         sandbox.run_code("import time\ntry:\n    time.sleep(600)\nfinally:\n    interrupted = True", timeout=1)
-    wait(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
+    wait_until(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
 
 
 def test_a_dead_kernel_is_reported_and_restarted(sandbox):
@@ -86,7 +86,7 @@ def test_a_dead_kernel_is_reported_and_restarted(sandbox):
 
 
 @covers("Sandbox.run_code", note="`language` is python or bash")
-def test_bash(sandbox):
+def test_bash_keeps_state_between_runs(sandbox):
     sandbox.run_code("here=kept; cd /etc", language="bash")
     result = sandbox.run_code('echo "$here $PWD"; echo no >&2', language="bash")
     assert (result.logs.stdout, result.logs.stderr) == (["kept /etc\n"], ["no\n"])
@@ -101,7 +101,7 @@ def test_bash(sandbox):
     "Sandbox.restart_code_context",
     "Sandbox.remove_code_context",
 )
-def test_contexts(sandbox):
+def test_contexts_have_separate_state(sandbox):
     context = sandbox.create_code_context(cwd="/tmp", language="python")
     assert (context.language, context.cwd) == ("python", "/tmp")
     assert context.id in [each.id for each in sandbox.list_code_contexts()]
@@ -116,7 +116,7 @@ def test_contexts(sandbox):
         sandbox.run_code("1", context=context)
 
 
-def test_large_output(sandbox):
+def test_large_output_is_complete(sandbox):
     result = sandbox.run_code("for number in range(100_000): print(number)", timeout=120)
     text = "".join(result.logs.stdout)
     assert text.endswith("\n99999\n") and text.count("\n") == 100_000
@@ -165,5 +165,5 @@ def test_async_contexts_run_in_parallel(server):
     assert asyncio.run(_use_async_client(server.template)) == ["'a'", "'b'"]
 
 
-def test_results_as_json(sandbox):
+def test_results_are_serializable_as_json(sandbox):
     assert json.loads(sandbox.run_code("1").to_json())["results"][0]["text"] == "1"

@@ -1,4 +1,4 @@
-"""`Git` of the unmodified ``e2b`` client runs git in a sandbox through its commands."""
+"""The class `Git` of the unmodified ``e2b`` client runs git commands in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
 
 client_environment = test_e2b.client_environment
-create = test_e2b.create
+create_sandbox = test_e2b.create_sandbox
 
-GIT = shutil.which("git")
-_LIBRARIES = ("libpcre2-8.so.0", "libz.so.1")
-_NEEDS_GIT = "the template needs git"
+GIT_PATH = shutil.which("git")
+_GIT_LIBRARIES = ("libpcre2-8.so.0", "libz.so.1")
+_GIT_NOTE = "the template needs git"
 
 
 @pytest.fixture
-def sandbox(create: test_e2b.Create) -> Iterator[Sandbox]:
-    """A sandbox with this machine's git: the templates of the tests have none."""
-    if GIT is None:
+def sandbox(create_sandbox: test_e2b.CreateSandbox) -> Iterator[Sandbox]:
+    """A sandbox with a copy of this machine's git, which the tests' templates do not contain."""
+    if GIT_PATH is None:
         pytest.skip("git is not installed on this machine")
-    sandbox = create()
-    libraries = {str(path): path for name in _LIBRARIES for path in Path("/lib/x86_64-linux-gnu").glob(name)}
-    for path, source in {"/usr/local/bin/git": Path(GIT), **libraries}.items():
+    sandbox = create_sandbox()
+    libraries = {str(path): path for name in _GIT_LIBRARIES for path in Path("/lib/x86_64-linux-gnu").glob(name)}
+    for path, source in {"/usr/local/bin/git": Path(GIT_PATH), **libraries}.items():
         if not sandbox.files.exists(path):
             sandbox.files.write(path, source.read_bytes())
-    helpers = "for each in upload-pack receive-pack; do ln -sf git /usr/local/bin/git-$each; done"
-    sandbox.commands.run(f"chmod +x /usr/local/bin/git && cd /usr/local/bin && {helpers} && git --version")
+    link_command = "for each in upload-pack receive-pack; do ln -sf git /usr/local/bin/git-$each; done"
+    sandbox.commands.run(f"chmod +x /usr/local/bin/git && cd /usr/local/bin && {link_command} && git --version")
     yield sandbox
 
 
-@covers("Git.init", "Git.configure_user", "Git.set_config", "Git.get_config", note=_NEEDS_GIT)
-@covers("Git.add", "Git.commit", "Git.status", "Git.reset", "Git.restore", note=_NEEDS_GIT)
-@covers("Git.create_branch", "Git.checkout_branch", "Git.branches", "Git.delete_branch", note=_NEEDS_GIT)
-@covers("Git.remote_add", "Git.remote_get", "Git.clone", "Git.push", "Git.pull", note=_NEEDS_GIT)
-def test_git(server: Server, sandbox: Sandbox) -> None:
+@covers("Git.init", "Git.configure_user", "Git.set_config", "Git.get_config", note=_GIT_NOTE)
+@covers("Git.add", "Git.commit", "Git.status", "Git.reset", "Git.restore", note=_GIT_NOTE)
+@covers("Git.create_branch", "Git.checkout_branch", "Git.branches", "Git.delete_branch", note=_GIT_NOTE)
+@covers("Git.remote_add", "Git.remote_get", "Git.clone", "Git.push", "Git.pull", note=_GIT_NOTE)
+def test_git_commands_work(server: Server, sandbox: Sandbox) -> None:
     git, files, repository = sandbox.git, sandbox.files, "/root/repo"
     git.configure_user("Ada", "ada@example.com")
     assert git.get_config("user.name") == "Ada" and git.get_config("user.none") is None
@@ -83,7 +83,7 @@ def test_git(server: Server, sandbox: Sandbox) -> None:
         git.clone("file:///root/none", "/root/other")
 
 
-@covers("Git.dangerously_authenticate", note=f"{_NEEDS_GIT}; stores the password in the sandbox")
+@covers("Git.dangerously_authenticate", note=f"{_GIT_NOTE}; stores the password in the sandbox")
 def test_credentials_are_stored_in_the_sandbox(server: Server, sandbox: Sandbox) -> None:
     sandbox.git.dangerously_authenticate("ada", "secret", host="git.example.com")
     assert sandbox.files.read("/root/.git-credentials") == "https://ada:secret@git.example.com\n"

@@ -11,7 +11,7 @@ import pytest
 from e2b import FilesystemEventType, FileType, PtySize, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import client_environment, wait
+from tests.sdk.test_e2b import client_environment, wait_until
 
 __all__ = ["client_environment"]
 
@@ -20,13 +20,13 @@ _LARGE_FILE_BYTES = 50 << 20
 
 @pytest.fixture(scope="module")
 def sandbox(server) -> Iterator[Sandbox]:
-    created = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
-    yield created
-    created.kill()
+    new_sandbox = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
+    yield new_sandbox
+    new_sandbox.kill()
 
 
 @covers("Commands.run")
-def test_commands(sandbox):
+def test_commands_return_output_and_exit_code(sandbox):
     output: list[tuple[str, str]] = []
     result = sandbox.commands.run(
         'echo out; echo err >&2; pwd; echo "$WORD"',
@@ -53,13 +53,13 @@ def test_commands_run_as_another_user(sandbox):
 def test_a_command_is_killed_at_its_timeout(sandbox):
     with pytest.raises(e2b.TimeoutException):
         sandbox.commands.run("sleep 600.1", timeout=1)
-    wait(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
+    wait_until(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
 
 
-def test_large_output(sandbox):
-    lines = 200_000
-    result = sandbox.commands.run(f"seq {lines}", timeout=120)
-    assert result.stdout.endswith(f"\n{lines}\n") and result.stdout.count("\n") == lines
+def test_large_output_is_complete(sandbox):
+    line_count = 200_000
+    result = sandbox.commands.run(f"seq {line_count}", timeout=120)
+    assert result.stdout.endswith(f"\n{line_count}\n") and result.stdout.count("\n") == line_count
 
 
 @covers(
@@ -75,17 +75,17 @@ def test_large_output(sandbox):
     "CommandHandle.send_stdin",
     "CommandHandle.close_stdin",
 )
-def test_background_commands(sandbox):
+def test_background_commands_can_be_reconnected_and_killed(sandbox):
     handle = sandbox.commands.run("while read line; do echo got $line; done; echo end", background=True, stdin=True)
     assert handle.pid in [each.pid for each in sandbox.commands.list()]
     sandbox.commands.send_stdin(handle.pid, "one\n")
     handle.disconnect()
-    reconnected = sandbox.commands.connect(handle.pid)
-    reconnected.send_stdin("two\n")
+    reconnected_handle = sandbox.commands.connect(handle.pid)
+    reconnected_handle.send_stdin("two\n")
     sandbox.commands.stream_input(handle.pid, ["three\n"])
     sandbox.commands.stream_input(handle.pid, [b"four\n"])
-    reconnected.close_stdin()
-    assert reconnected.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
+    reconnected_handle.close_stdin()
+    assert reconnected_handle.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
     second_handle = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
     sandbox.commands.close_stdin(second_handle.pid)
     assert sandbox.commands.kill(second_handle.pid)
@@ -97,7 +97,7 @@ def test_background_commands(sandbox):
 def test_a_server_outlives_its_stream(sandbox):
     handle = sandbox.commands.run("python3 -m http.server 8123", background=True)
     handle.disconnect()
-    wait(
+    wait_until(
         lambda: (
             sandbox.commands.run(
                 "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123\")' && echo up || true"
@@ -109,23 +109,23 @@ def test_a_server_outlives_its_stream(sandbox):
 
 
 @covers("Pty.create", "Pty.connect", "Pty.resize", "Pty.send_stdin", "Pty.stream_input", "Pty.kill")
-def test_terminal(sandbox):
+def test_a_terminal_can_be_resized_and_reconnected(sandbox):
     output = bytearray()
     handle = sandbox.pty.create(PtySize(rows=24, cols=80), user="user", cwd="/tmp", envs={"PS1": "$ "}, timeout=60)
     sandbox.pty.resize(handle.pid, PtySize(rows=33, cols=101))
     sandbox.pty.send_stdin(handle.pid, b"stty size; id -un; pwd\n")
     handle.disconnect()
-    reconnected = sandbox.pty.connect(handle.pid)
+    reconnected_handle = sandbox.pty.connect(handle.pid)
     sandbox.pty.stream_input(handle.pid, [b"echo A$((20+3));", b" exit\n"])
-    reconnected.wait(on_pty=output.extend)
+    reconnected_handle.wait(on_pty=output.extend)
     assert b"A23" in output
     second_handle = sandbox.pty.create(PtySize(rows=24, cols=80))
     assert sandbox.pty.kill(second_handle.pid)
-    wait(lambda: not sandbox.pty.kill(second_handle.pid))
+    wait_until(lambda: not sandbox.pty.kill(second_handle.pid))
 
 
 @covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")
-def test_files(sandbox):
+def test_files_are_written_and_read(sandbox):
     files = sandbox.files
     assert files.write("/tmp/t/ü b.txt", "héllo").path == "/tmp/t/ü b.txt"
     assert files.read("/tmp/t/ü b.txt") == "héllo"
@@ -157,7 +157,7 @@ def test_large_files_are_uploaded_and_downloaded(sandbox):
 
 
 @covers("Filesystem.list", "Filesystem.make_dir", "Filesystem.rename", "Filesystem.remove")
-def test_directories(sandbox):
+def test_directories_are_created_listed_and_removed(sandbox):
     files = sandbox.files
     assert files.make_dir("/tmp/d/e") and not files.make_dir("/tmp/d/e")
     files.write("/tmp/d/e/f", "123")
@@ -173,7 +173,7 @@ def test_directories(sandbox):
 
 
 @covers("Filesystem.watch_dir", "WatchHandle.get_new_events", "WatchHandle.stop")
-def test_watch(sandbox):
+def test_watches_report_events(sandbox):
     sandbox.files.make_dir("/tmp/w/deep")
     flat_watch = sandbox.files.watch_dir("/tmp/w")
     recursive_watch = sandbox.files.watch_dir("/tmp/w", recursive=True)
@@ -193,7 +193,7 @@ def test_watch(sandbox):
             events.update((event.name, event.type) for event in handle.get_new_events())
             return (expected_events | extra_events) <= events
 
-        wait(has_enough_events)
+        wait_until(has_enough_events)
         assert extra_events or not any(name.startswith("deep/") for name, _ in events)
         handle.stop()
         with pytest.raises(e2b.SandboxException):
@@ -215,7 +215,7 @@ def test_missing_git_is_reported(sandbox):
     assert error_info.value.exit_code == 127
 
 
-def test_concurrent_commands(sandbox):
+def test_concurrent_commands_receive_their_own_input(sandbox):
     handles = [sandbox.commands.run(f"read x; echo {number} $x", background=True, stdin=True) for number in range(12)]
     for handle in reversed(handles):
         handle.send_stdin("now\n")

@@ -23,25 +23,25 @@ from tests.sdk import fields
 from tests.sdk.fields import ClientRequest, Fields
 from tests.support.session import REPOSITORY
 
-_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py"
-_IMAGES = "templates are built with `POST /templates` (templates.md)"
-_SECRETS = "there are no secrets: use `envVars`"
-_TAGS = "templates have names, but no tags"
-_ONE_PAGE = "the response is complete: it has no pages"
+_UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py"
+_TEMPLATE_REASON = "templates are built with `POST /templates` (templates.md)"
+_SECRETS_REASON = "there are no secrets: use `envVars`"
+_TAGS_REASON = "templates have names, but no tags"
+_ONE_PAGE_REASON = "the response is complete: it has no pages"
 
 
 @dataclass(frozen=True)
 class Client:
-    """A published client, and what the gateway does not support of its requests.
+    """A published client, and the parts of its requests that the gateway does not support.
 
-    ``missing``: routes that the gateway does not have (404 or 405). ``ignored_query``: the ignored query parameters of
-    each request, with reasons.
+    ``missing_routes``: routes that the gateway does not have (404 or 405). ``ignored_query``: the ignored query
+    parameters of each request, with reasons.
     """
 
     page: str
     title: str
-    requests: Callable[[], list[ClientRequest]]
-    missing: dict[str, str] = field(default_factory=dict)
+    list_requests: Callable[[], list[ClientRequest]]
+    missing_routes: dict[str, str] = field(default_factory=dict)
     ignored_query: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
@@ -64,7 +64,7 @@ CLIENTS = (
                     "GET /secrets/{}",
                     "POST /secrets/{}",
                 ),
-                _SECRETS,
+                _SECRETS_REASON,
             ),
             **dict.fromkeys(
                 (
@@ -76,7 +76,7 @@ CLIENTS = (
                     "GET /templates/{}/tags/groups",
                     "GET /templates/{}/tags/{}/assignments",
                 ),
-                _TAGS,
+                _TAGS_REASON,
             ),
             **dict.fromkeys(
                 (
@@ -86,7 +86,7 @@ CLIENTS = (
                     "POST /v2/templates/{}/builds/{}",
                     "POST /v3/templates",
                 ),
-                _IMAGES,
+                _TEMPLATE_REASON,
             ),
         },
         {
@@ -95,7 +95,7 @@ CLIENTS = (
             "GET /templates/{}/builds/{}/status": {"level": "lines of a build have no level"},
             "GET /templates/{}/builds/{}/logs": {
                 **dict.fromkeys(("level", "source"), "lines of a build have neither level nor source"),
-                **dict.fromkeys(("cursor", "direction", "limit"), _ONE_PAGE),
+                **dict.fromkeys(("cursor", "direction", "limit"), _ONE_PAGE_REASON),
             },
         },
     ),
@@ -103,14 +103,14 @@ CLIENTS = (
         "cubesandbox",
         "cubesandbox 0.7.3",
         fields.list_cubesandbox_requests,
-        {"POST /templates/{}": _IMAGES},
+        {"POST /templates/{}": _TEMPLATE_REASON},
         {"GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds")},
     ),
     Client("forkd", "forkd 0.5.3", fields.list_forkd_requests),
 )
 ROUTES = {
     f"{method} {re.sub(r'{[^}]*}', '{}', route.path)}": route
-    for router in (app._health, *(module.router for module in (sandboxes, snapshots, templates, volumes, forkd)))
+    for router in (app._health_router, *(module.router for module in (sandboxes, snapshots, templates, volumes, forkd)))
     for route in router.routes
     if isinstance(route, APIRoute)
     for method in route.methods
@@ -119,7 +119,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A field of a request, or a request without a route, and whether and why the gateway supports it."""
+    """A row of the table: a field (or a request without a route), how the gateway supports it, and why."""
 
     request: str
     field: str
@@ -129,33 +129,33 @@ class Row:
 
 def list_rows(client: Client) -> Iterator[Row]:
     """Yield one row per field. Raises AssertionError if a field is unknown."""
-    for request in client.requests():
+    for request in client.list_requests():
         name = str(request)
-        if name in client.missing:
-            yield Row(name, "", "no route", client.missing[name])
+        if name in client.missing_routes:
+            yield Row(name, "", "no route", client.missing_routes[name])
             continue
         assert name in ROUTES, f"{name} of {client.title} has no route: add it, or document that it is missing"
-        yield from _query_rows(client, request, ROUTES[name])
+        yield from _list_query_rows(client, request, ROUTES[name])
         if request.body:
             body = ROUTES[name].body_field
             model = model_in(body.field_info.annotation) if body else None
             assert model is not None, f"{name} of {client.title} has a body, but the route does not"
-            yield from _body_rows(name, model, request.body)
+            yield from _list_body_rows(name, model, request.body)
 
 
-def _query_rows(client: Client, request: ClientRequest, route: APIRoute) -> Iterator[Row]:
+def _list_query_rows(client: Client, request: ClientRequest, route: APIRoute) -> Iterator[Row]:
     parameter_names = {parameter.alias for parameter in route.dependant.query_params}
-    ignored = client.ignored_query.get(str(request), {})
+    ignored_parameters = client.ignored_query.get(str(request), {})
     for parameter in sorted(request.query):
-        if parameter in ignored:
+        if parameter in ignored_parameters:
             assert parameter not in parameter_names
-            yield Row(str(request), f"?{parameter}", "ignored", ignored[parameter])
+            yield Row(str(request), f"?{parameter}", "ignored", ignored_parameters[parameter])
             continue
         assert parameter in parameter_names, f"{request} of {client.title}: the parameter {parameter} is ignored"
         yield Row(str(request), f"?{parameter}", "honoured")
 
 
-def _body_rows(request: str, model: type[Body], body: Fields, prefix: str = "") -> Iterator[Row]:
+def _list_body_rows(request: str, model: type[Body], body: Fields, prefix: str = "") -> Iterator[Row]:
     for name, nested in body.items():
         path = f"{prefix}{name}"
         if (refusal := find_refusal(model, name)) is not None:
@@ -167,7 +167,7 @@ def _body_rows(request: str, model: type[Body], body: Fields, prefix: str = "") 
             assert name in model_fields, f"{request}: the field {path} is new: honour, refuse or ignore it"
             nested_model = model_fields[name]
             if nested and nested_model is not None:
-                yield from _body_rows(request, nested_model, nested, f"{path}.")
+                yield from _list_body_rows(request, nested_model, nested, f"{path}.")
             else:
                 yield Row(request, path, "honoured")
 
@@ -176,16 +176,16 @@ def render_table(client: Client) -> str:
     lines = [f"### {client.title}", "", "| request | field | | |", "|---|---|---|---|"]
     for request, rows in groupby(list_rows(client), lambda row: row.request):
         rows = list(rows)
-        honoured = ", ".join(f"`{row.field}`" for row in rows if row.support == "honoured")
-        cells = [(honoured, "honoured", "")] if honoured else []
-        others = sorted((row.support, row.reason) for row in rows if row.support != "honoured")
-        for support, reason in dict.fromkeys(others):
+        honoured_fields = ", ".join(f"`{row.field}`" for row in rows if row.support == "honoured")
+        row_cells = [(honoured_fields, "honoured", "")] if honoured_fields else []
+        other_results = sorted((row.support, row.reason) for row in rows if row.support != "honoured")
+        for support, reason in dict.fromkeys(other_results):
             names = [f"`{row.field}`" for row in rows if (row.support, row.reason) == (support, reason) and row.field]
-            cells.append((", ".join(names), support, reason))
+            row_cells.append((", ".join(names), support, reason))
         if not (request in ROUTES and ROUTES[request].include_in_schema):
             # tests/unit/test_docs.py expects every route written as `METHOD /path` in the OpenAPI document.
             request = request.replace(" ", "` `")
-        lines += [f"| `{request}` | {names} | {support} | {reason} |" for names, support, reason in cells]
+        lines += [f"| `{request}` | {names} | {support} | {reason} |" for names, support, reason in row_cells]
     return "\n".join(lines)
 
 
@@ -193,23 +193,23 @@ def render_table(client: Client) -> str:
 def test_every_field_of_every_request_is_known(client: Client) -> None:
     rows = list(list_rows(client))
     assert len([row for row in rows if row.support == "honoured"]) >= 8
-    requests = {str(request): request for request in client.requests()}
-    assert set(client.missing) <= requests.keys() - ROUTES.keys()
+    requests = {str(request): request for request in client.list_requests()}
+    assert set(client.missing_routes) <= requests.keys() - ROUTES.keys()
     for name, parameters in client.ignored_query.items():
         assert parameters.keys() <= requests[name].query
 
 
 def test_requests_are_found_in_the_sources_of_the_clients() -> None:
     """The other tests would pass without checking anything if the search found no requests."""
-    cube, e2b = ({str(each): each for each in client.requests()} for client in (CLIENTS[1], CLIENTS[0]))
-    assert {"image", "cpu", "memory", "env", "command", "name"} <= cube["POST /templates"].body.keys()
-    assert cube["POST /sandboxes"].body["volumeMounts"].keys() == {"name", "path", "readOnly"}
-    assert "allowOut" in cube["PUT /sandboxes/{}/network"].body
-    assert cube["GET /snapshots"].query == {"sandboxID", "limit", "nextToken"}
-    assert "maskRequestHost" in e2b["POST /v2/sandboxes"].body["network"]
-    assert e2b["GET /sandboxes/{}/metrics"].query == {"start", "end"}
-    (execute,) = [each for each in fields.list_code_interpreter_requests() if each.route == "/execute"]
-    assert {"code", "context_id", "language", "env_vars"} <= execute.body.keys()
+    e2b_requests, cube_requests = ({str(each): each for each in client.list_requests()} for client in CLIENTS[:2])
+    assert {"image", "cpu", "memory", "env", "command", "name"} <= cube_requests["POST /templates"].body.keys()
+    assert cube_requests["POST /sandboxes"].body["volumeMounts"].keys() == {"name", "path", "readOnly"}
+    assert "allowOut" in cube_requests["PUT /sandboxes/{}/network"].body
+    assert cube_requests["GET /snapshots"].query == {"sandboxID", "limit", "nextToken"}
+    assert "maskRequestHost" in e2b_requests["POST /v2/sandboxes"].body["network"]
+    assert e2b_requests["GET /sandboxes/{}/metrics"].query == {"start", "end"}
+    (execute_request,) = [each for each in fields.list_code_interpreter_requests() if each.route == "/execute"]
+    assert {"code", "context_id", "language", "env_vars"} <= execute_request.body.keys()
 
 
 def test_the_agent_reads_every_field_of_the_code_interpreter() -> None:
@@ -230,8 +230,8 @@ MODELS = sorted(
     {
         model
         for route in ROUTES.values()
-        if route.body_field and (top := model_in(route.body_field.field_info.annotation))
-        for model in list_models(top)
+        if route.body_field and (top_model := model_in(route.body_field.field_info.annotation))
+        for model in list_models(top_model)
     },
     key=lambda model: model.__name__,
 )
@@ -239,8 +239,10 @@ MODELS = sorted(
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_refused_and_ignored_fields_belong_to_a_client(model: type[Body]) -> None:
-    """A model must not list fields that clients no longer send. They should be treated like any unknown field."""
-    sent_names = {name for client in CLIENTS for request in client.requests() for name in _all_names(request.body)}
+    """A model must not list fields that clients no longer send, because these should be treated as unknown fields."""
+    sent_names = {
+        name for client in CLIENTS for request in client.list_requests() for name in _list_names(request.body)
+    }
     assert {*model.refused, *model.ignored} <= sent_names | {"kernel"}
     assert not (model.refused.keys() & model.ignored.keys()) and not model.refused.keys() & fields_of(model).keys()
     for name, refusal in model.refused.items():
@@ -250,10 +252,10 @@ def test_refused_and_ignored_fields_belong_to_a_client(model: type[Body]) -> Non
         assert list(find_refused_fields(model, {name: None})) == []
 
 
-def _all_names(body: Fields) -> Iterator[str]:
+def _list_names(body: Fields) -> Iterator[str]:
     for name, nested in body.items():
         yield name
-        yield from _all_names(nested)
+        yield from _list_names(nested)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.title)
@@ -263,7 +265,7 @@ def test_the_page_contains_the_generated_table(client: Client) -> None:
     start_marker, end_marker = "<!-- fields: made by tests/sdk/test_fields.py -->", "<!-- end of fields -->"
     assert start_marker in text
     table = f"{start_marker}\n\n{render_table(client)}\n\n{end_marker}"
-    expected = re.sub(f"{start_marker}.*{end_marker}", lambda _: table, text, flags=re.DOTALL)
+    expected_text = re.sub(f"{start_marker}.*{end_marker}", lambda _: table, text, flags=re.DOTALL)
     if os.environ.get("GROVE_WRITE_DOCS"):
-        path.write_text(expected)
-    assert path.read_text() == expected, f"generate the page again: {_COMMAND}"
+        path.write_text(expected_text)
+    assert path.read_text() == expected_text, f"generate the page again: {_UPDATE_COMMAND}"

@@ -16,13 +16,13 @@ from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
 from tests.support import forkd_command, session
 
-Spawn = Callable[..., list[str]]
+SpawnFunction = Callable[..., list[str]]
 _EXIT_TIMEOUT_SECONDS = 20
 
 
 @pytest.fixture(autouse=True)
 def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Set the environment variables that users have to set, and put the command on PATH."""
+    """The address in FORKD_TARGET. Also sets the other variables that users must set, and adds `forkd` to PATH."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", server.url)
@@ -34,7 +34,7 @@ def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def controller(server: Server) -> Iterator[Controller]:
-    """A client that removes, at the end of the test, everything the test created."""
+    """A client of the gateway. Everything that the test creates is removed when the test ends."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():
@@ -45,7 +45,7 @@ def controller(server: Server) -> Iterator[Controller]:
 
 
 @pytest.fixture
-def spawn(controller: Controller, server: Server) -> Spawn:
+def spawn(controller: Controller, server: Server) -> SpawnFunction:
     def spawn_sandboxes(tag: str = server.template, **options: Any) -> list[str]:
         return [sandbox["id"] for sandbox in controller.spawn_sandboxes(tag, **options)]
 
@@ -56,12 +56,12 @@ def check_refused(status: int, call: Callable[..., object], *args: Any, **option
     with pytest.raises(ControllerError) as error_info:
         call(*args, **options)
     assert error_info.value.status == status, error_info.value
-    sentence: str = error_info.value.body["error"]
-    return sentence
+    message: str = error_info.value.body["error"]
+    return message
 
 
-def run_shell(controller: Controller, sandbox: str, script: str) -> str:
-    result = controller.exec_command(sandbox, ["/bin/sh", "-c", script])
+def run_shell(controller: Controller, sandbox_id: str, script: str) -> str:
+    result = controller.exec_command(sandbox_id, ["/bin/sh", "-c", script])
     assert result["exit_code"] == 0, result
     return str(result["stdout"])
 
@@ -71,21 +71,21 @@ def run_shell(controller: Controller, sandbox: str, script: str) -> str:
     note="`prewarm`, `hugepages` and `per_child_netns` are ignored; `live_fork` is refused",
 )
 @covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
-def test_spawn_list_and_kill(server, controller, spawn):
-    sandboxes = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
-    info = controller.get_sandbox(sandboxes[0])
-    assert info["snapshot_tag"] == server.template and info["memory_limit_mib"] == 256
-    assert info["guest_addr"].endswith(":8888")
-    assert [each["id"] for each in controller.list_sandboxes()] == sandboxes
+def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn):
+    sandbox_ids = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
+    sandbox = controller.get_sandbox(sandbox_ids[0])
+    assert sandbox["snapshot_tag"] == server.template and sandbox["memory_limit_mib"] == 256
+    assert sandbox["guest_addr"].endswith(":8888")
+    assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids
     assert "live_fork" in check_refused(400, spawn, live_fork=True)
     assert "not found" in check_refused(404, spawn, "nothing")
-    controller.kill_sandbox(sandboxes[0])
-    assert [each["id"] for each in controller.list_sandboxes()] == sandboxes[1:]
-    assert "not found" in check_refused(404, controller.get_sandbox, sandboxes[0])
+    controller.kill_sandbox(sandbox_ids[0])
+    assert [each["id"] for each in controller.list_sandboxes()] == sandbox_ids[1:]
+    assert "not found" in check_refused(404, controller.get_sandbox, sandbox_ids[0])
 
 
 @pytest.mark.usefixtures("needs_memory")
-def test_memory_comes_from_the_snapshot(spawn):
+def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn):
     assert "256 MiB of memory" in check_refused(400, spawn, memory_limit_mib=512)
 
 
@@ -94,30 +94,38 @@ def test_memory_comes_from_the_snapshot(spawn):
     note="the exit code is 127 if the program does not exist, and 137 if it times out; `stderr` gives the reason",
 )
 @covers("Controller.ping_sandbox", note="`numpy_version` is always `None`")
-def test_exec(controller, spawn):
-    (sandbox,) = spawn()
+def test_exec_returns_output_and_exit_code(controller, spawn):
+    (sandbox_id,) = spawn()
     script = "import sys; print(2 + 2); print('ä', file=sys.stderr); sys.exit(3)"
-    result = controller.exec_command(sandbox, ["python3", "-c", script])
+    result = controller.exec_command(sandbox_id, ["python3", "-c", script])
     assert result == {"stdout": "4\n", "stderr": "ä\n", "exit_code": 3}
-    missing = controller.exec_command(sandbox, ["no-such-program"])
-    assert missing["exit_code"] == 127 and "no-such-program" in missing["stderr"]
-    timed_out = controller.exec_command(sandbox, ["sh", "-c", "echo started; sleep 60"], timeout_secs=2)
-    assert timed_out["stdout"] == "started\n" and timed_out["exit_code"] == 137 and "within 2 s" in timed_out["stderr"]
-    large = controller.exec_command(sandbox, ["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"])
-    assert large["stdout"] == "x" * 3_000_000
-    assert controller.ping_sandbox(sandbox) == {"pong": True, "numpy_version": None}
+    missing_result = controller.exec_command(sandbox_id, ["no-such-program"])
+    assert missing_result["exit_code"] == 127 and "no-such-program" in missing_result["stderr"]
+    timeout_result = controller.exec_command(sandbox_id, ["sh", "-c", "echo started; sleep 60"], timeout_secs=2)
+    assert (
+        timeout_result["stdout"] == "started\n"
+        and timeout_result["exit_code"] == 137
+        and "within 2 s" in timeout_result["stderr"]
+    )
+    large_result = controller.exec_command(sandbox_id, ["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"])
+    assert large_result["stdout"] == "x" * 3_000_000
+    assert controller.ping_sandbox(sandbox_id) == {"pong": True, "numpy_version": None}
     for call in (controller.ping_sandbox, lambda id: controller.exec_command(id, ["true"])):
         assert "not found" in check_refused(404, call, "nothing")
 
 
 @covers("Controller.eval_code", note="runs Python in the sandbox's interpreter")
-def test_eval(controller, spawn):
-    (sandbox,) = spawn()
-    assert controller.eval_code(sandbox, "counter = 41")["error"] is None
-    assert controller.eval_code(sandbox, "counter + 1") == {"result": "42", "error": None, "exit_code": 0}
-    failed = controller.eval_code(sandbox, "1 / 0")
-    assert failed["result"] is None and "ZeroDivisionError" in failed["error"] and failed["exit_code"] != 0
-    assert controller.eval_code(sandbox, "counter")["result"] == "41"
+def test_eval_keeps_the_interpreters_state(controller, spawn):
+    (sandbox_id,) = spawn()
+    assert controller.eval_code(sandbox_id, "counter = 41")["error"] is None
+    assert controller.eval_code(sandbox_id, "counter + 1") == {"result": "42", "error": None, "exit_code": 0}
+    failed_result = controller.eval_code(sandbox_id, "1 / 0")
+    assert (
+        failed_result["result"] is None
+        and "ZeroDivisionError" in failed_result["error"]
+        and failed_result["exit_code"] != 0
+    )
+    assert controller.eval_code(sandbox_id, "counter")["result"] == "41"
     assert "not found" in check_refused(404, controller.eval_code, "nothing", "1")
 
 
@@ -131,26 +139,39 @@ def test_branches_contain_files(server, controller, spawn):
     (source,) = spawn()
     earlier_tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
     run_shell(controller, source, "echo first >/root/state")
-    first = controller.branch_sandbox(source, tag="checkpoint-1", mode="full")
-    assert first["tag"] == "checkpoint-1" and first["branched_from"] == source and first["bootable"]
-    assert first["status"] == "ready" and first["pause_ms"] >= server.abilities.memory and first["dir"]
-    assert ("memory" in first) == ("vmstate" in first) == ("diff_physical_bytes" in first) == server.abilities.memory
-    assert all(Path(first[key]).stat().st_size for key in ("memory", "vmstate") if key in first)
+    first_branch = controller.branch_sandbox(source, tag="checkpoint-1", mode="full")
+    assert (
+        first_branch["tag"] == "checkpoint-1" and first_branch["branched_from"] == source and first_branch["bootable"]
+    )
+    assert (
+        first_branch["status"] == "ready"
+        and first_branch["pause_ms"] >= server.abilities.memory
+        and first_branch["dir"]
+    )
+    assert (
+        ("memory" in first_branch)
+        == ("vmstate" in first_branch)
+        == ("diff_physical_bytes" in first_branch)
+        == server.abilities.memory
+    )
+    assert all(Path(first_branch[key]).stat().st_size for key in ("memory", "vmstate") if key in first_branch)
     run_shell(controller, source, "echo second >/root/state")
-    second = controller.branch_sandbox(source, diff=True, wait=False)
-    assert second["tag"] == f"branch-{source}-1" and second["status"] == "ready"
-    tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
-    assert tags - earlier_tags == {first["tag"], second["tag"]} and server.template in tags
-    (child,) = spawn(first["tag"])
-    (sibling,) = spawn(second["tag"])
+    second_branch = controller.branch_sandbox(source, diff=True, wait=False)
+    assert second_branch["tag"] == f"branch-{source}-1" and second_branch["status"] == "ready"
+    current_tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
+    assert (
+        current_tags - earlier_tags == {first_branch["tag"], second_branch["tag"]} and server.template in current_tags
+    )
+    (child,) = spawn(first_branch["tag"])
+    (sibling,) = spawn(second_branch["tag"])
     assert [run_shell(controller, each, "cat /root/state") for each in (child, sibling)] == ["first\n", "second\n"]
     assert run_shell(controller, source, "cat /root/state") == "second\n"
-    assert child in check_refused(409, controller.delete_snapshot, first["tag"])
+    assert child in check_refused(409, controller.delete_snapshot, first_branch["tag"])
     controller.kill_sandbox(child)
-    controller.delete_snapshot(first["tag"])
-    assert "not found" in check_refused(404, controller.delete_snapshot, first["tag"])
+    controller.delete_snapshot(first_branch["tag"])
+    assert "not found" in check_refused(404, controller.delete_snapshot, first_branch["tag"])
     controller.kill_sandbox(source)
-    assert run_shell(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", (
+    assert run_shell(controller, spawn(second_branch["tag"])[0], "cat /root/state") == "second\n", (
         "the snapshot outlives its source"
     )
 
@@ -166,10 +187,10 @@ def test_invalid_branches_are_refused(server, controller, spawn):
     assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == [server.template]
 
 
-def test_concurrent_branches_with_one_tag(controller, spawn):
-    def try_branch(sandbox: str) -> int:
+def test_only_one_of_two_concurrent_branches_gets_a_tag(controller, spawn):
+    def try_branch(sandbox_id: str) -> int:
         try:
-            controller.branch_sandbox(sandbox, tag="wanted")
+            controller.branch_sandbox(sandbox_id, tag="wanted")
         except ControllerError as error:
             return error.status
         return 201
@@ -208,15 +229,15 @@ def test_grandchildren_keep_the_interpreters_state(controller, spawn):
 @covers("Sandbox.eval", note="runs Python and returns the `repr()` of the result")
 @covers("Sandbox.ping", note="`numpy_version` is always `None`")
 @covers("Sandbox.commands.run")
-def test_a_sandbox_created_by_the_command(server, controller, target):
+def test_the_command_creates_and_removes_a_sandbox(server, controller, target):
     with Sandbox.create(server.template, target) as sandbox:
         assert len(controller.list_sandboxes()) == 1
         assert sandbox.commands.run("echo hello; exit 3") == CommandResult("hello\n", "", 3)
         assert sandbox.commands.run(["printf", "%s", "a b"]) == CommandResult("a b", "", 0)
-        missing = sandbox.commands.run(["no-such-program"])
-        assert missing.exit_code == 127 and "no-such-program" in missing.stderr
-        timed_out = sandbox.commands.run("sleep 60", timeout=2)
-        assert timed_out.exit_code == 137 and "within 2 s" in timed_out.stderr
+        missing_result = sandbox.commands.run(["no-such-program"])
+        assert missing_result.exit_code == 127 and "no-such-program" in missing_result.stderr
+        timeout_result = sandbox.commands.run("sleep 60", timeout=2)
+        assert timeout_result.exit_code == 137 and "within 2 s" in timeout_result.stderr
         assert sandbox.ping()["pong"] is True
         sandbox.eval("counter = 41")
         assert sandbox.eval("counter + 1") == "42"
@@ -227,7 +248,7 @@ def test_a_sandbox_created_by_the_command(server, controller, target):
         Sandbox("nothing", target)
 
 
-def test_a_sandbox_created_by_the_controller(controller, spawn, target):
+def test_the_command_attaches_to_a_sandbox_of_the_controller(controller, spawn, target):
     (sandbox_id,) = spawn()
     with subprocess.Popen(["forkd", "attach", sandbox_id], stdout=subprocess.DEVNULL) as process:
         try:

@@ -1,6 +1,6 @@
 """With twenty concurrent clients, each sandbox returns its own secret, nothing fails, and no connection stays open.
 
-To run the test for two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
+``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py`` runs the test for two minutes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ import pytest
 from tests.sdk.conftest import Server
 from tests.sdk.test_cubesandbox import client_environment as cubesandbox_environment
 from tests.sdk.test_e2b import client_environment as e2b_environment
-from tests.sdk.test_e2b import wait
+from tests.sdk.test_e2b import wait_until
 
 __all__ = ["cubesandbox_environment", "e2b_environment"]
 
-CLIENTS = 20
+CLIENT_COUNT = 20
 LOAD_SECONDS = float(os.environ.get("GROVE_LOAD_SECONDS", "20"))
-_FAILURE_COUNT = re.compile(r'^sandbox_gateway_request_seconds_count\{[^}]*status="5\d\d"[^}]*\} (\S+)', re.MULTILINE)
+_FAILURE_COUNT_PATTERN = re.compile(
+    r'^sandbox_gateway_request_seconds_count\{[^}]*status="5\d\d"[^}]*\} (\S+)', re.MULTILINE
+)
 
 
 class Client:
-    """A client of one sandbox, in whose environment, files and interpreter it stores a secret."""
+    """A client of one sandbox, whose environment, files and interpreter contain the client's secret."""
 
     def __init__(self, sandbox: Any, secret: str, rng: random.Random) -> None:
         self.sandbox = sandbox
@@ -44,7 +46,7 @@ class Client:
         sandbox.run_code(f"secret = {secret!r}; counter = 0")
         self.expected_counter = 0
 
-    def work(self, deadline: float) -> Counter[str]:
+    def run_checks(self, deadline: float) -> Counter[str]:
         checks: list[Callable[[], None]] = [
             self.check_command,
             self.check_file,
@@ -58,7 +60,7 @@ class Client:
             self.check_counts[check.__name__] += 1
         return self.check_counts
 
-    def end(self) -> None:
+    def remove_sandbox(self) -> None:
         self.sandbox.__exit__(None, None, None)
 
     def check_command(self) -> None:
@@ -82,14 +84,14 @@ class Client:
 
 def make_client(number: int) -> Client:
     secret = uuid.uuid4().hex
-    create = cubesandbox.Sandbox.create if number % 2 else e2b_code_interpreter.Sandbox.create
-    sandbox = create(os.environ["CUBE_TEMPLATE_ID"], envs={"SECRET": secret})
+    create_sandbox = cubesandbox.Sandbox.create if number % 2 else e2b_code_interpreter.Sandbox.create
+    sandbox = create_sandbox(os.environ["CUBE_TEMPLATE_ID"], envs={"SECRET": secret})
     return Client(sandbox, secret, random.Random(number))
 
 
 def count_failures(server: Server) -> float:
-    """Return how many responses with a 5xx status the gateway has sent."""
-    return sum(float(count) for count in _FAILURE_COUNT.findall(server.gateway.client.get("/metrics").text))
+    """Return the number of responses with a 5xx status that the gateway has sent."""
+    return sum(float(count) for count in _FAILURE_COUNT_PATTERN.findall(server.gateway.client.get("/metrics").text))
 
 
 def count_sockets(server: Server) -> int:
@@ -110,26 +112,26 @@ def _is_socket(link: Path) -> bool:
 @pytest.fixture
 def clients(server, e2b_environment, cubesandbox_environment):
     with ThreadPoolExecutor(4) as pool:
-        new_clients = list(pool.map(make_client, range(CLIENTS)))
+        new_clients = list(pool.map(make_client, range(CLIENT_COUNT)))
     yield new_clients
     for client in new_clients:
-        client.end()
+        client.remove_sandbox()
 
 
-def test_twenty_concurrent_clients(server, request):
-    # In this order: count_failures opens this test's own connection, which is then counted before and after.
-    failures_before = count_failures(server)
-    connections_before = count_sockets(server) - _count_idle_connections(server)
+def test_twenty_concurrent_clients_see_only_their_own_secrets(server, request):
+    # Call count_failures first: it opens this test's own connection, which is then counted both times.
+    failure_count_before = count_failures(server)
+    connection_count_before = count_sockets(server) - _count_idle_connections(server)
     clients: list[Client] = request.getfixturevalue("clients")
     deadline = time.monotonic() + LOAD_SECONDS
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        counts = list(pool.map(lambda client: client.work(deadline), clients))
-    assert all(sum(count.values()) > 0 for count in counts)
-    print("checks:", dict(sum(counts, Counter())))
-    assert count_failures(server) == failures_before
+    with ThreadPoolExecutor(CLIENT_COUNT) as pool:
+        check_counts = list(pool.map(lambda client: client.run_checks(deadline), clients))
+    assert all(sum(count.values()) > 0 for count in check_counts)
+    print("checks:", dict(sum(check_counts, Counter())))
+    assert count_failures(server) == failure_count_before
     for client in clients:
-        client.end()
-    wait(lambda: count_sockets(server) - _count_idle_connections(server) <= connections_before)
+        client.remove_sandbox()
+    wait_until(lambda: count_sockets(server) - _count_idle_connections(server) <= connection_count_before)
 
 
 def _count_idle_connections(server: Server) -> int:

@@ -30,8 +30,8 @@ from e2b.sandbox_sync.paginator import SandboxPaginator, SnapshotPaginator
 
 from tests.support.session import REPOSITORY
 
-_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py"
-_IMAGES = "templates are built from Debian packages, a directory or a tarball (templates.md)"
+_UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py"
+_TEMPLATE_REASON = "templates are built from Debian packages, a directory or a tarball (templates.md)"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ CLIENTS = (
             "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
             "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
             "Volume.*": "all others: no file calls on volumes; mount the volume in a sandbox instead",
-            "Template.*": f"all others: {_IMAGES}",
+            "Template.*": f"all others: {_TEMPLATE_REASON}",
         },
     ),
     Client(
@@ -95,7 +95,7 @@ CLIENTS = (
         {
             "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
             "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
-            **{f"Template.{name}": _IMAGES for name in ("build", "rebuild", "update")},
+            **{f"Template.{name}": _TEMPLATE_REASON for name in ("build", "rebuild", "update")},
         },
     ),
     Client(
@@ -133,9 +133,9 @@ def find_coverage(client: Client) -> dict[str, list[tuple[str, bool]]]:
     coverage: dict[str, list[tuple[str, bool]]] = {}
     for test in list_tests(client):
         marks = getattr(test, "pytestmark", [])
-        memory = any("needs_memory" in mark.args for mark in marks)
+        needs_memory = any("needs_memory" in mark.args for mark in marks)
         for method, note in getattr(test, "covers", {}).items():
-            coverage.setdefault(method, []).append((note, memory))
+            coverage.setdefault(method, []).append((note, needs_memory))
     return coverage
 
 
@@ -146,16 +146,16 @@ def list_table_rows(client: Client) -> list[tuple[str, str, str, str]]:
         if method in client.missing:
             rows.append((method, "no", "no", client.missing[method]))
             continue
-        tests = find_coverage(client)[method]
-        notes = "; ".join(dict.fromkeys(note for note, _ in tests if note))
-        rows.append((method, "yes", "no" if all(memory for _, memory in tests) else "yes", notes))
+        coverage = find_coverage(client)[method]
+        remarks = "; ".join(dict.fromkeys(note for note, _ in coverage if note))
+        rows.append((method, "yes", "no" if all(needs_memory for _, needs_memory in coverage) else "yes", remarks))
     return rows
 
 
 def _sort_key(client: Client) -> Callable[[str], tuple[int, str]]:
-    classes = list(client.classes)
+    titles = list(client.classes)
     return lambda method: (
-        next((position for position, title in enumerate(classes) if method.rpartition(".")[0] == title), len(classes)),
+        next((position for position, title in enumerate(titles) if method.rpartition(".")[0] == title), len(titles)),
         method,
     )
 
@@ -168,15 +168,15 @@ def render_table(client: Client) -> str:
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.title)
 def test_every_method_is_tested_or_documented_as_missing(client):
-    tested, missing = find_coverage(client), client.missing
-    assert not set(tested) & set(missing)
-    listed = {*tested, *missing}
+    tested_methods, missing_methods = find_coverage(client), client.missing
+    assert not set(tested_methods) & set(missing_methods)
+    listed_methods = {*tested_methods, *missing_methods}
     for method in list_public_methods(client):
-        assert method in listed or f"{method.partition('.')[0]}.*" in listed, (
+        assert method in listed_methods or f"{method.partition('.')[0]}.*" in listed_methods, (
             f"{method}: neither tested nor documented as missing"
         )
-    existing = {*list_public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
-    assert {method for method in listed if not method.endswith(".*")} <= existing
+    existing_names = {*list_public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
+    assert {method for method in listed_methods if not method.endswith(".*")} <= existing_names
 
 
 @pytest.mark.parametrize("page", sorted({client.page for client in CLIENTS}))
@@ -184,11 +184,14 @@ def test_the_page_contains_the_generated_tables(page):
     path = REPOSITORY / "docs" / f"{page}.md"
     text = path.read_text()
     start_marker, end_marker = "<!-- methods: made by tests/sdk/test_methods.py -->", "<!-- end of methods -->"
-    tables = "\n\n".join(render_table(client) for client in CLIENTS if client.page == page)
-    expected = re.sub(
-        f"{start_marker}.*{end_marker}", lambda _: f"{start_marker}\n\n{tables}\n\n{end_marker}", text, flags=re.DOTALL
+    tables_text = "\n\n".join(render_table(client) for client in CLIENTS if client.page == page)
+    expected_text = re.sub(
+        f"{start_marker}.*{end_marker}",
+        lambda _: f"{start_marker}\n\n{tables_text}\n\n{end_marker}",
+        text,
+        flags=re.DOTALL,
     )
     assert start_marker in text
     if os.environ.get("GROVE_WRITE_DOCS"):
-        path.write_text(expected)
-    assert path.read_text() == expected, f"generate the page again: {_COMMAND}"
+        path.write_text(expected_text)
+    assert path.read_text() == expected_text, f"generate the page again: {_UPDATE_COMMAND}"

@@ -11,15 +11,15 @@ from tests.security.routes import Target, create_target
 
 
 @pytest.fixture(scope="module")
-def shared_target(_gateway_by_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
+def shared_target(_get_gateway_of_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
     """A target with its own gateway, because the fixture ``memory_gateway`` removes all objects after each test."""
-    with create_target(_gateway_by_folder("targets")) as target:
+    with create_target(_get_gateway_of_folder("targets")) as target:
         yield target
 
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The target that all tests share. Checks that the test has not changed it."""
-    state_before = shared_target.state()
+    """The target that the tests of a module share. Checks after each test that it has not changed."""
+    state_before = shared_target.read_state()
     yield shared_target
-    assert shared_target.state() == state_before and shared_target.events == []
+    assert shared_target.read_state() == state_before and shared_target.events == []

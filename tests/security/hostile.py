@@ -1,4 +1,4 @@
-"""Replace a sandbox's agent, as root in it could, and check that the gateway still serves other clients."""
+"""Replace a sandbox's agent, as root in the sandbox could, and check that the gateway still serves other clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE_TIMEOUT_SECONDS = 20
 """Maximum response time of `/health` on a busy machine."""
 ATTACK_TIMEOUT_SECONDS = 120
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 def create_sandbox(memory_gateway: MemoryGateway, name: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def make_response(body: bytes, status: str = "200 OK") -> bytes:
 
 def make_chunked_response(*chunks: bytes) -> bytes:
     body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
-    return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
+    return RESPONSE_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
 
 
 @contextlib.contextmanager
@@ -47,10 +47,10 @@ def replaced_agent(
         yield agent
 
 
-def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
-    """Return a handler that sends ``piece`` repeatedly, up to ``limit`` bytes in total.
+def make_endless_sender(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+    """Return a handler that sends ``piece`` repeatedly, and a list whose only item is the number of bytes sent so far.
 
-    Also returns a list whose only item is the number of bytes sent so far.
+    The handler stops after ``limit`` bytes, which is far more than the gateway should read.
     """
     sent_bytes = [0]
 
@@ -67,13 +67,13 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
     """Run ``attack`` and return its response. Meanwhile, check that `/health` responds."""
     responses: list[httpx.Response | BaseException] = []
 
-    def run() -> None:
+    def run_attack() -> None:
         try:
             responses.append(attack())
         except BaseException as error:
             responses.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run_attack, daemon=True)
     thread.start()
     deadline = time.monotonic() + ATTACK_TIMEOUT_SECONDS
     while True:
@@ -101,17 +101,17 @@ class LoopMonitor:
         self.longest = 0.0
 
     async def _watch(self) -> None:
-        previous_time = time.thread_time()
+        time_before = time.thread_time()
         while True:
             await asyncio.sleep(0)
             now = time.thread_time()
-            self.longest, previous_time = max(self.longest, now - previous_time), now
+            self.longest, time_before = max(self.longest, now - time_before), now
 
     def __enter__(self) -> LoopMonitor:
-        async def start() -> None:
+        async def start_watching() -> None:
             self._task = asyncio.create_task(self._watch())
 
-        asyncio.run_coroutine_threadsafe(start(), self._loop).result(PROBE_TIMEOUT_SECONDS)
+        asyncio.run_coroutine_threadsafe(start_watching(), self._loop).result(PROBE_TIMEOUT_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,11 +20,11 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from sandbox_gateway import api
-from sandbox_gateway.server.serving import document
+from sandbox_gateway.server.serving import build_openapi_document
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import Machine
 
-VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 """Methods that do not change anything on any route."""
 
@@ -47,31 +47,33 @@ class Target:
 
     gateway: MemoryGateway
     secrets: list[str]
-    build: str
+    build_id: str
     agent_calls: list[str] = field(default_factory=list)
     """The paths of the gateway's requests to agents."""
     events: list[str] = field(default_factory=list)
 
-    def state(self) -> str:
+    def read_state(self) -> str:
         """Return everything that a request can change, as JSON."""
         index, host = self.gateway.engine.index, self.gateway.host
         collections = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
         records = [[item.model_dump(mode="json") for item in collection.values()] for collection in collections]
-        machines = {id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()}
-        builds = [build.build_id for build in self.gateway.engine.templates.list_unfinished_builds()]
-        return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
+        machine_states = {
+            id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()
+        }
+        build_ids = [build.build_id for build in self.gateway.engine.templates.list_unready_builds()]
+        return json.dumps([records, machine_states, build_ids, host.files, host.disks, host.fork_count], sort_keys=True)
 
     def fill_template(self, template: str) -> str:
         """Return the path ``template`` with its parameters replaced by the names of existing objects."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
-        names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
+        names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build_id}
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], template)
 
 
-def route_templates() -> list[tuple[str, str]]:
+def list_route_templates() -> list[tuple[str, str]]:
     """Return (method, path) of all routes, including those that the OpenAPI document omits."""
-    routes = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
+    routes = {(method.upper(), path) for path, item in build_openapi_document()["paths"].items() for method in item}
     for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
         router = getattr(importlib.import_module(module.name), "router", None)
         for route in router.routes if isinstance(router, APIRouter) else ():
@@ -80,8 +82,8 @@ def route_templates() -> list[tuple[str, str]]:
     return sorted({*routes, ("GET", "/openapi.json")})
 
 
-def all_routes(target: Target) -> list[Route]:
-    return [Route(method, target.fill_template(path), path) for method, path in route_templates()]
+def list_routes(target: Target) -> list[Route]:
+    return [Route(method, target.fill_template(path), path) for method, path in list_route_templates()]
 
 
 @contextlib.contextmanager
@@ -101,15 +103,15 @@ def create_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
             memory_gateway.engine.secret.key.hex(),
         ]
         target = Target(memory_gateway, secrets, template["buildID"])
-        with recorded_effects(target):
+        with recording_effects(target):
             yield target
         for path in ("/sandboxes/one", "/snapshots/taken", "/volumes/data?withSnapshots=true", "/templates/spare"):
             admin.delete(path)
 
 
 @contextlib.contextmanager
-def recorded_effects(target: Target) -> Iterator[None]:
-    """Inside the context, record events and requests to agents in ``target``."""
+def recording_effects(target: Target) -> Iterator[None]:
+    """Record events and requests to agents in ``target`` while the context is active."""
     publish, handle_request = target.gateway.engine.events.publish, Machine._handle_request
 
     def record_event(type: str, **data: Any) -> None:
@@ -175,7 +177,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "a method in the query": lambda path: f"{path}?_method=DELETE",
 }
 
-OVERRIDES: list[dict[str, str]] = [
+OVERRIDE_HEADERS: list[dict[str, str]] = [
     {name: value}
     for name, value in (
         *((name, "DELETE") for name in ("X-HTTP-Method-Override", "X-HTTP-Method", "X-Method-Override")),

@@ -12,12 +12,12 @@ from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
-CLIENTS = 80
+CLIENT_COUNT = 80
 BODY_BYTES = MAX_BODY_BYTES - 1000
-"""About 320 MiB on all connections."""
-MAX_GROWTH = 5 * MAX_HELD_BYTES
-"""Bytes. This includes data that is not counted yet, and unused memory of the heap."""
-HEAD = (
+"""The bodies of all connections together take about 320 MiB."""
+MAX_GROWTH_BYTES = 5 * MAX_HELD_BYTES
+"""Includes data that the gateway does not count yet, and unused memory of the heap."""
+REQUEST_HEAD = (
     f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"
     f"Content-Type: application/json\r\nContent-Length: {BODY_BYTES + 1}\r\n\r\n"
 ).encode()
@@ -25,23 +25,23 @@ HEAD = (
 
 def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
-        memory_before = daemon.memory_use()
+        memory_before = daemon.measure_memory()
         connections = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)
+            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENT_COUNT)
         ]
         threads = [threading.Thread(target=_send_incomplete_body, args=[connection]) for connection in connections]
         for thread in threads:
             thread.start()
-        peak, idle_rounds = 0, 0
+        peak_memory, idle_rounds = 0, 0
         while idle_rounds < 20:
             daemon.check_health()
-            peak = max(peak, daemon.memory_use())
+            peak_memory = max(peak_memory, daemon.measure_memory())
             idle_rounds += not any(thread.is_alive() for thread in threads)
-        assert peak - memory_before < MAX_GROWTH, f"{peak - memory_before} bytes"
+        assert peak_memory - memory_before < MAX_GROWTH_BYTES, f"{peak_memory - memory_before} bytes"
         rejected_connections = [
             connection for connection in connections if _read_response(connection).startswith(b"HTTP/1.1 429 ")
         ]
-        assert CLIENTS // 2 < len(rejected_connections) < CLIENTS
+        assert CLIENT_COUNT // 2 < len(rejected_connections) < CLIENT_COUNT
         stack.close()
         # The bytes no longer count after their senders have disconnected.
         eventually(lambda: _is_body_accepted(daemon), seconds=60)
@@ -49,7 +49,7 @@ def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
 
 def _send_incomplete_body(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.sendall(HEAD + b"x" * BODY_BYTES)
+        connection.sendall(REQUEST_HEAD + b"x" * BODY_BYTES)
 
 
 def _read_response(connection: socket.socket) -> bytes:
@@ -63,5 +63,5 @@ def _read_response(connection: socket.socket) -> bytes:
 
 def _is_body_accepted(daemon: Daemon) -> bool:
     with socket.create_connection(("127.0.0.1", daemon.port), 30) as connection:
-        connection.sendall(HEAD + b"x" * (BODY_BYTES + 1))
+        connection.sendall(REQUEST_HEAD + b"x" * (BODY_BYTES + 1))
         return connection.recv(65536).startswith(b"HTTP/1.1 400 ")

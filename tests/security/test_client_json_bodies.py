@@ -12,37 +12,37 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
-from sandbox_gateway.server.serving import document
+from sandbox_gateway.server.serving import build_openapi_document
 from tests.api.inside import eventually
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
-LARGE, MEDIUM = MAX_BODY_BYTES - 256, 64 << 10
+LARGE_BYTES, MEDIUM_BYTES = MAX_BODY_BYTES - 256, 64 << 10
 MAX_GROWTH_KIB = 256 << 10
 """Maximum growth of the whole process. Parsing a body of 4 MiB creates about 100 MiB of Python objects."""
 
 
-def make_object(pair: bytes, size: int = LARGE) -> bytes:
+def make_object(pair: bytes, size: int = LARGE_BYTES) -> bytes:
     """Return a JSON object of about ``size`` bytes. ``pair`` is the format of each member, with %d for its number."""
     count = size // (len(pair % 0) + 7)
     return b"{" + b",".join(pair % number for number in range(count)) + b"}"
 
 
-NOT_OBJECTS: dict[str, bytes] = {
-    "lists in lists": b"[" * MEDIUM,
-    "lists in lists, closed": b"[" * (MEDIUM // 2) + b"]" * (MEDIUM // 2),
-    "objects in objects": b'{"a":' * (MEDIUM // 5),
+NON_OBJECTS: dict[str, bytes] = {
+    "lists in lists": b"[" * MEDIUM_BYTES,
+    "lists in lists, closed": b"[" * (MEDIUM_BYTES // 2) + b"]" * (MEDIUM_BYTES // 2),
+    "objects in objects": b'{"a":' * (MEDIUM_BYTES // 5),
     "a field of lists in lists": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a list of empty objects": b"[" + b"{}," * (MEDIUM // 3 - 2) + b"{}]",
-    "a number without end": b'{"a":' + b"1" * MEDIUM + b"}",
-    "a negative number without end": b'{"a":-' + b"1" * MEDIUM + b"}",
-    "a string without end": b'{"a":"' + b"a" * MEDIUM,
-    "escapes without end": b'{"a":"' + b"\\" * MEDIUM,
-    "quotes without end": b'"' * MEDIUM,
-    "spaces without end": b" " * MEDIUM,
+    "a list of empty objects": b"[" + b"{}," * (MEDIUM_BYTES // 3 - 2) + b"{}]",
+    "a number without end": b'{"a":' + b"1" * MEDIUM_BYTES + b"}",
+    "a negative number without end": b'{"a":-' + b"1" * MEDIUM_BYTES + b"}",
+    "a string without end": b'{"a":"' + b"a" * MEDIUM_BYTES,
+    "escapes without end": b'{"a":"' + b"\\" * MEDIUM_BYTES,
+    "quotes without end": b'"' * MEDIUM_BYTES,
+    "spaces without end": b" " * MEDIUM_BYTES,
     "invalid UTF-8": b'{"a":"\xff\xfe\xc0\xaf"}',
     "overlong UTF-8": b'{"a":"\xe0\x80\xaf"}',
-    "NUL bytes": b"\x00" * MEDIUM,
+    "NUL bytes": b"\x00" * MEDIUM_BYTES,
     "a byte order mark": b"\xef\xbb\xbf{",
     "comments": b'/* */ {"a": "x"} // x',
     "two objects": b'{"a":"x"}{"a":"y"}',
@@ -56,8 +56,8 @@ NOT_OBJECTS: dict[str, bytes] = {
 
 INVALID_OBJECTS: dict[str, bytes] = {
     "a field of the maximum depth": b'{"metadata":{"a":' + b'{"a":' * 900 + b"1" + b"}" * 902,
-    "a fraction without end": b'{"timeout":0.' + b"1" * LARGE + b"}",
-    "an exponent without end": b'{"timeout":1e' + b"9" * LARGE + b"}",
+    "a fraction without end": b'{"timeout":0.' + b"1" * LARGE_BYTES + b"}",
+    "an exponent without end": b'{"timeout":1e' + b"9" * LARGE_BYTES + b"}",
     "infinity": b'{"timeout":Infinity}',
     "negative infinity": b'{"timeout":-Infinity}',
     "not a number": b'{"timeout":NaN}',
@@ -66,7 +66,7 @@ INVALID_OBJECTS: dict[str, bytes] = {
     "half a surrogate pair": b'{"name":"\\ud800"}',
     "half a surrogate pair as a key": b'{"metadata":{"\\udfff":1}}',
     "a NUL in a name": b'{"name":"a\\u0000b"}',
-    "a name of megabytes": b'{"name":"' + b"a" * LARGE + b'"}',
+    "a name of megabytes": b'{"name":"' + b"a" * LARGE_BYTES + b'"}',
     "UTF-16": '{"name": "../x"}'.encode("utf-16"),
     "UTF-32": '{"name": "../x"}'.encode("utf-32"),
     "a repeated name, the last one invalid": b'{"name":"good","name":"../bad"}',
@@ -77,34 +77,36 @@ INVALID_OBJECTS: dict[str, bytes] = {
 """Objects that do not describe a valid sandbox."""
 
 
-def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
+def list_routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
     """Return (method, path, schema of the body) for each route that accepts a body."""
-    schema_document = document()
+    openapi_document = build_openapi_document()
     routes = []
-    for path, item in schema_document["paths"].items():
+    for path, item in openapi_document["paths"].items():
         for method, operation in item.items():
             if "requestBody" in operation:
                 schema = operation["requestBody"]["content"]["application/json"]["schema"]
                 for choice in (schema, *schema.get("anyOf", ())):
                     if "$ref" in choice:
                         name = choice["$ref"].rpartition("/")[2]
-                        routes.append((method.upper(), path, schema_document["components"]["schemas"][name]))
+                        routes.append((method.upper(), path, openapi_document["components"]["schemas"][name]))
     return routes
 
 
-def container_fields(schema: dict[str, Any]) -> dict[str, str]:
+def find_container_fields(schema: dict[str, Any]) -> dict[str, str]:
     """Return {field: type} of all fields whose type is `array` or `object`."""
-    types = {}
+    type_by_field = {}
     for name, field in schema["properties"].items():
         for choice in (field, *field.get("anyOf", ())):
             if choice.get("type") == "array" or "additionalProperties" in choice:
-                types[name] = choice["type"]
-    return types
+                type_by_field[name] = choice["type"]
+    return type_by_field
 
 
-ROUTES = routes_with_bodies()
+ROUTES = list_routes_with_bodies()
 CONTAINER_FIELDS = [
-    (method, path, name, kind) for method, path, schema in ROUTES for name, kind in container_fields(schema).items()
+    (method, path, name, kind)
+    for method, path, schema in ROUTES
+    for name, kind in find_container_fields(schema).items()
 ]
 
 
@@ -140,14 +142,14 @@ def check_refused(client: httpx.Client, target: Target, method: str, path: str, 
     assert client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("body", NOT_OBJECTS)
+@pytest.mark.parametrize("body", NON_OBJECTS)
 def test_a_body_that_is_not_an_object_is_refused_on_every_route(target: Target, body: str) -> None:
-    def work() -> None:
+    def send_to_all_routes() -> None:
         for method, path, _ in ROUTES:
-            check_refused(client, target, method, path, NOT_OBJECTS[body])
+            check_refused(client, target, method, path, NON_OBJECTS[body])
 
     with make_client(target) as client:
-        assert measure_growth_kib(work) < MAX_GROWTH_KIB
+        assert measure_growth_kib(send_to_all_routes) < MAX_GROWTH_KIB
 
 
 @pytest.mark.parametrize("body", INVALID_OBJECTS)
@@ -162,41 +164,41 @@ def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
 @pytest.mark.parametrize(("method", "path", "field", "kind"), CONTAINER_FIELDS, ids=lambda value: str(value))
 def test_many_invalid_members_use_little_memory(target: Target, method: str, path: str, field: str, kind: str) -> None:
     """Every member is invalid, but the gateway must not collect a million errors."""
-    members = make_object(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE // 2 - 2) + b"1]"
+    members = make_object(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE_BYTES // 2 - 2) + b"1]"
     body = b'{"%s":%s}' % (field.encode(), members)
     statuses: list[int] = []
-    healthy_responses = 0
+    success_count = 0
 
-    def work() -> None:
-        nonlocal healthy_responses
+    def send_body() -> None:
+        nonlocal success_count
         thread = threading.Thread(
             target=lambda: statuses.append(send_attack(client, target, method, path, body).status_code)
         )
         thread.start()
         while thread.is_alive():
-            healthy_responses += probe.get("/health").status_code == 200
+            success_count += probe.get("/health").status_code == 200
         thread.join()
 
     with make_client(target) as client, make_client(target) as probe:
-        assert measure_growth_kib(work) < MAX_GROWTH_KIB
-    assert statuses == [400] and healthy_responses
+        assert measure_growth_kib(send_body) < MAX_GROWTH_KIB
+    assert statuses == [400] and success_count
 
 
 def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
     body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_object(b'"%d":1', 1 << 20) + b"}"
     statuses: list[int] = []
 
-    def send() -> None:
+    def send_bodies() -> None:
         with make_client(target, EXEC_KEY) as client:
             for _ in range(2):
                 statuses.append(send_attack(client, target, "POST", "/sandboxes/{ref}/exec", body).status_code)
 
-    threads = [threading.Thread(target=send) for _ in range(4)]
+    threads = [threading.Thread(target=send_bodies) for _ in range(4)]
     for thread in threads:
         thread.start()
-    healthy_responses = 0
+    success_count = 0
     while len(statuses) < 8 and any(thread.is_alive() for thread in threads):
         with make_client(target) as probe:
-            healthy_responses += probe.get("/health").status_code == 200
+            success_count += probe.get("/health").status_code == 200
     eventually(lambda: not any(thread.is_alive() for thread in threads))
-    assert statuses == [200] * 8 and healthy_responses >= 3
+    assert statuses == [200] * 8 and success_count >= 3

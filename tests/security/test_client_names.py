@@ -149,20 +149,20 @@ def test_names_do_not_become_paths_on_a_real_disk(shared_gateway: Gateway) -> No
     created_volumes = []
     try:
         for name in names:
-            volume = client.post("/volumes", json={"name": name, "sizeMB": 64})
-            assert volume.status_code == 201, volume.text
-            created_volumes.append(volume.json())
+            response = client.post("/volumes", json={"name": name, "sizeMB": 64})
+            assert response.status_code == 201, response.text
+            created_volumes.append(response.json())
             assert client.post(f"/volumes/{name}/snapshots", json={"name": name}).status_code == 201
         for invalid_name in ("../x", "/tmp/x", "a/b", ".partial-x"):
             assert client.post("/volumes", json={"name": invalid_name}).status_code == 400
         for directory in (each for each in (root / "volumes").rglob("*") if each.is_dir()):
-            parts = directory.relative_to(root / "volumes").parts
+            path_parts = directory.relative_to(root / "volumes").parts
             # volumes/ID and volumes/ID/snapshots/ID
-            assert all(part == "snapshots" if depth == 1 else is_id(part) for depth, part in enumerate(parts)), (
+            assert all(part == "snapshots" if depth == 1 else is_id(part) for depth, part in enumerate(path_parts)), (
                 directory
             )
-        files = {path.name for path in (root / "volumes").rglob("*") if path.is_file()}
-        assert files <= {"volume.img", "manifest.json"}, files
+        file_names = {path.name for path in (root / "volumes").rglob("*") if path.is_file()}
+        assert file_names <= {"volume.img", "manifest.json"}, file_names
     finally:
         for volume in created_volumes:
             client.delete(f"/volumes/{volume['volumeID']}?withSnapshots=true")

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, world
+from tests.kvm_xfs.test_netns import OPEN_POLICY, world
 from tests.support.gateway import Gateway
 
 SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
@@ -51,20 +51,23 @@ INJECTIONS = [
     *("", " ", "\t", "\n", "a" * 100_000, "1" * 100_000, "," * 1000, "1.1.1.1;", "1.1.1.1\r\nx", "10.0.0.0/255.0.0.x"),
 ]
 """Texts that are neither an IPv4 address nor a range."""
-_PREFIX = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
-_SET = rf"\{{ {_PREFIX}(, {_PREFIX})* \}}"
-_NFT = re.compile(
+_PREFIX_PATTERN = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
+_PREFIX_SET_PATTERN = rf"\{{ {_PREFIX_PATTERN}(, {_PREFIX_PATTERN})* \}}"
+_NFT_RULES_PATTERN = re.compile(
     r"flush chain inet sandbox outside\n"
-    rf"(add rule inet sandbox outside (ip daddr ({_PREFIX}|{_SET}) (accept|reject with icmp admin-prohibited)"
-    rf"|ip daddr {_SET} meta l4proto \{{ tcp, udp \}} th dport 53 accept"
+    rf"(add rule inet sandbox outside (ip daddr ({_PREFIX_PATTERN}|{_PREFIX_SET_PATTERN})"
+    r" (accept|reject with icmp admin-prohibited)"
+    rf"|ip daddr {_PREFIX_SET_PATTERN} meta l4proto \{{ tcp, udp \}} th dport 53 accept"
     r"|accept|reject with icmp admin-prohibited)\n)+"
 )
-_PF = re.compile(
+_PF_RULES_PATTERN = re.compile(
     rf"((pass|block drop|block return) (in|out) quick on [a-z0-9-]+ inet6?( proto (tcp|udp))?"
-    rf"( all| from (! )?{_PREFIX} to (any|\(self\)|{_PREFIX}))( port 53)?\n)+"
+    rf"( all| from (! )?{_PREFIX_PATTERN} to (any|\(self\)|{_PREFIX_PATTERN}))( port 53)?\n)+"
 )
 # Arbitrary texts, and texts that resemble addresses.
-_texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
+_address_strategy = (
+    st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
+)
 
 
 def build_rules(policy: NetworkPolicy) -> tuple[str, str]:
@@ -88,18 +91,20 @@ def test_an_invalid_address_is_refused(text: str, field: str) -> None:
             jail_rules(bridge, bridge.epair(7), policy, [])
 
 
-@given(st.lists(_texts, max_size=4), st.lists(_texts, max_size=4), st.booleans())
+@given(st.lists(_address_strategy, max_size=4), st.lists(_address_strategy, max_size=4), st.booleans())
 @example(["10.0.0.0/255.0.0.0", " 192.0.2.1\n"], ["0.0.0.0/0"], False)
 @settings(max_examples=300, deadline=None)
-def test_accepted_addresses_produce_only_known_rules(allowed: list[str], denied: list[str], internet: bool) -> None:
-    policy = NetworkPolicy(allow_internet=internet, allow_out=allowed, deny_out=denied)
+def test_accepted_addresses_produce_only_known_rules(
+    allowed_addresses: list[str], denied_addresses: list[str], allow_internet: bool
+) -> None:
+    policy = NetworkPolicy(allow_internet=allow_internet, allow_out=allowed_addresses, deny_out=denied_addresses)
     try:
-        nft, pf = build_rules(policy)
+        nft_rules, pf_rules = build_rules(policy)
     except Invalid:
         return
-    assert _NFT.fullmatch(nft), nft
-    assert _PF.fullmatch(pf), pf
-    assert len(pf.splitlines()) <= 20 + len(allowed) + len(denied)
+    assert _NFT_RULES_PATTERN.fullmatch(nft_rules), nft_rules
+    assert _PF_RULES_PATTERN.fullmatch(pf_rules), pf_rules
+    assert len(pf_rules.splitlines()) <= 20 + len(allowed_addresses) + len(denied_addresses)
 
 
 def read_ruleset(slot: Slot) -> str:
@@ -113,7 +118,7 @@ def read_ruleset(slot: Slot) -> str:
 @pytest.mark.usefixtures("need_root")
 async def test_invalid_addresses_do_not_change_the_active_rules() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
+        slot = await w.pool.take(OPEN_POLICY)
         ruleset_before = read_ruleset(slot)
         assert "chain outside" in ruleset_before
         for text in INJECTIONS:
@@ -133,5 +138,5 @@ def test_a_real_gateway_refuses_invalid_addresses(shared_gateway: Gateway, templ
             assert response.status_code == 400 and response.json()["kind"] == "invalid", response.text
     sandboxes = client.get("/sandboxes").json()
     assert [each["sandboxID"] for each in sandboxes] == [each["sandboxID"] for each in sandboxes_before]
-    table = f"table inet {shared_gateway.prefix}_sandbox"
-    assert table in subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, timeout=20).stdout
+    table_line = f"table inet {shared_gateway.prefix}_sandbox"
+    assert table_line in subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, timeout=20).stdout

@@ -10,19 +10,28 @@ from typing import Any
 
 import httpx
 
-from tests.api.inside import PORT, eventually, host, make_reply, port_headers, raw_connection, raw_service, request_head
+from tests.api.inside import (
+    PORT,
+    eventually,
+    make_reply,
+    port_headers,
+    port_host,
+    raw_connection,
+    raw_service,
+    request_head,
+)
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
-CLIENTS = 20
+CLIENT_COUNT = 20
 MAX_BYTES_PER_CLIENT = 16 << 20
 """Maximum number of bytes in transit to a client that does not read: kernel buffers, and a few pieces."""
 ENDLESS_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
-def memory_use() -> int:
-    """Return the memory use in bytes of this process, in which the client, the gateway and the service run."""
+def measure_memory() -> int:
+    """Return the memory use of this process in bytes. The client, the gateway and the service run in this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -33,32 +42,32 @@ def test_many_slow_clients_do_not_delay_others(
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent_bytes
-        if len(service.heads) > CLIENTS:
+        if len(service.heads) > CLIENT_COUNT:
             return
         while True:
             writer.write(b"x" * 65536)
             await writer.drain()
             sent_bytes += 65536
 
-    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
+    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
     with (
-        raw_service(memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENTS, make_reply(), then=flood) as service,
+        raw_service(memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENT_COUNT, make_reply(), then=flood) as service,
         contextlib.ExitStack() as stack,
     ):
-        memory_before = memory_use()
-        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
+        memory_before = measure_memory()
+        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
         for reader in readers:
             assert reader.recv(1) == b"H"
-        previous = -1
+        current_bytes = -1
         for _ in range(60):
             for reader in readers:
                 assert reader.recv(1)
-            previous, earlier = sent_bytes, previous
-            if previous == earlier:
+            current_bytes, previous_bytes = sent_bytes, current_bytes
+            if current_bytes == previous_bytes:
                 break
             time.sleep(0.3)
-        assert 0 < sent_bytes < CLIENTS * MAX_BYTES_PER_CLIENT
-        assert memory_use() - memory_before < CLIENTS * MAX_BYTES_PER_CLIENT
+        assert 0 < sent_bytes < CLIENT_COUNT * MAX_BYTES_PER_CLIENT
+        assert measure_memory() - memory_before < CLIENT_COUNT * MAX_BYTES_PER_CLIENT
         # Requests to the gateway, to another sandbox and to the same service still work.
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
@@ -66,7 +75,7 @@ def test_many_slow_clients_do_not_delay_others(
                 assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
                 assert client.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
-    eventually(lambda: not service.open)
+    eventually(lambda: not service.open_connection_count)
 
 
 def test_slow_services_do_not_delay_others(
@@ -80,19 +89,19 @@ def test_slow_services_do_not_delay_others(
             await writer.drain()
             await asyncio.sleep(0.2)
 
-    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
+    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
     with raw_service(memory_gateway, sandbox, b"H", then=send_slowly) as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
-        eventually(lambda: service.open == CLIENTS)
+        connections = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
+        eventually(lambda: service.open_connection_count == CLIENT_COUNT)
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
                 assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
-        for each in clients[: CLIENTS // 2]:
+        for each in connections[: CLIENT_COUNT // 2]:
             each.close()
         # A client that disconnects also ends its request.
-        eventually(lambda: service.open == CLIENTS // 2)
-    eventually(lambda: not service.open)
+        eventually(lambda: service.open_connection_count == CLIENT_COUNT // 2)
+    eventually(lambda: not service.open_connection_count)
 
 
 def test_event_listeners_that_never_read_use_little_memory(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
@@ -100,14 +109,14 @@ def test_event_listeners_that_never_read_use_little_memory(memory_gateway: Memor
     queues = memory_gateway.engine.events._queues
     count_before = len(queues)
     with contextlib.ExitStack() as stack:
-        for _ in range(CLIENTS):
+        for _ in range(CLIENT_COUNT):
             stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
-        eventually(lambda: len(queues) == count_before + CLIENTS)
-        memory_before_flood = memory_use()
+        eventually(lambda: len(queues) == count_before + CLIENT_COUNT)
+        memory_before_flood = measure_memory()
         for _ in range(5000):
             memory_gateway.loop.call_soon_threadsafe(
                 lambda: memory_gateway.engine.events.publish("flood", data="x" * 1000)
             )
         assert api.get("/health").status_code == 200
-        assert memory_use() - memory_before_flood < 32 << 20
+        assert measure_memory() - memory_before_flood < 32 << 20
     eventually(lambda: len(queues) == count_before)

@@ -20,7 +20,7 @@ from tests.api.inside import (
     port_headers_with_host,
     raw_connection,
     raw_service,
-    read_status,
+    read_response,
     request_head,
 )
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
@@ -28,7 +28,7 @@ from tests.api.test_sandboxes import create_sandbox
 
 CODE_PORT = 49999
 PORTS = (AGENT_PORT, CODE_PORT, PORT)
-PLACES: dict[str, Callable[[str], dict[str, str]]] = {
+TOKEN_PLACES: dict[str, Callable[[str], dict[str, str]]] = {
     "X-Access-Token": lambda token: {"X-Access-Token": token},
     "E2B-Traffic-Access-Token": lambda token: {"E2B-Traffic-Access-Token": token},
     "Cube-Traffic-Access-Token": lambda token: {"Cube-Traffic-Access-Token": token},
@@ -48,8 +48,13 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
 
 
 def list_tokens(sandbox: dict[str, Any]) -> list[str]:
-    envd: str = sandbox["envdAccessToken"]
-    return [envd, sandbox["trafficAccessToken"], token_for_port(envd, CODE_PORT), f"{envd},{envd}"]
+    envd_token: str = sandbox["envdAccessToken"]
+    return [
+        envd_token,
+        sandbox["trafficAccessToken"],
+        token_for_port(envd_token, CODE_PORT),
+        f"{envd_token},{envd_token}",
+    ]
 
 
 @contextlib.contextmanager
@@ -70,7 +75,7 @@ def other_sandbox(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
     return clone
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TOKEN_PLACES)
 @pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host], ids=["by header", "by host"])
 def test_tokens_do_not_open_ports_of_another_sandbox(
     memory_gateway: MemoryGateway,
@@ -84,7 +89,7 @@ def test_tokens_do_not_open_ports_of_another_sandbox(
         for token in list_tokens(sandbox):
             for port in PORTS:
                 for path in ("/", "/files?path=/etc/shadow", "/identity", "/mounts", "/execute"):
-                    headers = make_headers(other_sandbox, port, **PLACES[place](token))
+                    headers = make_headers(other_sandbox, port, **TOKEN_PLACES[place](token))
                     for method in ("GET", "POST"):
                         assert keyless_client.request(method, path, headers=headers).status_code in (401, 403), (
                             port,
@@ -111,10 +116,13 @@ def test_tokens_do_not_open_websockets_to_another_sandbox(
     with guarded_ports(memory_gateway, other_sandbox):
         for token in list_tokens(sandbox):
             request = request_head(
-                "GET /", *upgrade_headers, **port_headers_with_host(other_sandbox, port), **PLACES["everywhere"](token)
+                "GET /",
+                *upgrade_headers,
+                **port_headers_with_host(other_sandbox, port),
+                **TOKEN_PLACES["everywhere"](token),
             )
             with raw_connection(memory_gateway, request) as connection:
-                assert read_status(connection)[0] in (401, 403)
+                assert read_response(connection)[0] in (401, 403)
 
 
 def test_signed_urls_do_not_work_for_another_sandbox(
@@ -144,8 +152,8 @@ def test_requests_with_conflicting_names_reach_only_the_authorized_sandbox(
             ).status_code
             == 403
         )
-        headers_for_both = (*port_headers(sandbox, PORT).items(), *port_headers(other_sandbox, PORT).items())
-        repeated_headers = [*headers_for_both, *token_header.items()]
+        headers_of_both_sandboxes = (*port_headers(sandbox, PORT).items(), *port_headers(other_sandbox, PORT).items())
+        repeated_headers = [*headers_of_both_sandboxes, *token_header.items()]
         keyless_client.get("/", headers=repeated_headers)
         keyless_client.get("/", headers=repeated_headers[::-1])
 
@@ -155,14 +163,14 @@ def test_tokens_stay_invalid_when_the_sandbox_name_is_reused(
 ) -> None:
     api.delete("/sandboxes/one")
     successor = create_sandbox(api, name="one")
-    # Its name is the id of the removed sandbox.
+    # The name of this sandbox is the id of the removed one.
     namesake = create_sandbox(api, name=sandbox["sandboxID"])
-    for heir in (successor, namesake):
-        with guarded_ports(memory_gateway, heir):
+    for new_sandbox in (successor, namesake):
+        with guarded_ports(memory_gateway, new_sandbox):
             for token in list_tokens(sandbox):
-                for ref in (heir["sandboxID"], heir["name"], sandbox["sandboxID"], "one"):
+                for ref in (new_sandbox["sandboxID"], new_sandbox["name"], sandbox["sandboxID"], "one"):
                     for port in PORTS:
-                        headers = port_headers({"sandboxID": ref}, port, **PLACES["everywhere"](token))
+                        headers = port_headers({"sandboxID": ref}, port, **TOKEN_PLACES["everywhere"](token))
                         assert keyless_client.get("/", headers=headers).status_code in (401, 403, 502)
 
 
@@ -171,12 +179,12 @@ def test_tokens_do_not_grant_access_to_the_gateways_api(
 ) -> None:
     volume = api.post("/volumes", json={"name": "data"}).json()
     for token in (*list_tokens(sandbox), volume["token"]):
-        for place in PLACES.values():
+        for place in TOKEN_PLACES.values():
             for method, path in (("GET", "/sandboxes"), ("POST", "/sandboxes/one/exec"), ("DELETE", "/sandboxes/one")):
                 assert keyless_client.request(method, path, headers=place(token)).status_code == 401
     assert api.get("/sandboxes/one").status_code == 200
     with guarded_ports(memory_gateway, sandbox):
-        for place in PLACES.values():
+        for place in TOKEN_PLACES.values():
             for port in PORTS:
                 assert keyless_client.get(
                     "/", headers=port_headers(sandbox, port) | place(volume["token"])
@@ -187,7 +195,7 @@ def test_a_read_key_cannot_access_ports(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     with guarded_ports(memory_gateway, sandbox):
-        for place in PLACES.values():
+        for place in TOKEN_PLACES.values():
             for port in PORTS:
                 assert keyless_client.get("/", headers=port_headers(sandbox, port) | place(READ_KEY)).status_code in (
                     401,
@@ -218,7 +226,7 @@ def test_only_the_access_token_signs_a_url_with_the_gateways_address(
         for token in (*other_tokens, READ_KEY, EXEC_KEY, "", sandbox["sandboxID"], f":{sandbox['envdAccessToken']}"):
             for operation, method in (("read", "GET"), ("write", "POST")):
                 signature = get_signature("/x", operation, None, token or "x")["signature"]
-                for headers in ({}, *(place(sandbox["envdAccessToken"]) for place in PLACES.values())):
+                for headers in ({}, *(place(sandbox["envdAccessToken"]) for place in TOKEN_PLACES.values())):
                     query = urlencode({"path": "/x", "signature": signature})
                     status = keyless_client.request(method, f"/files?{query}", headers=headers).status_code
                     assert status == 401, (method, token, headers)

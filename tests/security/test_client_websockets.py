@@ -15,43 +15,43 @@ from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.data_plane.fragments import MAX_CONTROLS, ClientFragments, Fragments
-from tests.api.inside import PORT, Service, host
+from sandbox_gateway.api.data_plane.fragments import MAX_CONTROL_FRAMES, ClientFragmentProtocol, FragmentProtocol
+from tests.api.inside import PORT, Service, port_host
 from tests.api.memory_gateway import ADMIN_KEY
 from tests.api.test_websocket import Handler, RecordingService
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
-CLIENTS = 20
+CLIENT_COUNT = 20
 MESSAGE_BYTES = 8 << 20
-"""Size of the message that each connection sends; 160 MiB in total."""
-MAX_GROWTH = 40 << 20
-"""Bytes. Buffering until messages are complete would take more than 160 MiB."""
-Tunnels = tuple[Daemon, list[ClientConnection]]
+"""Size of the message that each connection sends. All messages together take 160 MiB."""
+MAX_GROWTH_BYTES = 40 << 20
+"""Buffering until messages are complete would take more than 160 MiB."""
+DaemonAndClients = tuple[Daemon, list[ClientConnection]]
 
 
 @pytest.fixture(scope="module")
-def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, dict[str, Any]]]:
+def _daemon_and_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, dict[str, Any]]]:
     with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon, daemon.create_sandbox()
 
 
 @contextlib.contextmanager
-def open_tunnels(
+def open_websockets(
     daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
-) -> Iterator[Tunnels]:
-    """Open CLIENTS connections to a service in a sandbox, which runs ``handler`` for each of them."""
+) -> Iterator[DaemonAndClients]:
+    """Open CLIENT_COUNT connections to a service in a sandbox. The service runs ``handler`` for each connection."""
     daemon, sandbox = daemon_and_sandbox
     service = RecordingService(handler, **settings)
     with Service(sandbox["address"], PORT, service.listen), contextlib.ExitStack() as stack:
         clients = []
-        for _ in range(CLIENTS):
+        for _ in range(CLIENT_COUNT):
             connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
             connection.settimeout(None)
             clients.append(
                 stack.enter_context(
                     connect(
-                        f"ws://{host(sandbox, PORT)}/",
+                        f"ws://{port_host(sandbox, PORT)}/",
                         sock=connection,
                         additional_headers={"X-API-Key": ADMIN_KEY},
                         compression=None,
@@ -76,9 +76,9 @@ async def never_read(connection: ServerConnection) -> None:
 
 
 def make_fragments(size: int) -> bytes:
-    """Return the unfinished start of a client's message: about MESSAGE_BYTES in fragments of ``size`` bytes."""
-    length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
-    return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (MESSAGE_BYTES // (size + 8))
+    """Return a client's unfinished message: about MESSAGE_BYTES in fragments of ``size`` bytes."""
+    length_field = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
+    return b"\x02\x81\0\0\0\0x" + (b"\x00" + length_field + b"\0" * 4 + b"x" * size) * (MESSAGE_BYTES // (size + 8))
 
 
 FLOODS = {
@@ -90,61 +90,61 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("service", [read_all, never_read])
+@pytest.mark.parametrize("handler", [read_all, never_read])
 @pytest.mark.parametrize("flood", FLOODS)
 def test_memory_use_is_limited_when_a_client_floods(
-    _daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler
+    _daemon_and_sandbox: tuple[Daemon, dict[str, Any]], flood: str, handler: Handler
 ) -> None:
-    with open_tunnels(_daemon, service) as (daemon, clients):
-        memory_before = daemon.memory_use()
-        peak = send_to_all(daemon, clients, FLOODS[flood])
-        assert peak - memory_before < MAX_GROWTH
+    with open_websockets(_daemon_and_sandbox, handler) as (daemon, clients):
+        memory_before = daemon.measure_memory()
+        peak_memory = send_to_all(daemon, clients, FLOODS[flood])
+        assert peak_memory - memory_before < MAX_GROWTH_BYTES
 
 
-@pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (MESSAGE_BYTES, False)])
+@pytest.mark.parametrize(("size", "is_final"), [(0, True), (100, False), (60_000, False), (MESSAGE_BYTES, False)])
 def test_memory_use_is_limited_when_a_guest_floods(
-    _daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool
+    _daemon_and_sandbox: tuple[Daemon, dict[str, Any]], size: int, is_final: bool
 ) -> None:
     """The clients read nothing. The guest sends whole messages, fragments, or one long frame."""
     if size < 126:
-        length = bytes([size])
+        length_field = bytes([size])
     else:
-        length = b"\x7e" + size.to_bytes(2, "big") if size < 1 << 16 else b"\x7f" + (16 << 20).to_bytes(8, "big")
-    frame = (b"\x82" if final else b"\x00") + length + b"x" * size
+        length_field = b"\x7e" + size.to_bytes(2, "big") if size < 1 << 16 else b"\x7f" + (16 << 20).to_bytes(8, "big")
+    frame = (b"\x82" if is_final else b"\x00") + length_field + b"x" * size
     flood_count = 0
 
     async def flood(connection: ServerConnection) -> None:
         nonlocal flood_count
-        connection.transport.write(b"" if final else b"\x02\x01x")
+        connection.transport.write(b"" if is_final else b"\x02\x01x")
         connection.transport.write(frame * max(1, min(MESSAGE_BYTES // len(frame), 100_000)))
         flood_count += 1
         await asyncio.Event().wait()
 
-    with open_tunnels(_daemon, flood) as (daemon, _):
-        memory_before = daemon.memory_use()
-        eventually(lambda: flood_count == CLIENTS, seconds=60)
-        # The gateway reports no end of reading, so measure for a while.
-        peak = max(measure_memory(daemon) for _ in range(20))
-        assert peak - memory_before < MAX_GROWTH
+    with open_websockets(_daemon_and_sandbox, flood) as (daemon, _):
+        memory_before = daemon.measure_memory()
+        eventually(lambda: flood_count == CLIENT_COUNT, seconds=60)
+        # The gateway does not report when it stops reading, so measure for a while.
+        peak_memory = max(measure_memory(daemon) for _ in range(20))
+        assert peak_memory - memory_before < MAX_GROWTH_BYTES
 
 
-@pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
-def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> None:
+@pytest.mark.parametrize("control_frame", [b"\x89\x00", b"\x8a\x00"])
+def test_thousands_of_control_frames_do_not_delay_others(control_frame: bytes) -> None:
     """All frames arrive in a single read. On 60 connections, this once delayed other clients for seconds."""
-    protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
-    protocol.parser = Fragments.parse(protocol)
-    protocol.receive_data(controls * 8000 + b"\x82\x01x")
+    protocol = ClientFragmentProtocol(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
+    protocol.parser = FragmentProtocol.parse(protocol)
+    protocol.receive_data(control_frame * 8000 + b"\x82\x01x")
     control_frame_count = 0
-    while protocol.control_limit_reached:
+    while protocol.has_reached_control_limit:
         batch = protocol.events_received()
-        assert protocol.has_more and len(batch) <= MAX_CONTROLS
+        assert protocol.has_more and len(batch) <= MAX_CONTROL_FRAMES
         control_frame_count += len(batch)
         protocol.receive_data(b"")
-    *remaining, message = protocol.events_received()
-    assert control_frame_count + len(remaining) == 8000 and isinstance(message, Frame) and message.data == b"x"
+    *remaining_frames, message = protocol.events_received()
+    assert control_frame_count + len(remaining_frames) == 8000 and isinstance(message, Frame) and message.data == b"x"
 
 
-def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
+def test_messages_arrive_among_thousands_of_control_frames(_daemon_and_sandbox: tuple[Daemon, dict[str, Any]]) -> None:
     """Control frames precede and follow a message in each direction."""
     pings, trailing_pongs = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
 
@@ -154,7 +154,7 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon
             await connection.send(message)
             connection.transport.write(b"\x8a\x00" * 5000)
 
-    with open_tunnels(_daemon, echo) as (daemon, clients):
+    with open_websockets(_daemon_and_sandbox, echo) as (daemon, clients):
         for client in clients:
             client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + trailing_pongs)
         for client in clients:
@@ -165,7 +165,7 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon
 
 
 def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
-    """Send as much of ``data`` as possible on each connection, and return the daemon's peak memory use meanwhile."""
+    """Send as much of ``data`` as possible on each connection, and return the daemon's peak memory use in bytes."""
 
     def send_to_one(client: ClientConnection) -> None:
         client.socket.settimeout(5)
@@ -175,14 +175,14 @@ def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) ->
     threads = [threading.Thread(target=send_to_one, args=[client]) for client in clients]
     for thread in threads:
         thread.start()
-    peak = 0
+    peak_memory = 0
     while any(thread.is_alive() for thread in threads):
-        peak = max(peak, measure_memory(daemon))
-    return max(peak, measure_memory(daemon))
+        peak_memory = max(peak_memory, measure_memory(daemon))
+    return max(peak_memory, measure_memory(daemon))
 
 
 def measure_memory(daemon: Daemon) -> int:
     """Check that the daemon responds, and return its current memory use in bytes."""
     daemon.check_health()
     threading.Event().wait(0.1)
-    return daemon.memory_use()
+    return daemon.measure_memory()

@@ -17,31 +17,31 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogLines
+from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogWriter
 from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
 from tests.api.memory_gateway import MemoryGateway
 from tests.security.hostile import (
-    HEAD,
+    RESPONSE_HEAD,
     LoopMonitor,
     check_others_are_served,
     make_chunked_response,
+    make_endless_sender,
     make_response,
     replaced_agent,
-    send_endlessly,
 )
 from tests.support.waiting import eventually
 
 _MB = 1 << 20
 _MAX_BLOCKED_SECONDS = 0.2
-"""Processor time. The largest possible response usually takes a third of it."""
+"""CPU time. The largest possible response usually takes a third of it."""
 _QUADRATIC_BODY = b'"\\' * 100_000
 """Each quote looks like the beginning of a string. Parsing 200 KB of them once took two minutes."""
 
 EntryPoint = Callable[[httpx.Client, str], httpx.Response]
 
-ENTRIES: dict[str, EntryPoint] = {
+ENTRY_POINTS: dict[str, EntryPoint] = {
     "exec": lambda client, id: client.post(f"/sandboxes/{id}/exec", json={"args": ["true"]}),
     "v1 exec": lambda client, id: client.post(f"/v1/sandboxes/{id}/exec", json={"args": ["true"]}),
     "v1 eval": lambda client, id: client.post(f"/v1/sandboxes/{id}/eval", json={"code": "1"}),
@@ -51,11 +51,11 @@ ENTRIES: dict[str, EntryPoint] = {
     "pause": lambda client, id: client.post(f"/sandboxes/{id}/pause", json={"memory": False}),
     "read": lambda client, id: client.get(f"/sandboxes/{id}"),
 }
-_EXPECTED_STATUS = {"snapshot": 201, "read": 200}
+_EXPECTED_STATUSES = {"snapshot": 201, "read": 200}
 """The status of requests that work without the agent; others fail with 500."""
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
 @pytest.mark.parametrize("status", ["200 OK", "500 no"])
 def test_unterminated_strings_do_not_delay_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str, status: str
@@ -64,9 +64,9 @@ def test_unterminated_strings_do_not_delay_others(
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         with replaced_agent(memory_gateway, sandbox, make_response(_QUADRATIC_BODY, status)):
             response = check_others_are_served(
-                client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
+                client, lambda: ENTRY_POINTS[entry](memory_gateway.client(), sandbox["sandboxID"])
             )
-        assert response.status_code == _EXPECTED_STATUS.get(entry, 500), response.text
+        assert response.status_code == _EXPECTED_STATUSES.get(entry, 500), response.text
         assert len(response.content) < 10_000
 
 
@@ -86,12 +86,12 @@ INVALID_RESPONSES = {
     "a list instead of output": make_response(b'{"exitCode": 0, "stdout": [65]}'),
     "output that is not base64": make_response(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
     "output with padding in the middle": make_response(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
-    "a wrong length": HEAD + b"Content-Length: 3\r\n\r\n{}",
-    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a wrong length": RESPONSE_HEAD + b"Content-Length: 3\r\n\r\n{}",
+    "two lengths": RESPONSE_HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "chunks of one byte": make_chunked_response(*[b"["] * 20_000),
-    "an endless chunk extension": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000,
-    "endless headers": HEAD + b"a: b\r\n" * 100_000,
-    "one endless header": HEAD + b"a: " + b"b" * 500_000,
+    "an endless chunk extension": RESPONSE_HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000,
+    "endless headers": RESPONSE_HEAD + b"a: b\r\n" * 100_000,
+    "one endless header": RESPONSE_HEAD + b"a: " + b"b" * 500_000,
     "endless interim responses": b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000,
 }
 
@@ -103,14 +103,14 @@ def test_an_invalid_response_fails_only_its_command(
     with (
         memory_gateway.client() as client,
         replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], then=_hang_up),
-        LoopMonitor(memory_gateway) as turns,
+        LoopMonitor(memory_gateway) as loop_monitor,
     ):
         response = check_others_are_served(
-            client, lambda: ENTRIES["exec"](memory_gateway.client(), sandbox["sandboxID"])
+            client, lambda: ENTRY_POINTS["exec"](memory_gateway.client(), sandbox["sandboxID"])
         )
         assert (response.status_code, response.json()["kind"]) == (500, "backend_failed"), response.text
         assert len(response.content) < 2000
-    assert turns.longest < _MAX_BLOCKED_SECONDS
+    assert loop_monitor.longest < _MAX_BLOCKED_SECONDS
 
 
 async def _hang_up(_: Any, writer: Any) -> None:
@@ -127,7 +127,7 @@ def test_numbers_from_a_guest_are_checked(memory_gateway: MemoryGateway, sandbox
             if number == 10**4000:
                 body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
             with replaced_agent(memory_gateway, sandbox, make_response(body)):
-                response = ENTRIES[route](client, sandbox["sandboxID"])
+                response = ENTRY_POINTS[route](client, sandbox["sandboxID"])
             assert response.status_code == 500 and len(response.content) < 1000, (number, response.text)
 
 
@@ -141,21 +141,22 @@ def test_the_largest_output_does_not_delay_others(
 ) -> None:
     """Any program in a sandbox can print 16 MiB to stdout and to stderr, without being root."""
     data = output * (16 * _MB // len(output))
-    text = base64.b64encode(data).decode()
-    body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
+    encoded_output = base64.b64encode(data).decode()
+    body = json.dumps({"exitCode": 0, "stdout": encoded_output, "stderr": encoded_output, "timedOut": False}).encode()
     with (
         memory_gateway.client() as client,
         replaced_agent(memory_gateway, sandbox, make_response(body)),
-        LoopMonitor(memory_gateway) as turns,
+        LoopMonitor(memory_gateway) as loop_monitor,
     ):
         response = check_others_are_served(
-            client, lambda: _make_patient_client(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]})
+            client,
+            lambda: _make_client_with_long_timeout(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]}),
         )
     assert response.status_code == 200
-    assert turns.longest < _MAX_BLOCKED_SECONDS
-    expected = data.decode(errors="replace")
+    assert loop_monitor.longest < _MAX_BLOCKED_SECONDS
+    expected_output = data.decode(errors="replace")
     result = response.json()
-    assert result["stdout"] == expected and result["stderr"] == expected and result["exitCode"] == 0
+    assert result["stdout"] == expected_output and result["stderr"] == expected_output and result["exitCode"] == 0
 
 
 ESCAPES = {
@@ -173,49 +174,49 @@ ESCAPES = {
 def test_the_largest_text_does_not_delay_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], escape: str
 ) -> None:
-    count = 40 * _MB // len(ESCAPES[escape])
-    body = b'{"result": "' + ESCAPES[escape] * count + b'", "error": "", "exit_code": 0}'
+    escape_count = 40 * _MB // len(ESCAPES[escape])
+    body = b'{"result": "' + ESCAPES[escape] * escape_count + b'", "error": "", "exit_code": 0}'
     with (
         memory_gateway.client() as client,
         replaced_agent(memory_gateway, sandbox, make_response(body)),
-        LoopMonitor(memory_gateway) as turns,
+        LoopMonitor(memory_gateway) as loop_monitor,
     ):
         route = "/v1/sandboxes/one/eval"
         response = check_others_are_served(
-            client, lambda: _make_patient_client(memory_gateway).post(route, json={"code": "x"})
+            client, lambda: _make_client_with_long_timeout(memory_gateway).post(route, json={"code": "x"})
         )
     assert response.status_code == 200
-    assert turns.longest < _MAX_BLOCKED_SECONDS
-    expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
-    assert response.json()["result"] == expected * count
+    assert loop_monitor.longest < _MAX_BLOCKED_SECONDS
+    expected_text = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
+    assert response.json()["result"] == expected_text * escape_count
 
 
-def _make_patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
+def _make_client_with_long_timeout(memory_gateway: MemoryGateway) -> httpx.Client:
     client = memory_gateway.client()
     client.timeout = httpx.Timeout(100)
     return client
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str) -> None:
-    """The gateway stops reading and allocating memory near the limit for such a response."""
-    flood, sent_bytes = send_endlessly(b"x" * 65536)
+    """Once its size limit is reached, the gateway stops reading the response and allocating memory for it."""
+    flood, sent_bytes = make_endless_sender(b"x" * 65536)
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        endless_response = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
+        endless_response = RESPONSE_HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
         with replaced_agent(memory_gateway, sandbox, endless_response, then=flood):
             tracemalloc.start()
             try:
                 response = check_others_are_served(
-                    client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
+                    client, lambda: ENTRY_POINTS[entry](memory_gateway.client(), sandbox["sandboxID"])
                 )
-                _, peak = tracemalloc.get_traced_memory()
+                _, peak_memory = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
-    assert response.status_code == _EXPECTED_STATUS.get(entry, 500), response.text
-    limit = guest_json.MAX_BYTES if entry in ("exec", "v1 exec", "v1 eval") else guest_json.DEFAULT_BYTES
-    assert sent_bytes[0] < limit + 32 * _MB
-    assert peak < 2 * limit + 32 * _MB
+    assert response.status_code == _EXPECTED_STATUSES.get(entry, 500), response.text
+    byte_limit = guest_json.MAX_BYTES if entry in ("exec", "v1 exec", "v1 eval") else guest_json.DEFAULT_MAX_BYTES
+    assert sent_bytes[0] < byte_limit + 32 * _MB
+    assert peak_memory < 2 * byte_limit + 32 * _MB
     assert not guest_json._held_bytes
 
 
@@ -229,7 +230,7 @@ def test_memory_for_endless_service_responses_is_limited(
 ) -> None:
     """The responses pass through the data plane, on many connections at once."""
     status_line = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
-    flood, sent_bytes = send_endlessly(piece)
+    flood, sent_bytes = make_endless_sender(piece)
 
     def attack(statuses: list[int]) -> None:
         with memory_gateway.client() as client:
@@ -249,7 +250,7 @@ def test_memory_for_endless_service_responses_is_limited(
             thread.join(100)
     assert sandbox_response.status_code == 200
     assert statuses == [502] * 10
-    # The buffers of the sockets. Without the limit, the service would send more.
+    # The socket buffers can hold this much. Without the limit, the service would send more.
     assert sent_bytes[0] < 200 * _MB
 
 
@@ -274,7 +275,7 @@ def test_reasons_from_a_guest_contain_no_terminal_codes(
             for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
                 body = json.dumps({"message": hostile_text[: 3000 if status == "400 no" else None]}).encode()
                 with replaced_agent(memory_gateway, sandbox, make_response(body, status)):
-                    response = ENTRIES[entry](client, sandbox["sandboxID"])
+                    response = ENTRY_POINTS[entry](client, sandbox["sandboxID"])
                 assert response.is_error
                 _check_printable(response.json()["message"])
         with (
@@ -283,7 +284,7 @@ def test_reasons_from_a_guest_contain_no_terminal_codes(
                 memory_gateway, sandbox, make_response(json.dumps({"message": hostile_text[:3000]}).encode(), "500 no")
             ),
         ):
-            assert ENTRIES["snapshot"](client, sandbox["sandboxID"]).status_code == 201
+            assert ENTRY_POINTS["snapshot"](client, sandbox["sandboxID"]).status_code == 201
     reasons = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
     assert reasons
     for reason in reasons:
@@ -291,7 +292,7 @@ def test_reasons_from_a_guest_contain_no_terminal_codes(
 
 
 def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> None:
-    """A template's setup command prints such codes, and its output becomes part of the build log."""
+    """A template's setup command prints terminal codes, and its output becomes part of the build log."""
     with memory_gateway.client() as client:
         template = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
         route = f"/templates/{template['templateID']}/builds/{template['buildID']}"
@@ -309,9 +310,14 @@ def _check_printable(text: str) -> None:
 def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. The response to each reaches almost its size limit, and then stalls."""
-    size = guest_json.MAX_BYTES - 1000
-    body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
+    """Eight commands run at once. Each response almost reaches its size limit, and then stalls."""
+    response_bytes = guest_json.MAX_BYTES - 1000
+    incomplete_response = (
+        RESPONSE_HEAD
+        + b"Content-Length: %d\r\n\r\n" % (response_bytes + 100)
+        + b'{"stdout": "'
+        + b"x" * (response_bytes - 12)
+    )
 
     async def wait_for_disconnect(reader: Any, _: Any) -> None:
         await reader.read()
@@ -323,7 +329,10 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
             response = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(response.status_code)
 
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, body, then=wait_for_disconnect):
+    with (
+        memory_gateway.client() as client,
+        replaced_agent(memory_gateway, sandbox, incomplete_response, then=wait_for_disconnect),
+    ):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -341,11 +350,11 @@ async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pyte
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     with contextlib.ExitStack() as stack:
-        responses = [stack.enter_context(guest_json.ResponseReader(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
-        for response in responses[:4]:
-            await response.feed(b'"' + b"x" * ((1 << 18) - 1))
+        readers = [stack.enter_context(guest_json.ResponseReader(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
+        for reader in readers[:4]:
+            await reader.feed(b'"' + b"x" * ((1 << 18) - 1))
         with pytest.raises(Busy, match="of all sandboxes"):
-            await responses[4].feed(b'"')
+            await readers[4].feed(b'"')
     assert not guest_json._held_bytes
 
 
@@ -356,18 +365,18 @@ def test_a_huge_file_in_an_untrusted_tree_is_refused(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     (tmp_path / "etc" / "group").write_text("root:x:0:\n")
     tree = Tree(tmp_path)
-    with pytest.raises(Invalid, match="/etc/passwd is longer than 1048576 bytes"):
+    with pytest.raises(Invalid, match="/etc/passwd is larger than 1048576 bytes"):
         tree.read("/etc/passwd")
     assert tree.read("/etc/group") == "root:x:0:\n" and tree.read("/etc") == tree.read("/etc/shadow") == ""
 
 
 def test_an_endless_line_is_truncated() -> None:
     build = Build(template_id="t", name="t", digest="d")
-    lines = LogLines(build)
+    writer = LogWriter(build)
     for _ in range(2000):
-        lines.feed(b"x" * 65536)
-    assert len(lines._partial_line) <= MAX_LINE_LENGTH
-    lines.feed(b"\nend\n")
+        writer.feed(b"x" * 65536)
+    assert len(writer._partial_line) <= MAX_LINE_LENGTH
+    writer.feed(b"\nend\n")
     assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 
 
@@ -375,11 +384,11 @@ def test_retries_stop_when_the_agent_always_hangs_up(
     memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent of a new sandbox accepts every connection, and closes it without a response."""
-    connections = 0
+    connection_count = 0
 
     async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
+        nonlocal connection_count
+        connection_count += 1
         await reader.read(1)
         writer.close()
 
@@ -389,4 +398,4 @@ def test_retries_stop_when_the_agent_always_hangs_up(
     with memory_gateway.client() as client:
         response = client.post("/sandboxes", json={"templateID": "base"})
     assert response.status_code == 504 and "closed every connection" in response.json()["message"], response.text
-    assert connections > 1
+    assert connection_count > 1

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import LOG_BYTES
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 
 PRINT_COUNT = 600_000
 """How many times QEMU prints a line of 51 bytes."""
-MAX_GROWTH = 15 << 20
-"""Bytes. The output is twice as large."""
+MAX_GROWTH_BYTES = 15 << 20
+"""The output is twice as large."""
 
 # Write an invalid value to queue_enable, a register in the common configuration of virtio-pci: QEMU prints an error.
 # The device is the serial port, so that disk and network still work.
-ATTACK = """
+ATTACK_SCRIPT = """
 import glob, mmap, os, struct, sys
 for device in glob.glob("/sys/bus/pci/devices/*"):
     config = open(device + "/config", "rb").read()
@@ -46,18 +46,18 @@ for device in glob.glob("/sys/bus/pci/devices/*"):
 
 @pytest.fixture
 def sandbox_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
-    created = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
-    yield str(created["sandboxID"])
-    shared_gateway.client.delete(f"/sandboxes/{created['sandboxID']}")
+    new_sandbox = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
+    yield str(new_sandbox["sandboxID"])
+    shared_gateway.client.delete(f"/sandboxes/{new_sandbox['sandboxID']}")
 
 
 def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """Root makes QEMU print endlessly. The log stays within its limit, and the machine keeps running.
+    """Root makes QEMU print 30 MB. The log stays within its limit, and the machine keeps running.
 
     When the machine stops, the gateway needs little memory to report why.
     """
     pid = find_qemu_pid(shared_gateway, sandbox_id)
-    result = shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK, str(PRINT_COUNT), timeout=240)
+    result = shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK_SCRIPT, str(PRINT_COUNT), timeout=240)
     assert result["exitCode"] == 0, result
     output = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
     assert b"queue_enable" in output, "this QEMU prints nothing there: find another register"
@@ -68,12 +68,12 @@ def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> No
     eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
     reason = get_sandbox(shared_gateway, sandbox_id)["stateReason"]
     assert "queue_enable" in reason and len(reason) < 1000
-    assert measure_gateway_memory(shared_gateway) - memory_before < MAX_GROWTH
+    assert measure_gateway_memory(shared_gateway) - memory_before < MAX_GROWTH_BYTES
 
 
 def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: str) -> None:
     """The log is an in-memory file. A restarted gateway finds it through the QEMU process, which keeps it open."""
-    assert shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
+    assert shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK_SCRIPT, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
     os.kill(find_qemu_pid(shared_gateway, sandbox_id), signal.SIGKILL)
     eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
@@ -81,8 +81,8 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
 
 
 def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """A machine that an older release started appends to a log file on disk. The test does so in its place."""
-    path = instance_directory(shared_gateway, sandbox_id) / "run" / "qemu.log"
+    """A machine started by an older release appends to a log file on disk. This test writes to the file instead."""
+    path = find_instance_directory(shared_gateway, sandbox_id) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"printed\n")
         shared_gateway.restart()
@@ -93,26 +93,29 @@ def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sa
     assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
 
 
-def instance_directory(gateway: Gateway, sandbox: str) -> Path:
+def find_instance_directory(gateway: Gateway, sandbox_id: str) -> Path:
     """Return the directory of a sandbox's machine."""
-    (directory,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
+    (directory,) = (each for each in (gateway.state_root / "sandboxes" / sandbox_id).iterdir() if each.is_dir())
     return directory
 
 
-def find_qemu_pid(gateway: Gateway, sandbox: str) -> int:
+def find_qemu_pid(gateway: Gateway, sandbox_id: str) -> int:
     """Return the pid of a sandbox's QEMU process."""
-    marker = f"{gateway.state_root}/sandboxes/{sandbox}/"
+    directory_prefix = f"{gateway.state_root}/sandboxes/{sandbox_id}/"
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if marker in (command := (entry / "cmdline").read_text()) and command.partition("\0")[0].find("qemu") >= 0:
+            if (
+                directory_prefix in (command := (entry / "cmdline").read_text())
+                and command.partition("\0")[0].find("qemu") >= 0
+            ):
                 return int(entry.name)
         except OSError:
             continue
-    raise AssertionError(f"no machine of {sandbox}")
+    raise AssertionError(f"sandbox {sandbox_id} has no QEMU process")
 
 
-def get_sandbox(gateway: Gateway, sandbox: str) -> Any:
-    return next(each for each in gateway.call("GET", "/sandboxes?limit=1000") if each["sandboxID"] == sandbox)
+def get_sandbox(gateway: Gateway, sandbox_id: str) -> Any:
+    return next(each for each in gateway.call("GET", "/sandboxes?limit=1000") if each["sandboxID"] == sandbox_id)
 
 
 def measure_gateway_memory(gateway: Gateway) -> int:

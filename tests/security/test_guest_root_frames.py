@@ -3,7 +3,7 @@
 Only packets from the guest's own address leave its network slot, and the slot's address becomes their source. The guest
 is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. The tests observe outgoing frames at
 the host's end of the veth pair. Each test ends with a packet that is allowed; once that packet arrives, all earlier
-frames have been checked.
+frames have been processed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
     GUEST_MAC,
-    TAP,
     TAP_MAC,
+    TAP_NAME,
     VOLUME_PORTS,
     Slot,
     volume_address,
 )
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, Guest, OutsideMachine, run_inside, world
+from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -40,8 +40,8 @@ IPV4, ARP, VLAN, QINQ, IPV6, EAPOL, LLDP = 0x0800, 0x0806, 0x8100, 0x88A8, 0x86D
 ETH_P_ALL = 3
 UDP, TCP, ICMP, IGMP = 17, 6, 1, 2
 PORT = 48126
-MARK, END = b"from-a-guest", b"the-last-one"
-BROADCAST, FOREIGN = "ff:ff:ff:ff:ff:ff", "02:00:5e:00:00:99"
+MARK, END_MARK = b"from-a-guest", b"the-last-one"
+BROADCAST_MAC, FOREIGN_MAC = "ff:ff:ff:ff:ff:ff", "02:00:5e:00:00:99"
 
 
 def parse_mac(text: str) -> bytes:
@@ -73,22 +73,22 @@ def make_packet(
     header_words = 5 + len(options) // 4
     size = 4 * header_words + len(payload)
     addresses = socket.inet_aton(source) + socket.inet_aton(target)
-    head = struct.pack(">BBHHHBBH", 0x40 | header_words, 0, size, id, fragment, 64, protocol, 0) + addresses + options
-    return head[:10] + struct.pack(">H", compute_checksum(head)) + head[12:] + payload
+    header = struct.pack(">BBHHHBBH", 0x40 | header_words, 0, size, id, fragment, 64, protocol, 0) + addresses + options
+    return header[:10] + struct.pack(">H", compute_checksum(header)) + header[12:] + payload
 
 
-def make_udp(source: str, target: str, port: int = PORT, data: bytes = MARK, **more: int) -> bytes:
-    return make_packet(source, target, struct.pack(">HHHH", 5000, port, 8 + len(data), 0) + data, **more)  # type: ignore[arg-type]
+def make_udp(source: str, target: str, port: int = PORT, data: bytes = MARK, **packet_options: int) -> bytes:
+    return make_packet(source, target, struct.pack(">HHHH", 5000, port, 8 + len(data), 0) + data, **packet_options)  # type: ignore[arg-type]
 
 
 def make_arp(operation: int, sender: str, sender_mac: str, target: str, target_mac: str = "00:00:00:00:00:00") -> bytes:
-    head = struct.pack(">HHBBH", 1, IPV4, 6, 4, operation)
-    return head + parse_mac(sender_mac) + socket.inet_aton(sender) + parse_mac(target_mac) + socket.inet_aton(target)
+    header = struct.pack(">HHBBH", 1, IPV4, 6, 4, operation)
+    return header + parse_mac(sender_mac) + socket.inet_aton(sender) + parse_mac(target_mac) + socket.inet_aton(target)
 
 
 def make_ipv6(source: str, target: str, payload: bytes, protocol: int = UDP) -> bytes:
-    head = struct.pack(">IHBB", 6 << 28, len(payload), protocol, 255)
-    return head + ipaddress.IPv6Address(source).packed + ipaddress.IPv6Address(target).packed + payload
+    header = struct.pack(">IHBB", 6 << 28, len(payload), protocol, 255)
+    return header + ipaddress.IPv6Address(source).packed + ipaddress.IPv6Address(target).packed + payload
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,23 @@ class AttackAddresses:
 
     slot: Slot
     neighbour: Slot
-    elsewhere: str
-    host: str
-    volumes: str
+    outside_address: str
+    host_address: str
+    volumes_address: str
 
 
 Attack = Callable[[AttackAddresses], list[bytes]]
 
 
-def source_addresses(addresses: AttackAddresses) -> list[str]:
+def list_source_addresses(addresses: AttackAddresses) -> list[str]:
     slot, neighbour = addresses.slot, addresses.neighbour
-    known_addresses = [slot.host_address, slot.veth_address, addresses.elsewhere, addresses.host, addresses.volumes]
+    known_addresses = [
+        slot.host_address,
+        slot.veth_address,
+        addresses.outside_address,
+        addresses.host_address,
+        addresses.volumes_address,
+    ]
     special_addresses = [
         "0.0.0.0",
         "255.255.255.255",
@@ -120,11 +126,17 @@ def source_addresses(addresses: AttackAddresses) -> list[str]:
     return [*known_addresses, *special_addresses, neighbour.host_address, neighbour.veth_address, GATEWAY_ADDRESS]
 
 
-def target_addresses(addresses: AttackAddresses) -> list[str]:
+def list_target_addresses(addresses: AttackAddresses) -> list[str]:
     slot, neighbour = addresses.slot, addresses.neighbour
     network = ipaddress.ip_network(f"{slot.host_address}/30", strict=False)
     return [
-        *(slot.veth_address, neighbour.veth_address, neighbour.host_address, addresses.host, addresses.volumes),
+        *(
+            slot.veth_address,
+            neighbour.veth_address,
+            neighbour.host_address,
+            addresses.host_address,
+            addresses.volumes_address,
+        ),
         *("127.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "239.255.255.250", "169.254.0.23"),
         *(str(network.broadcast_address), str(network.network_address), GATEWAY_ADDRESS, slot.host_address),
     ]
@@ -137,84 +149,100 @@ def make_extension_headers() -> bytes:
 
 
 ATTACKS: dict[str, Attack] = {
-    "another source": lambda p: [make_frame(make_udp(source, p.elsewhere)) for source in source_addresses(p)],
-    "another source, to the neighbour": lambda p: [
-        make_frame(make_udp(source, p.neighbour.host_address, AGENT_PORT)) for source in source_addresses(p)
+    "another source": lambda p: [
+        make_frame(make_udp(source, p.outside_address)) for source in list_source_addresses(p)
     ],
-    "another target": lambda p: [make_frame(make_udp(GUEST_ADDRESS, target)) for target in target_addresses(p)],
+    "another source, to the neighbour": lambda p: [
+        make_frame(make_udp(source, p.neighbour.host_address, AGENT_PORT)) for source in list_source_addresses(p)
+    ],
+    "another target": lambda p: [make_frame(make_udp(GUEST_ADDRESS, target)) for target in list_target_addresses(p)],
     "another target, TCP": lambda p: [
         make_frame(
             make_packet(GUEST_ADDRESS, target, struct.pack(">HHIIHHHH", 5000, port, 1, 0, 0x5002, 9, 0, 0) + MARK, TCP)
         )
-        for target in target_addresses(p)
+        for target in list_target_addresses(p)
         for port in (22, 80, AGENT_PORT, VOLUME_PORTS[0], VOLUME_PORTS[1])
         if target != GATEWAY_ADDRESS
     ],
     "IPv6": lambda p: [
         make_frame(make_ipv6(source, target, struct.pack(">HHHH", 5000, PORT, 8 + len(MARK), 0) + MARK), IPV6, to=to)
         for source in ("fe80::1", "::1", "fd99::1", f"::ffff:{GUEST_ADDRESS}", "::")
-        for target, to in (("fe80::2", TAP_MAC), ("ff02::1", "33:33:00:00:00:01"), (f"::ffff:{p.elsewhere}", TAP_MAC))
+        for target, to in (
+            ("fe80::2", TAP_MAC),
+            ("ff02::1", "33:33:00:00:00:01"),
+            (f"::ffff:{p.outside_address}", TAP_MAC),
+        )
     ],
     "IPv6 router advertisements": lambda p: [
         make_frame(
             make_ipv6("fe80::1", "ff02::1", b"\x86\x00\x00\x00\x40\x00\x07\x08" + bytes(8) + MARK, 58),
             IPV6,
-            to=BROADCAST,
+            to=BROADCAST_MAC,
         )
     ],
     "IPv6 extension headers": lambda p: [
-        make_frame(make_ipv6("fe80::1", "ff02::1", make_extension_headers(), 0), IPV6, to=BROADCAST)
+        make_frame(make_ipv6("fe80::1", "ff02::1", make_extension_headers(), 0), IPV6, to=BROADCAST_MAC)
     ],
     "IPv4 labelled as IPv6, and vice versa": lambda p: [
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere), IPV6),
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address), IPV6),
         make_frame(make_ipv6("fe80::1", "fe80::2", MARK), IPV4),
     ],
     "VLAN": lambda p: [
         make_frame(struct.pack(">HH", vlan, IPV4) + make_udp("10.99.99.99", target), kind)
         for vlan in (0, 1, 2, 100, 4095)
         for kind in (VLAN, QINQ)
-        for target in (p.elsewhere, p.neighbour.host_address, p.slot.veth_address)
+        for target in (p.outside_address, p.neighbour.host_address, p.slot.veth_address)
     ],
     "VLAN in VLAN": lambda p: [
-        make_frame(struct.pack(">HHHH", 0, inner, 0, IPV4) + make_udp("10.99.99.99", p.elsewhere), outer)
+        make_frame(struct.pack(">HHHH", 0, inner, 0, IPV4) + make_udp("10.99.99.99", p.outside_address), outer)
         for outer in (VLAN, QINQ)
         for inner in (VLAN, QINQ)
     ],
     "IPv6 in a VLAN": lambda p: [make_frame(struct.pack(">HH", 0, IPV6) + make_ipv6("fe80::1", "ff02::1", MARK), VLAN)],
     "ARP": lambda p: [
-        make_frame(make_arp(operation, claimed, of, requested) + MARK, ARP, to=to, source=of)
+        make_frame(
+            make_arp(operation, claimed_address, sender_mac, requested_address) + MARK, ARP, to=to, source=sender_mac
+        )
         for operation in (1, 2, 3, 4)
-        for claimed in (GATEWAY_ADDRESS, GUEST_ADDRESS, p.slot.veth_address, p.neighbour.host_address, p.elsewhere)
-        for requested in (GATEWAY_ADDRESS, claimed)
-        for of in (GUEST_MAC, FOREIGN)
-        for to in (TAP_MAC, BROADCAST)
+        for claimed_address in (
+            GATEWAY_ADDRESS,
+            GUEST_ADDRESS,
+            p.slot.veth_address,
+            p.neighbour.host_address,
+            p.outside_address,
+        )
+        for requested_address in (GATEWAY_ADDRESS, claimed_address)
+        for sender_mac in (GUEST_MAC, FOREIGN_MAC)
+        for to in (TAP_MAC, BROADCAST_MAC)
     ],
     "fragments of another source": lambda p: [
-        make_frame(make_udp("10.99.99.99", p.elsewhere, fragment=0x2000)),
-        make_frame(make_packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=2)),
+        make_frame(make_udp("10.99.99.99", p.outside_address, fragment=0x2000)),
+        make_frame(make_packet("10.99.99.99", p.outside_address, MARK * 2, fragment=2)),
     ],
     "fragments after an allowed first fragment": lambda p: [
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 16, fragment=0x2000, id=9)),
-        make_frame(make_packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=3, id=9)),
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address, data=b"x" * 16, fragment=0x2000, id=9)),
+        make_frame(make_packet("10.99.99.99", p.outside_address, MARK * 2, fragment=3, id=9)),
     ],
     "overlapping fragments": lambda p: [
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 24, fragment=0x2000, id=10)),
-        make_frame(make_packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=0x2001, id=10)),
-        make_frame(make_packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=1, id=10)),
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address, data=b"x" * 24, fragment=0x2000, id=10)),
+        make_frame(make_packet(GUEST_ADDRESS, p.outside_address, MARK + bytes(12), fragment=0x2001, id=10)),
+        make_frame(make_packet(GUEST_ADDRESS, p.outside_address, MARK + bytes(12), fragment=1, id=10)),
     ],
     "a fragment beyond 64 KiB": lambda p: [
-        make_frame(make_packet(GUEST_ADDRESS, p.elsewhere, MARK * 100, fragment=0x1FFF))
+        make_frame(make_packet(GUEST_ADDRESS, p.outside_address, MARK * 100, fragment=0x1FFF))
     ],
     "another sender's MAC": lambda p: [
-        make_frame(make_udp("10.99.99.99", p.elsewhere), source=source) for source in (FOREIGN, TAP_MAC, BROADCAST)
+        make_frame(make_udp("10.99.99.99", p.outside_address), source=source)
+        for source in (FOREIGN_MAC, TAP_MAC, BROADCAST_MAC)
     ],
     "to another MAC": lambda p: [
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere), to=to) for to in (FOREIGN, "00:00:00:00:00:00", GUEST_MAC)
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address), to=to)
+        for to in (FOREIGN_MAC, "00:00:00:00:00:00", GUEST_MAC)
     ],
     "DHCP": lambda p: [
         make_frame(
             make_packet("0.0.0.0", target, struct.pack(">HHHH", source_port, port, 8 + len(MARK), 0) + MARK),
-            to=BROADCAST,
+            to=BROADCAST_MAC,
         )
         for source_port, port in ((68, 67), (67, 68))
         for target in ("255.255.255.255", GATEWAY_ADDRESS, p.slot.veth_address)
@@ -222,7 +250,7 @@ ATTACKS: dict[str, Attack] = {
     "multicast and broadcast": lambda p: [
         make_frame(make_packet(source, target, MARK, protocol), to=to)
         for source in (GUEST_ADDRESS, "10.99.99.99")
-        for target, to in (("224.0.0.1", "01:00:5e:00:00:01"), ("255.255.255.255", BROADCAST))
+        for target, to in (("224.0.0.1", "01:00:5e:00:00:01"), ("255.255.255.255", BROADCAST_MAC))
         for protocol in (UDP, IGMP, ICMP)
     ],
     "source routes": lambda p: [
@@ -230,7 +258,7 @@ ATTACKS: dict[str, Attack] = {
         make_frame(make_packet(GUEST_ADDRESS, via, MARK, options=bytes([kind, 7, 4]) + socket.inet_aton(to) + b"\x00"))
         for kind in (0x83, 0x89)
         for via in (GATEWAY_ADDRESS, p.slot.veth_address, p.slot.host_address)
-        for to in (p.neighbour.host_address, p.host, p.elsewhere)
+        for to in (p.neighbour.host_address, p.host_address, p.outside_address)
     ],
     "redirects": lambda p: [
         make_frame(
@@ -239,21 +267,27 @@ ATTACKS: dict[str, Attack] = {
         for source in (p.slot.veth_address, GUEST_ADDRESS)
     ],
     "packets in packets": lambda p: [
-        make_frame(make_packet("10.99.99.99", p.elsewhere, make_udp(GUEST_ADDRESS, p.neighbour.host_address), protocol))
+        make_frame(
+            make_packet("10.99.99.99", p.outside_address, make_udp(GUEST_ADDRESS, p.neighbour.host_address), protocol)
+        )
         for protocol in (4, 41, 47, 50, 115)
     ],
     "invalid headers": lambda p: [
         make_frame(b"\x45"),
-        make_frame(b"\x4f" + make_udp(GUEST_ADDRESS, p.elsewhere)[1:]),
-        make_frame(b"\x41" + make_udp(GUEST_ADDRESS, p.elsewhere)[1:]),
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere)[:10] + b"\x00\x00" + make_udp(GUEST_ADDRESS, p.elsewhere)[12:]),
-        make_frame(make_udp(GUEST_ADDRESS, p.elsewhere)[:24]),
+        make_frame(b"\x4f" + make_udp(GUEST_ADDRESS, p.outside_address)[1:]),
+        make_frame(b"\x41" + make_udp(GUEST_ADDRESS, p.outside_address)[1:]),
+        make_frame(
+            make_udp(GUEST_ADDRESS, p.outside_address)[:10]
+            + b"\x00\x00"
+            + make_udp(GUEST_ADDRESS, p.outside_address)[12:]
+        ),
+        make_frame(make_udp(GUEST_ADDRESS, p.outside_address)[:24]),
         make_frame(b""),
     ],
     "other protocols": lambda p: [
         make_frame(MARK * 5, kind, to=to)
         for kind in (EAPOL, LLDP, 0x8863, 0x8864, 0x88E5, 0x0000, 0x05DC, 0xFFFF)
-        for to in (TAP_MAC, BROADCAST, "01:80:c2:00:00:00", "01:80:c2:00:00:0e")
+        for to in (TAP_MAC, BROADCAST_MAC, "01:80:c2:00:00:00", "01:80:c2:00:00:0e")
     ],
 }
 
@@ -280,7 +314,7 @@ class Sniffer:
                 frames.append(data)
         return frames
 
-    def pending_frames(self) -> list[bytes]:
+    def read_pending_frames(self) -> list[bytes]:
         frames = []
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -313,7 +347,7 @@ def read_network_state(slot: Slot) -> list[str]:
             lines = [line for line in output.splitlines() if prefix or slot.name in line]
             outputs.append("\n".join(line for line in lines if "counter" not in line))
     neighbour_output = subprocess.run(
-        ["nsenter", f"--net={slot.path}", "ip", "neighbour", "show", "dev", TAP],
+        ["nsenter", f"--net={slot.path}", "ip", "neighbour", "show", "dev", TAP_NAME],
         capture_output=True,
         text=True,
         check=True,
@@ -326,13 +360,13 @@ def read_network_state(slot: Slot) -> list[str]:
 
 
 def send_frames(guest: Guest, frames: list[bytes]) -> None:
-    def send() -> None:
+    def send_all() -> None:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as raw_socket:
             raw_socket.bind(("eth0", 0))
-            for each in frames:
-                raw_socket.send(each.ljust(14, b"\0"))
+            for frame in frames:
+                raw_socket.send(frame.ljust(14, b"\0"))
 
-    run_inside(guest.path, send)
+    run_inside(guest.path, send_all)
 
 
 @dataclass
@@ -347,9 +381,9 @@ class MonitoredSlot:
     """At the tap of the neighbour's slot."""
 
     def check_outgoing_frames(self) -> list[bytes]:
-        """Return the frames that left the slot, and assert that all of them are allowed."""
-        send_frames(self.guest, [make_frame(make_udp(GUEST_ADDRESS, self.addresses.elsewhere, data=END))])
-        frames = self.host_sniffer.read_until(END)
+        """Assert that all frames that left the slot are allowed, and return them."""
+        send_frames(self.guest, [make_frame(make_udp(GUEST_ADDRESS, self.addresses.outside_address, data=END_MARK))])
+        frames = self.host_sniffer.read_until(END_MARK)
         for each in frames:
             (kind,) = struct.unpack(">H", each[12:14])
             # The slot itself sends ARP requests for the MAC address of its neighbour.
@@ -357,12 +391,14 @@ class MonitoredSlot:
             if kind == IPV4:
                 assert socket.inet_ntoa(each[26:30]) == self.addresses.slot.host_address, each.hex()
             if kind == ARP:
-                sender = socket.inet_ntoa(each[28:32])
-                assert sender in (self.addresses.slot.host_address, self.addresses.slot.veth_address), each.hex()
+                sender_address = socket.inet_ntoa(each[28:32])
+                assert sender_address in (self.addresses.slot.host_address, self.addresses.slot.veth_address), (
+                    each.hex()
+                )
                 assert MARK not in each
-        machine_frames = self.machine_sniffer.read_until(END)
+        machine_frames = self.machine_sniffer.read_until(END_MARK)
         assert not any(MARK in each for each in machine_frames), "a frame reached another machine"
-        neighbour_frames = self.neighbour_sniffer.pending_frames()
+        neighbour_frames = self.neighbour_sniffer.read_pending_frames()
         assert not any(MARK in each for each in neighbour_frames), "a frame reached the neighbour"
         return frames
 
@@ -370,14 +406,16 @@ class MonitoredSlot:
 @contextlib.asynccontextmanager
 async def open_monitored_slot() -> AsyncIterator[MonitoredSlot]:
     async with world() as w:
-        slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
-        guest, _ = w.guest(slot), w.guest(other)
-        elsewhere: OutsideMachine = w.outside_machine()
-        addresses = AttackAddresses(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
+        slot, neighbour_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
+        guest, _ = w.add_guest(slot), w.add_guest(neighbour_slot)
+        outside_machine: OutsideMachine = w.add_outside_machine()
+        addresses = AttackAddresses(
+            slot, neighbour_slot, outside_machine.address, outside_machine.host_address, volume_address(w.network)
+        )
         sniffers = (
             Sniffer(lambda make: make(), slot.veth, incoming=True),
-            Sniffer(lambda make: run_inside(elsewhere.path, make), "eth0"),
-            Sniffer(lambda make: run_inside(other.path, make), TAP),
+            Sniffer(lambda make: run_inside(outside_machine.path, make), "eth0"),
+            Sniffer(lambda make: run_inside(neighbour_slot.path, make), TAP_NAME),
         )
         try:
             yield MonitoredSlot(addresses, guest, *sniffers)
@@ -390,9 +428,10 @@ async def open_monitored_slot() -> AsyncIterator[MonitoredSlot]:
 async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
     async with open_monitored_slot() as monitored_slot:
         send_frames(
-            monitored_slot.guest, [make_frame(make_udp(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, data=END))]
+            monitored_slot.guest,
+            [make_frame(make_udp(GUEST_ADDRESS, monitored_slot.addresses.outside_address, data=END_MARK))],
         )
-        monitored_slot.host_sniffer.read_until(END), monitored_slot.machine_sniffer.read_until(END)
+        monitored_slot.host_sniffer.read_until(END_MARK), monitored_slot.machine_sniffer.read_until(END_MARK)
         state_before = read_network_state(monitored_slot.addresses.slot)
         with listen_everywhere(monitored_slot.addresses) as read_packets:
             await asyncio.to_thread(send_frames, monitored_slot.guest, ATTACKS[attack](monitored_slot.addresses))
@@ -403,23 +442,23 @@ async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
 
 @contextlib.contextmanager
 def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
-    """Open UDP sockets on all addresses of the host, and yield a function that returns the packets they received."""
+    """Open UDP sockets on all addresses of the host, and yield a function that returns the received packets."""
     with contextlib.ExitStack() as stack:
         sockets = []
         for port in (PORT, 67, 68):
-            each = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            udp_socket = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            udp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            udp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             with contextlib.suppress(OSError):
-                each.bind(("0.0.0.0", port))
-                each.setblocking(False)
-                sockets.append(each)
+                udp_socket.bind(("0.0.0.0", port))
+                udp_socket.setblocking(False)
+                sockets.append(udp_socket)
 
         def read_packets() -> list[bytes]:
             packets = []
-            for each in sockets:
+            for udp_socket in sockets:
                 with contextlib.suppress(BlockingIOError):
-                    packets.append(each.recv(4096))
+                    packets.append(udp_socket.recv(4096))
             return packets
 
         yield read_packets
@@ -432,9 +471,9 @@ async def test_valid_fragments_pass() -> None:
         data = os.urandom(8).hex().encode() * 4
         datagram = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
         fragments = [
-            make_packet(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, datagram[:24], fragment=0x2000, id=21),
-            make_packet(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, datagram[24:], fragment=3, id=21),
+            make_packet(GUEST_ADDRESS, monitored_slot.addresses.outside_address, datagram[:24], fragment=0x2000, id=21),
+            make_packet(GUEST_ADDRESS, monitored_slot.addresses.outside_address, datagram[24:], fragment=3, id=21),
         ]
         await asyncio.to_thread(send_frames, monitored_slot.guest, [make_frame(packet) for packet in fragments])
         machine_frames = await asyncio.to_thread(monitored_slot.machine_sniffer.read_until, data[:16])
-        assert socket.inet_ntoa(machine_frames[-1][26:30]) == monitored_slot.addresses.host
+        assert socket.inet_ntoa(machine_frames[-1][26:30]) == monitored_slot.addresses.host_address

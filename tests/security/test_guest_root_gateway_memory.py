@@ -13,32 +13,32 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.engine.builds import Build, LogLines
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.engine.builds import Build, LogWriter
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from tests.support.memory_engine import open_engine
 
 MB = 1 << 20
-EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
+CLOCK_EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
 """The event that a guest causes when it sets its clock."""
 EVENT_COUNT = 2000
 
 
 async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
-    instance = Instance(tmp_path)
+    instance = InstanceFiles(tmp_path)
     instance.run.mkdir()
 
-    async def fake_qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_fake_qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         version = {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""}
         writer.write(json.dumps({"QMP": {"version": version, "capabilities": []}}).encode() + b"\n")
         await reader.read(4096)
         writer.write(b'{"return": {}}\n')
         while request := await reader.read(4096):
-            writer.write((json.dumps(EVENT) + "\n").encode() * EVENT_COUNT)
+            writer.write((json.dumps(CLOCK_EVENT) + "\n").encode() * EVENT_COUNT)
             writer.write(json.dumps({"return": {}, "id": json.loads(request)["id"]}).encode() + b"\n")
         writer.close()
 
-    server = await asyncio.start_unix_server(fake_qemu, instance.qmp)
+    server = await asyncio.start_unix_server(serve_fake_qemu, instance.qmp)
     machine = Machine(os.getpid(), instance)
     try:
         await machine.execute("query-status")
@@ -65,13 +65,13 @@ def test_output_of_a_setup_command_is_bounded() -> None:
     build = Build("", "", "")
 
     def attack() -> None:
-        lines = LogLines(build)
+        writer = LogWriter(build)
         for _ in range(1000):
-            lines.feed(b"x" * 65536)
+            writer.feed(b"x" * 65536)
         for number in range(2000):
-            lines.feed(b"\n" * 50 + b"line %d\n" % number)
-        lines.feed(b"why\n")
-        lines.flush()
+            writer.feed(b"\n" * 50 + b"line %d\n" % number)
+        writer.feed(b"why\n")
+        writer.flush()
 
     assert measure_peak_allocation(attack) < 8 * MB
     build.end("error")
@@ -82,10 +82,10 @@ def test_output_of_a_setup_command_is_bounded() -> None:
 
 def test_a_short_build_log_is_complete() -> None:
     build = Build("", "", "")
-    lines = LogLines(build)
+    writer = LogWriter(build)
     for piece in (b"a", b"b\nc", b"\n", b"d"):
-        lines.feed(piece)
-    lines.flush()
+        writer.feed(piece)
+    writer.flush()
     build.end("ready")
     assert build.lines == ["ab", "c", "d"]
 
@@ -96,7 +96,11 @@ async def test_unknown_statuses_share_one_metric_label(tmp_path: Path) -> None:
         metrics = Metrics(engine)
         for status in range(200, 600):
             metrics.record_request("GET", "data plane", status, 0.1)
-        output = metrics.render().decode()
-    count_lines = [line for line in output.splitlines() if line.startswith("sandbox_gateway_request_seconds_count")]
-    assert len(count_lines) < 70
-    assert any('status="404"' in line for line in count_lines) and any('status="other"' in line for line in count_lines)
+        metrics_text = metrics.render().decode()
+    metric_lines = [
+        line for line in metrics_text.splitlines() if line.startswith("sandbox_gateway_request_seconds_count")
+    ]
+    assert len(metric_lines) < 70
+    assert any('status="404"' in line for line in metric_lines) and any(
+        'status="other"' in line for line in metric_lines
+    )

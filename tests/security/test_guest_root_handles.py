@@ -16,13 +16,13 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slo
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
 from tests.kvm_xfs.test_netns import Guest, run_inside
-from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, nfs_status, setup
+from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, get_nfs_status, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
-REFUSED = (NfsError, RpcRejected, *DISCONNECT_ERRORS, OSError)
+REFUSAL_ERRORS = (NfsError, RpcRejected, *DISCONNECT_ERRORS, OSError)
 SECRET = b"of another sandbox"
 
 
@@ -31,74 +31,77 @@ class Victim:
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
-        self.root = volume.mount_volume(guest)
-        self.file = volume.connect_nfs(guest).create(self.root, "secret")
-        volume.connect_nfs(guest).write(self.file, SECRET)
+        self.root_handle = volume.mount_volume(guest)
+        self.file_handle = volume.connect_nfs(guest).create(self.root_handle, "secret")
+        volume.connect_nfs(guest).write(self.file_handle, SECRET)
 
     def check_intact(self) -> None:
         client = self.volume.connect_nfs(self.guest)
-        assert client.read(self.file) == SECRET
-        assert nfs_status(client.lookup, self.root, "planted") == nfs3.NOENT
+        assert client.read(self.file_handle) == SECRET
+        assert get_nfs_status(client.lookup, self.root_handle, "planted") == nfs3.NOENT
 
 
 @contextlib.asynccontextmanager
 async def create_victim(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
     async with setup(xfs_root) as s:
-        slot, guest = await s.guest()
-        volume = await s.volume()
+        slot, guest = await s.create_guest()
+        volume = await s.create_volume()
         await volume.serve({slot: False})
         yield s, Victim(slot, guest, volume)
 
 
-def try_all_procedures(client: Nfs, victim: Victim) -> None:
+def check_all_procedures_fail(client: Nfs, victim: Victim) -> None:
     """Check that all procedures that would reveal or change data fail with the victim's handles."""
     for attempt in (
-        lambda: client.getattr(victim.root),
-        lambda: client.lookup(victim.root, "secret"),
-        lambda: client.read(victim.file),
-        lambda: client.write(victim.file, b"stolen"),
-        lambda: client.truncate(victim.file, 0),
-        lambda: client.create(victim.root, "planted"),
-        lambda: client.mkdir(victim.root, "planted"),
-        lambda: client.symlink(victim.root, "planted", "/"),
-        lambda: client.remove(victim.root, "secret"),
-        lambda: client.rename(victim.root, "secret", victim.root, "planted"),
-        lambda: client.commit(victim.file),
+        lambda: client.getattr(victim.root_handle),
+        lambda: client.lookup(victim.root_handle, "secret"),
+        lambda: client.read(victim.file_handle),
+        lambda: client.write(victim.file_handle, b"stolen"),
+        lambda: client.truncate(victim.file_handle, 0),
+        lambda: client.create(victim.root_handle, "planted"),
+        lambda: client.mkdir(victim.root_handle, "planted"),
+        lambda: client.symlink(victim.root_handle, "planted", "/"),
+        lambda: client.remove(victim.root_handle, "secret"),
+        lambda: client.rename(victim.root_handle, "secret", victim.root_handle, "planted"),
+        lambda: client.commit(victim.file_handle),
     ):
-        with pytest.raises(REFUSED):
+        with pytest.raises(REFUSAL_ERRORS):
             attempt()
 
 
 @pytest.mark.parametrize("uid", [0, 1000, 65534])
 async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -> None:
     async with create_victim(xfs_root) as (s, victim):
-        slot, attacker = await s.guest()
-        own_volume = await s.volume()
+        slot, attacker = await s.create_guest()
+        own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
-        root = own_volume.mount_volume(attacker)
-        try_all_procedures(own_volume.connect_nfs(attacker, uid=uid), victim)
+        root_handle = own_volume.mount_volume(attacker)
+        check_all_procedures_fail(own_volume.connect_nfs(attacker, uid=uid), victim)
         client = own_volume.connect_nfs(attacker)
-        file = client.create(root, "own")
+        file_handle = client.create(root_handle, "own")
         for attempt in (
-            lambda: client.rename(root, "own", victim.root, "planted"),
-            lambda: client.rename(victim.root, "secret", root, "stolen"),
+            lambda: client.rename(root_handle, "own", victim.root_handle, "planted"),
+            lambda: client.rename(victim.root_handle, "secret", root_handle, "stolen"),
         ):
-            with pytest.raises(REFUSED):
+            with pytest.raises(REFUSAL_ERRORS):
                 attempt()
         # Combine two handles: the volume of one and the file of the other.
-        for offset in range(4, len(victim.file)):
-            forged_handles = file[:offset] + victim.file[offset:], victim.file[:offset] + file[offset:]
+        for offset in range(4, len(victim.file_handle)):
+            forged_handles = (
+                file_handle[:offset] + victim.file_handle[offset:],
+                victim.file_handle[:offset] + file_handle[offset:],
+            )
             for handle in forged_handles:
-                with contextlib.suppress(*REFUSED):
+                with contextlib.suppress(*REFUSAL_ERRORS):
                     assert client.read(handle) != SECRET
-        assert client.getattr(file).kind == 1, "the server still works"
+        assert client.getattr(file_handle).kind == 1, "the server still works"
         victim.check_intact()
 
 
 async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root: Path) -> None:
     async with create_victim(xfs_root) as (s, victim):
-        slot, attacker = await s.guest()
-        own_volume = await s.volume()
+        slot, attacker = await s.create_guest()
+        own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
         own_volume.mount_volume(attacker)
         ports = (victim.volume.port, victim.volume.port + 1)
@@ -126,8 +129,8 @@ async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root
 
 async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
     async with create_victim(xfs_root) as (s, victim):
-        slot, attacker = await s.guest()
-        own_volume = await s.volume()
+        slot, attacker = await s.create_guest()
+        own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
         victim_id = victim.volume.id
         for path in (
@@ -137,7 +140,7 @@ async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
             f"//{victim_id}",
             "/" * 1000,
         ):
-            assert nfs_status(own_volume.mount_volume, attacker, path) != nfs3.OK
+            assert get_nfs_status(own_volume.mount_volume, attacker, path) != nfs3.OK
         # As a C string, this is the attacker's own volume.
         assert own_volume.mount_volume(attacker, f"/{own_volume.id}\0/{victim_id}") == own_volume.mount_volume(attacker)
         with run_inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own_volume.port + 1)) as mount:
@@ -149,21 +152,23 @@ async def test_handles_are_invalid_after_the_port_is_reused(xfs_root: Path) -> N
     """A sandbox keeps a volume's handles. Later, another volume's server uses the same port."""
 
     async with create_victim(xfs_root) as (s, victim):
-        slot, heir = await s.guest()
+        slot, new_owner = await s.create_guest()
         await victim.volume.serve({slot: False})
-        heir_client = victim.volume.connect_nfs(heir)
-        assert heir_client.read(victim.file) == SECRET, "the volume now belongs to the heir"
+        new_owner_client = victim.volume.connect_nfs(new_owner)
+        assert new_owner_client.read(victim.file_handle) == SECRET, "the volume now belongs to the new owner"
         with pytest.raises(DISCONNECT_ERRORS):
             victim.volume.connect_nfs(victim.guest, seconds=0.4)
         await victim.volume.serve({})
         later_volume = Volume(s, s.root / f"{new_id()}.img", victim.volume.port)
         await format_image(later_volume.image, later_volume.id, 64)
         await later_volume.serve({slot: False, victim.slot: False})
-        root = later_volume.mount_volume(heir)
-        later_volume.connect_nfs(heir).write(later_volume.connect_nfs(heir).create(root, "secret"), b"of the later one")
-        try_all_procedures(later_volume.connect_nfs(victim.guest), victim)
-        assert nfs_status(later_volume.connect_nfs(heir).lookup, root, "planted") == nfs3.NOENT
+        root_handle = later_volume.mount_volume(new_owner)
+        later_volume.connect_nfs(new_owner).write(
+            later_volume.connect_nfs(new_owner).create(root_handle, "secret"), b"of the later one"
+        )
+        check_all_procedures_fail(later_volume.connect_nfs(victim.guest), victim)
+        assert get_nfs_status(later_volume.connect_nfs(new_owner).lookup, root_handle, "planted") == nfs3.NOENT
         assert (
-            later_volume.connect_nfs(heir).read(later_volume.connect_nfs(heir).lookup(root, "secret"))
+            later_volume.connect_nfs(new_owner).read(later_volume.connect_nfs(new_owner).lookup(root_handle, "secret"))
             == b"of the later one"
         )

@@ -37,7 +37,7 @@ AGENT_REQUESTS = (
     ("GET", "/sandboxes/one", None),
 )
 """All API calls by which a client with a limited key can cause requests to an agent."""
-OK = b"HTTP/1.1 200 OK\r\n"
+OK_STATUS_LINE = b"HTTP/1.1 200 OK\r\n"
 HOST_SERVICE_PORT = 47113
 """The port to which responses redirect the gateway. The test listens on it."""
 
@@ -50,43 +50,43 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def host_service(memory_gateway: MemoryGateway) -> Iterator[RawService]:
     """A service on the host that must not receive requests."""
-    canary = RawService()
-    with Service("127.0.0.1", HOST_SERVICE_PORT, canary.listen):
-        yield canary
+    service = RawService()
+    with Service("127.0.0.1", HOST_SERVICE_PORT, service.listen):
+        yield service
 
 
 class Probe:
     """A context in which requests to `/health` and to a port of another sandbox must succeed."""
 
     def __init__(self, memory_gateway: MemoryGateway, other_sandbox: dict[str, Any]) -> None:
-        self._served = memory_gateway
-        self._other = other_sandbox
+        self._gateway = memory_gateway
+        self._other_sandbox = other_sandbox
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_requests)
-        self.responses = 0
+        self.success_count = 0
         self.failures: list[str] = []
 
     def _send_requests(self) -> None:
-        with self._served.client(EXEC_KEY) as client:
+        with self._gateway.client(EXEC_KEY) as client:
             while not self._stop.wait(0.01):
-                responses = client.get("/health"), client.get("/echo", headers=port_headers(self._other))
-                self.responses += all(response.is_success for response in responses)
+                responses = client.get("/health"), client.get("/echo", headers=port_headers(self._other_sandbox))
+                self.success_count += all(response.is_success for response in responses)
                 self.failures += [response.text for response in responses if not response.is_success]
 
     def __enter__(self) -> Probe:
         self._thread.start()
-        eventually(lambda: self.responses or self.failures)
+        eventually(lambda: self.success_count or self.failures)
         return self
 
     def __exit__(self, *_: object) -> None:
-        count_before = self.responses
-        eventually(lambda: self.responses > count_before or self.failures)
+        count_before = self.success_count
+        eventually(lambda: self.success_count > count_before or self.failures)
         self._stop.set()
         self._thread.join()
         assert self.failures == []
 
 
-def repeat(piece: bytes, limit: int | None = None) -> Handler:
+def make_repeating_sender(piece: bytes, limit: int | None = None) -> Handler:
     """Return a handler that sends ``piece`` repeatedly, at most ``limit`` times."""
 
     async def send_repeatedly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -109,27 +109,48 @@ _HOST_SERVICE_URL = f"http://127.0.0.1:{HOST_SERVICE_PORT}"
 
 FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
     "nothing": (b"", None),
-    "a head that never ends": (OK, repeat(b"X-Y: " + b"z" * 1000 + b"\r\n")),
-    "one header that never ends": (OK + b"X: ", repeat(b"z" * 4096)),
-    "a first line that never ends": (b"HTTP/1.1 200 ", repeat(b"z" * 4096)),
+    "a head that never ends": (OK_STATUS_LINE, make_repeating_sender(b"X-Y: " + b"z" * 1000 + b"\r\n")),
+    "one header that never ends": (OK_STATUS_LINE + b"X: ", make_repeating_sender(b"z" * 4096)),
+    "a first line that never ends": (b"HTTP/1.1 200 ", make_repeating_sender(b"z" * 4096)),
     "not HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", hang_up),
     "another version": (b"HTTP/22 200 OK\r\nContent-Length: 2\r\n\r\n{}", hang_up),
-    "less than the length": (OK + b"Content-Length: 1000\r\n\r\n{", hang_up),
-    "two lengths": (OK + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}", hang_up),
-    "a negative length": (OK + b"Content-Length: -1\r\n\r\n{}", hang_up),
-    "a length of 5000 digits": (OK + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}", hang_up),
-    "more than the limit": (OK + b"Content-Length: 1000000000000\r\n\r\n", repeat(b" " * 65536)),
-    "chunks without end": (OK + b"Transfer-Encoding: chunked\r\n\r\n", repeat(b"10000\r\n" + b" " * 65536 + b"\r\n")),
-    "a chunk without a size": (OK + b"Transfer-Encoding: chunked\r\n\r\nx\r\n{}\r\n", hang_up),
-    "a chunk of negative size": (OK + b"Transfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n", hang_up),
-    "a size that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n", repeat(b"0" * 4096)),
-    "an extension that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", repeat(b"a" * 4096)),
-    "trailers that never end": (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", repeat(b"X: y\r\n")),
-    "an unknown encoding": (OK + b"Transfer-Encoding: rot13\r\n\r\n{}", hang_up),
-    "no length before a hang-up": (b"HTTP/1.0 200 OK\r\n\r\n[", repeat(b" " * 65536, 4096)),
+    "less than the length": (OK_STATUS_LINE + b"Content-Length: 1000\r\n\r\n{", hang_up),
+    "two lengths": (OK_STATUS_LINE + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}", hang_up),
+    "a negative length": (OK_STATUS_LINE + b"Content-Length: -1\r\n\r\n{}", hang_up),
+    "a length of 5000 digits": (OK_STATUS_LINE + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}", hang_up),
+    "more than the limit": (
+        OK_STATUS_LINE + b"Content-Length: 1000000000000\r\n\r\n",
+        make_repeating_sender(b" " * 65536),
+    ),
+    "chunks without end": (
+        OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\n",
+        make_repeating_sender(b"10000\r\n" + b" " * 65536 + b"\r\n"),
+    ),
+    "a chunk without a size": (OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\nx\r\n{}\r\n", hang_up),
+    "a chunk of negative size": (OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n", hang_up),
+    "a size that never ends": (
+        OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\n",
+        make_repeating_sender(b"0" * 4096),
+    ),
+    "an extension that never ends": (
+        OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\n1;",
+        make_repeating_sender(b"a" * 4096),
+    ),
+    "trailers that never end": (
+        OK_STATUS_LINE + b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
+        make_repeating_sender(b"X: y\r\n"),
+    ),
+    "an unknown encoding": (OK_STATUS_LINE + b"Transfer-Encoding: rot13\r\n\r\n{}", hang_up),
+    "no length before a hang-up": (b"HTTP/1.0 200 OK\r\n\r\n[", make_repeating_sender(b" " * 65536, 4096)),
     "a change of protocol": (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", hang_up),
-    "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
-    "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
+    "early hints without end": (
+        b"HTTP/1.1 103 Early Hints\r\n\r\n",
+        make_repeating_sender(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100),
+    ),
+    "100 without end": (
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        make_repeating_sender(b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    ),
     "an invalid status": (b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}", hang_up),
     "a gzip bomb": (make_reply("200 OK", GZIP_BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
     "a redirect": (make_reply("302 Found", b"", f"Location: {_HOST_SERVICE_URL}/stolen"), None),
@@ -168,16 +189,16 @@ def test_a_lying_agent_affects_only_its_sandbox(
         Probe(memory_gateway, other_sandbox),
     ):
         for method, path, body in agent_requests:
-            request_count = len(agent.heads)
+            request_count_before = len(agent.heads)
             result = api.request(method, path, json=body)
             if method == "GET":
                 assert result.status_code == 200 and result.json()["diverged"] is None, "divergence is unknown"
             else:
                 assert 400 <= result.status_code < 600 and result.json()["kind"] != "internal", result.text
             assert len(result.content) < 8192
-            assert len(agent.heads) <= request_count + 1, "the gateway repeated a request"
-        eventually(lambda: not agent.open)
-    assert host_service.accepted == 0, "the gateway followed a redirect"
+            assert len(agent.heads) <= request_count_before + 1, "the gateway repeated a request"
+        eventually(lambda: not agent.open_connection_count)
+    assert host_service.connection_count == 0, "the gateway followed a redirect"
 
 
 @pytest.mark.parametrize("case", FALSE_RESPONSES)
@@ -202,8 +223,8 @@ def test_a_lying_service_affects_only_its_client(
         except (httpx.TransportError, TimeoutError):
             pass
         assert len(service.heads) == 1, "the gateway repeated a request"
-        eventually(lambda: not service.open, seconds=20) if then else None
-    assert host_service.accepted == 0
+        eventually(lambda: not service.open_connection_count, seconds=20) if then else None
+    assert host_service.connection_count == 0
 
 
 def test_compressed_responses_are_forwarded_unchanged(
@@ -219,12 +240,14 @@ def test_compressed_responses_are_forwarded_unchanged(
 
 # --- reused connections ---------------------------------------------------------------------------------------------
 
-POISONED: dict[str, bytes] = {
+POISONED_RESPONSES: dict[str, bytes] = {
     "two responses at once": make_reply(body=b"first") + make_reply(body=b"poison"),
     "after a response without a body": b"HTTP/1.1 204 No Content\r\n\r\n" + make_reply(body=b"poison"),
     "after 304 Not Modified": b"HTTP/1.1 304 Not Modified\r\n\r\n" + make_reply(body=b"poison"),
-    "after chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n0\r\n\r\n" + make_reply(body=b"poison"),
-    "half a head": make_reply(body=b"first") + OK + b"X-Poison: ",
+    "after chunks": OK_STATUS_LINE
+    + b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n0\r\n\r\n"
+    + make_reply(body=b"poison"),
+    "half a head": make_reply(body=b"first") + OK_STATUS_LINE + b"X-Poison: ",
     "a byte": make_reply(body=b"first") + b"H",
     "an early hint": make_reply(body=b"first") + b"HTTP/1.1 103 Early Hints\r\nX-Poison: 1\r\n\r\n",
     **{
@@ -237,17 +260,17 @@ POISONED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
-@pytest.mark.parametrize("poison", POISONED)
+@pytest.mark.parametrize("poison", POISONED_RESPONSES)
 def test_a_surplus_response_does_not_reach_the_next_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], poison: str, method: str
 ) -> None:
-    with raw_service(memory_gateway, sandbox, POISONED[poison], make_reply(body=b"second")) as service:
+    with raw_service(memory_gateway, sandbox, POISONED_RESPONSES[poison], make_reply(body=b"second")) as service:
         with memory_gateway.client(EXEC_KEY) as attacker:
             attacker.request(method, "/", headers=port_headers(sandbox, PORT))
         responses = [api.get("/", headers=port_headers(sandbox, PORT)) for _ in range(3)]
         assert [response.text for response in responses] == ["second"] * 3
         assert not any("x-poison" in response.headers for response in responses)
-        assert service.accepted >= 2, "the gateway reused the connection"
+        assert service.connection_count >= 2, "the gateway reused the connection"
 
 
 def test_the_body_of_a_head_response_does_not_become_the_next_response(
@@ -278,16 +301,16 @@ def test_responses_never_come_from_another_machine_or_port(
 def test_an_early_response_does_not_reach_another_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    """The service sends a response on connection and another after each request, so it is always one response ahead."""
+    """The service sends a response on each new connection and after each request, so it is one response ahead."""
 
-    async def listen(where: str, port: int) -> asyncio.Server:
+    async def listen(address: str, port: int) -> asyncio.Server:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(make_reply(body=b"early"))
             while await reader.readuntil(b"\r\n\r\n"):
                 writer.write(make_reply(body=b"late"))
                 await writer.drain()
 
-        return await asyncio.start_server(serve, where, port)
+        return await asyncio.start_server(serve, address, port)
 
     other_sandbox = create_sandbox(api, name="other")
     with (

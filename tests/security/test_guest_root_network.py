@@ -24,14 +24,22 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import METADATA_ADDRESS, METADATA_SERVICES, OPEN, Guest, open_tap, run_inside, world
+from tests.kvm_xfs.test_netns import (
+    METADATA_ADDRESS,
+    METADATA_SERVICES,
+    OPEN_POLICY,
+    Guest,
+    open_tap,
+    run_inside,
+    world,
+)
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
-AZURE = "168.63.129.16"
-ALL_ADDRESSES = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
-BOTH_HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
-SURROUNDING_NETWORKS = NetworkPolicy(
+AZURE_ADDRESS = "168.63.129.16"
+ALLOW_ALL = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
+ALLOW_BOTH_HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
+ALLOW_SURROUNDING_NETWORKS = NetworkPolicy(
     allow_out=["169.252.0.0/14", "100.100.100.200/31", "168.63.128.0/23", "192.0.0.192/31"]
 )
 
@@ -39,11 +47,11 @@ SURROUNDING_NETWORKS = NetworkPolicy(
 # --- metadata services -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, BOTH_HALVES, SURROUNDING_NETWORKS])
+@pytest.mark.parametrize("policy", [OPEN_POLICY, ALLOW_ALL, ALLOW_BOTH_HALVES, ALLOW_SURROUNDING_NETWORKS])
 async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkPolicy) -> None:
     async with world() as w:
-        guest = w.guest(await w.pool.take(policy))
-        outside_machine = w.outside_machine()
+        guest = w.add_guest(await w.pool.take(policy))
+        outside_machine = w.add_outside_machine()
         w.close_at_end(outside_machine.listen(80))
         assert guest.can_reach(outside_machine.address, 80, timeout=20), "the outside machine is unreachable"
         assert [service for service in METADATA_SERVICES if guest.can_reach(service, 80)] == []
@@ -52,8 +60,8 @@ async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkP
 @pytest.mark.parametrize("service", METADATA_SERVICES)
 async def test_allowing_one_metadata_address_does_not_allow_others(service: str) -> None:
     async with world() as w:
-        guest = w.guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
-        w.close_at_end(w.outside_machine().listen(80))
+        guest = w.add_guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
+        w.close_at_end(w.add_outside_machine().listen(80))
         assert guest.can_reach(service, 80, timeout=20)
         assert [each for each in METADATA_SERVICES if each != service and guest.can_reach(each, 80)] == []
 
@@ -61,45 +69,45 @@ async def test_allowing_one_metadata_address_does_not_allow_others(service: str)
 @pytest.mark.parametrize(
     ("policy", "is_reachable"),
     [
-        (OPEN, True),
-        (ALL_ADDRESSES, True),
+        (OPEN_POLICY, True),
+        (ALLOW_ALL, True),
         (NetworkPolicy(deny_out=["168.63.129.0/24"]), False),
         (NetworkPolicy(allow_internet=False), False),
         (NetworkPolicy(allow_internet=False, allow_out=["10.0.0.0/8"]), False),
     ],
 )
 async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: NetworkPolicy, is_reachable: bool) -> None:
-    async with world(dns=[AZURE]) as w:
-        guest = w.guest(await w.pool.take(policy))
-        outside_machine = w.outside_machine()
+    async with world(dns=[AZURE_ADDRESS]) as w:
+        guest = w.add_guest(await w.pool.take(policy))
+        outside_machine = w.add_outside_machine()
         for port in (80, 53):
             w.close_at_end(outside_machine.listen(port))
-        assert guest.can_reach(AZURE, 53, timeout=20 if is_reachable else 0.8) is is_reachable
+        assert guest.can_reach(AZURE_ADDRESS, 53, timeout=20 if is_reachable else 0.8) is is_reachable
         assert not guest.can_reach(METADATA_ADDRESS, 53)
-        assert not guest.can_reach(AZURE, 80)
+        assert not guest.can_reach(AZURE_ADDRESS, 80)
 
 
-@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, BOTH_HALVES, SURROUNDING_NETWORKS])
+@pytest.mark.parametrize("policy", [OPEN_POLICY, ALLOW_ALL, ALLOW_BOTH_HALVES, ALLOW_SURROUNDING_NETWORKS])
 def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
-    first_pass_index = next(index for index, rule in enumerate(rules) if rule.startswith("pass in"))
+    rule_lines = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
+    first_pass_index = next(index for index, rule in enumerate(rule_lines) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
-        assert rules.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < first_pass_index
+        assert rule_lines.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < first_pass_index
 
 
 def test_jail_rules_allow_explicitly_listed_metadata_addresses() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
-    rules = jail_rules(bridge, bridge.epair(7), policy, [AZURE]).splitlines()
+    rule_lines = jail_rules(bridge, bridge.epair(7), policy, [AZURE_ADDRESS]).splitlines()
     condition = "quick on sbxbr inet"
-    block_index = rules.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")
+    block_index = rule_lines.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")
     for rule in (
         f"pass in {condition} from 10.231.0.7 to 169.254.170.2/32",
-        f"pass in {condition} proto udp from 10.231.0.7 to {AZURE}/32 port 53",
+        f"pass in {condition} proto udp from 10.231.0.7 to {AZURE_ADDRESS}/32 port 53",
     ):
-        assert rules.index(rule) < block_index
-    assert rules.index(f"pass in {condition} from 10.231.0.7 to any") > block_index
+        assert rule_lines.index(rule) < block_index
+    assert rule_lines.index(f"pass in {condition} from 10.231.0.7 to any") > block_index
 
 
 # --- tables that all namespaces share --------------------------------------------------------------------------
@@ -150,7 +158,7 @@ def send_syns(guest: Guest, address: str, count: int) -> None:
                 client.connect((address, BLACK_HOLE_PORT))
 
 
-@pytest.mark.parametrize("target", ["elsewhere", "gateway"])
+@pytest.mark.parametrize("target", ["outside", "gateway"])
 @pytest.mark.parametrize("flood", [send_datagrams, send_pings, send_syns])
 async def test_a_connection_flood_does_not_fill_the_host_tables(
     flood: Callable[[Guest, str, int], None], target: str, monkeypatch: pytest.MonkeyPatch
@@ -158,18 +166,18 @@ async def test_a_connection_flood_does_not_fill_the_host_tables(
     monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
-        slot, other_slot = await w.pool.take(OPEN), await w.pool.take(OPEN)
-        guest, neighbour = w.guest(slot), w.guest(other_slot)
-        outside_machine = w.outside_machine()
-        drop_rule = f"add rule ip t i tcp dport {BLACK_HOLE_PORT} drop"
-        chain = "add table ip t; add chain ip t i { type filter hook input priority 0; }"
-        run_in_namespace(outside_machine.path, "nft", f"{chain}; {drop_rule}")
+        slot, other_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(OPEN_POLICY)
+        guest, neighbour = w.add_guest(slot), w.add_guest(other_slot)
+        outside_machine = w.add_outside_machine()
+        drop_command = f"add rule ip t i tcp dport {BLACK_HOLE_PORT} drop"
+        chain_commands = "add table ip t; add chain ip t i { type filter hook input priority 0; }"
+        run_in_namespace(outside_machine.path, "nft", f"{chain_commands}; {drop_command}")
         server = w.close_at_end(outside_machine.listen(80))
         client = w.close_at_end(guest.connect(outside_machine.address, 80))
         accepted_connection = w.close_at_end(server.accept()[0])
 
-        address = outside_machine.address if target == "elsewhere" else GATEWAY_ADDRESS
-        run_inside(guest.path, lambda: flood(guest, address, 5 * MAX_TEST_CONNECTIONS))
+        target_address = outside_machine.address if target == "outside" else GATEWAY_ADDRESS
+        run_inside(guest.path, lambda: flood(guest, target_address, 5 * MAX_TEST_CONNECTIONS))
         assert count_connections_in_slot(slot) <= MAX_TEST_CONNECTIONS + 10
         assert count_connections_on_host(slot) <= MAX_TEST_CONNECTIONS + 10
 
@@ -183,25 +191,25 @@ async def test_a_connection_flood_does_not_fill_the_host_tables(
 
 async def test_a_sandbox_has_at_most_4096_connections() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        guest = w.guest(slot)
-        outside_machine = w.outside_machine()
+        slot = await w.pool.take(OPEN_POLICY)
+        guest = w.add_guest(slot)
+        outside_machine = w.add_outside_machine()
         run_inside(guest.path, lambda: send_datagrams(guest, outside_machine.address, 12_000))
-        for table in (count_connections_in_slot(slot), count_connections_on_host(slot)):
-            assert 2_000 < table <= 4_106
+        for connection_count in (count_connections_in_slot(slot), count_connections_on_host(slot)):
+            assert 2_000 < connection_count <= 4_106
 
 
 async def test_resets_that_the_host_misses_do_not_raise_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reset that reaches only the slot removes the connection there, but the host would track it for days."""
+    """A reset that reaches only the slot ends the connection there, but the host would track it for days."""
     monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
-        slot = await w.pool.take(OPEN)
+        slot = await w.pool.take(OPEN_POLICY)
         run_inside(slot.path, lambda: Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").write_text("0"))
-        guest = w.guest(slot)
-        outside_machine = w.outside_machine()
+        guest = w.add_guest(slot)
+        outside_machine = w.add_outside_machine()
         server = w.close_at_end(outside_machine.listen(80))
 
         def connect_and_reset() -> None:
@@ -231,16 +239,16 @@ async def test_resets_that_the_host_misses_do_not_raise_the_limit(
 
 async def test_forged_senders_do_not_fill_the_neighbour_table() -> None:
     async with world() as w:
-        slot = await w.pool.take(OPEN)
-        tap = run_inside(slot.path, lambda: open_tap(slot.tap))
+        slot = await w.pool.take(OPEN_POLICY)
+        tap_fd = run_inside(slot.path, lambda: open_tap(slot.tap))
         try:
             mac = bytes.fromhex(GUEST_MAC.replace(":", ""))
             for number in range(500):
-                sender = socket.inet_aton(f"10.99.{number >> 8}.{number & 255}")
-                request = struct.pack(">HHBBH", 1, 0x800, 6, 4, 1) + mac + sender
-                request += bytes(6) + socket.inet_aton(GATEWAY_ADDRESS)
-                os.write(tap, (b"\xff" * 6 + mac + b"\x08\x06" + request).ljust(60, b"\0"))
-            entries = run_in_namespace(slot.path, "ip", "neigh", "show", "dev", slot.tap)
+                sender_address = socket.inet_aton(f"10.99.{number >> 8}.{number & 255}")
+                arp_request = struct.pack(">HHBBH", 1, 0x800, 6, 4, 1) + mac + sender_address
+                arp_request += bytes(6) + socket.inet_aton(GATEWAY_ADDRESS)
+                os.write(tap_fd, (b"\xff" * 6 + mac + b"\x08\x06" + arp_request).ljust(60, b"\0"))
+            neighbour_table = run_in_namespace(slot.path, "ip", "neigh", "show", "dev", slot.tap)
         finally:
-            os.close(tap)
-        assert "10.99." not in entries
+            os.close(tap_fd)
+        assert "10.99." not in neighbour_table

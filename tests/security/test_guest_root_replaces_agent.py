@@ -14,7 +14,7 @@ from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import eventually
 
 # A program that responds to every request with 200 KB in which each quote looks like the beginning of a string.
-HOSTILE_AGENT = """
+HOSTILE_AGENT_SCRIPT = """
 import socket, threading
 BODY = b'"' + bytes([92])
 BODY *= 100_000
@@ -42,8 +42,8 @@ def attacker_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     """The id of a sandbox in which another program has replaced the agent."""
     new_sandbox = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
     id: str = new_sandbox["sandboxID"]
-    program = base64.b64encode(HOSTILE_AGENT.encode()).decode()
-    write_command = f"echo {program} | base64 -d > /root/hostile.py"
+    encoded_script = base64.b64encode(HOSTILE_AGENT_SCRIPT.encode()).decode()
+    write_command = f"echo {encoded_script} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write_command}; setsid sh -c '{_REPLACE_COMMAND}' </dev/null >/dev/null 2>&1 &")
     eventually(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
     yield id
@@ -69,7 +69,7 @@ def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, attacker_id: 
             (f"/sandboxes/{attacker_id}/snapshots", {"name": "of-evil-memory"}, 201),
             (f"/sandboxes/{attacker_id}/pause", {"memory": False}, 500),
         ):
-            response = check_others_are_served(gateway.client, _make_request(gateway, route, body))
+            response = check_others_are_served(gateway.client, _prepare_request(gateway, route, body))
             assert response.status_code == status, (route, response.text)
             assert len(response.content) < 10_000
         sandbox_response = check_others_are_served(
@@ -79,7 +79,7 @@ def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, attacker_id: 
         assert gateway.execute(other_id, "echo", "served")["stdout"] == "served\n"
         # The fork must also receive an identity, so its agent must respond.
         fork_response = check_others_are_served(
-            gateway.client, _make_request(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
+            gateway.client, _prepare_request(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
         )
         assert fork_response.status_code == 500, fork_response.text
     finally:
@@ -89,5 +89,5 @@ def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, attacker_id: 
         gateway.call("DELETE", "/volumes/of-evil?force=true")
 
 
-def _make_request(gateway: Gateway, route: str, body: dict[str, Any]) -> Callable[[], httpx.Response]:
+def _prepare_request(gateway: Gateway, route: str, body: dict[str, Any]) -> Callable[[], httpx.Response]:
     return lambda: gateway.client.post(route, json=body, timeout=_REQUEST_TIMEOUT_SECONDS)

@@ -60,9 +60,9 @@ def test_escaped_json_has_the_same_meaning() -> None:
 
 @pytest.fixture
 def hostile_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway whose responses all contain hostile text, as an older gateway might forward it."""
+    """A gateway whose responses all contain hostile text, because older gateways may not remove it."""
 
-    def fake_call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
+    def return_hostile_fields(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
         if route.endswith("/exec"):
             return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
         if method == "DELETE":
@@ -77,30 +77,30 @@ def hostile_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
             "names": [HOSTILE_TEXT],
         }
 
-    def fake_events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    def yield_hostile_events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "sandbox.stopped", {"at": "2026-01-01T00:00:00", "reason": f"{HOSTILE_TEXT}\n00:00:00 forged"}
 
-    monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", fake_call)
-    monkeypatch.setattr("sandbox_gateway.cli.client.Client.stream_events", fake_events)
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", return_hostile_fields)
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.stream_events", yield_hostile_events)
 
 
 @pytest.mark.parametrize(
-    "words", ["show one", "--json show one", "events", "--json events", "kill a b", "kill a", "template show x"]
+    "arguments", ["show one", "--json show one", "events", "--json events", "kill a b", "kill a", "template show x"]
 )
 def test_sandboxctl_prints_no_terminal_codes(
-    hostile_gateway: None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hostile_gateway: None, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", *words.split()])
+    monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", *arguments.split()])
     with pytest.raises(SystemExit):
         sandboxctl.main()
     out, err = capsys.readouterr()
     assert "text" in out + err
     _check_printable(out + err)
-    if words == "events":
+    if arguments == "events":
         assert len(out.splitlines()) == 1
 
 
-def test_exec_output_is_passed_unchanged(
+def test_exec_output_is_printed_unchanged(
     hostile_gateway: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", "exec", "one", "--", "ls"])
@@ -110,7 +110,7 @@ def test_exec_output_is_passed_unchanged(
 
 
 def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    times = {"createdAt": "2026-01-01T00:00:00Z", "endAt": "2026-01-01T00:00:00Z"}
+    time_fields = {"createdAt": "2026-01-01T00:00:00Z", "endAt": "2026-01-01T00:00:00Z"}
     render.print_sandboxes(
         [
             {
@@ -121,7 +121,7 @@ def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFi
                 "forkedFrom": HOSTILE_TEXT,
                 "cpuCount": 1,
             }
-            | {"memoryMB": 1, **times}
+            | {"memoryMB": 1, **time_fields}
         ]
     )
     render.print_tree([{"kind": "sandbox", "names": [HOSTILE_TEXT], "id": HOSTILE_TEXT, "depth": 0}])

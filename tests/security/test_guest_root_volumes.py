@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
-from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.kvm_xfs.test_netns import run_inside
-from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, kill_process, nfs_status, run_command, setup
+from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
 from tests.support.waiting import eventually
@@ -34,59 +34,63 @@ def read_process_status(pid: int) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
-def shares_namespace(pid: int, space: str) -> bool:
-    """Return whether a process is in the same namespace of kind ``space``, such as `net`, as this process."""
-    return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
+def shares_namespace(pid: int, kind: str) -> bool:
+    """Return whether a process shares its namespace of ``kind``, such as `net`, with this process."""
+    return Path(f"/proc/{pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}")
 
 
 async def test_a_server_has_few_privileges_and_cannot_gain_more(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         status = read_process_status(volume.pid)
         assert status["Seccomp"] == "2"
         assert status["NoNewPrivs"] == "1"
-        for kind in ("CapEff", "CapPrm", "CapBnd"):
-            assert int(status[kind], 16) == 0b11011111, "only the capabilities to act for users of the guests"
+        for capability_set in ("CapEff", "CapPrm", "CapBnd"):
+            assert int(status[capability_set], 16) == 0b11011111, "only the capabilities to act for users of the guests"
         assert int(status["CapInh"], 16) == int(status["CapAmb"], 16) == 0
-        for space in ("mnt", "pid", "ipc", "uts", "net"):
-            assert not shares_namespace(volume.pid, space), space
+        for kind in ("mnt", "pid", "ipc", "uts", "net"):
+            assert not shares_namespace(volume.pid, kind), kind
 
 
 async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, _) = await s.volume(), await s.guest()
+        volume, (slot, _) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         hierarchies = Cgroups(s.network.prefix, "volumes")._hierarchies
         assert hierarchies, "this machine has no usable cgroup controllers, so limits cannot be tested"
         membership = await asyncio.to_thread(Path(f"/proc/{volume.pid}/cgroup").read_text)
         for controller in CONTROLLERS:
             if hierarchy := hierarchies.get(controller):
-                name = controller if hierarchy.version == 1 else ""
-                line = next(line for line in membership.splitlines() if name in line.split(":")[1].split(","))
-                assert line.split(":")[2].endswith(f"/{s.network.prefix}-volumes/{volume.id}")
+                controller_name = controller if hierarchy.version == 1 else ""
+                membership_line = next(
+                    membership_line
+                    for membership_line in membership.splitlines()
+                    if controller_name in membership_line.split(":")[1].split(",")
+                )
+                assert membership_line.split(":")[2].endswith(f"/{s.network.prefix}-volumes/{volume.id}")
         if hierarchy := hierarchies.get("memory"):
-            file = "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
-            group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
-            assert int((group / file).read_text()) == 1 << 30
+            limit_file_name = "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
+            group_directory = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
+            assert int((group_directory / limit_file_name).read_text()) == 1 << 30
         if hierarchy := hierarchies.get("pids"):
-            group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
-            assert int((group / "pids.max").read_text()) == 512
+            group_directory = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
+            assert int((group_directory / "pids.max").read_text()) == 512
         await s.servers.stop(volume.id)
         for hierarchy in hierarchies.values():
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
 
 
-REACH_SCRIPT = """
+CONNECT_SCRIPT = """
 import json, socket, sys
-reached = []
+reachable = []
 for address, port in json.loads(sys.argv[1]):
     try:
         socket.create_connection((address, port), 1.5).close()
-        reached.append([address, port])
+        reachable.append([address, port])
     except OSError:
         pass
-print(json.dumps(reached))
+print(json.dumps(reachable))
 """
 
 
@@ -94,14 +98,14 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
     """The attack runs as root in the server's network namespace, without its seccomp filter."""
 
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (slot, guest), (other, neighbour) = await s.guest(), await s.guest()
+        volume = await s.create_volume()
+        (slot, guest), (other_slot, neighbour) = await s.create_guest(), await s.create_guest()
         for each in (guest, neighbour):
             for port in (AGENT_PORT, CODE_PORT, 8000):
                 s.stack.enter_context(each.listen(port))
         host_server = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         await volume.serve({slot: False})
-        targets = [[each.host_address, port] for each in (slot, other) for port in (AGENT_PORT, CODE_PORT, 8000)]
+        targets = [[each.host_address, port] for each in (slot, other_slot) for port in (AGENT_PORT, CODE_PORT, 8000)]
         host_addresses = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
         targets += [[address, host_server.getsockname()[1]] for address in host_addresses]
         command = [
@@ -109,7 +113,7 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
             f"--net=/proc/{volume.pid}/ns/net",
             sys.executable,
             "-c",
-            REACH_SCRIPT,
+            CONNECT_SCRIPT,
             json.dumps(targets),
         ]
         assert json.loads(await asyncio.to_thread(run_command, *command)) == []
@@ -122,7 +126,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
 import threading
 launcher._drop_privileges(file_server_filter())
 libc = ctypes.CDLL(None, use_errno=True)
-def refused(what, call):
+def check_refused(what, call):
     try:
         result = call()
     except OSError as error:
@@ -131,28 +135,28 @@ def refused(what, call):
         number = ctypes.get_errno()
     if result != -1 or number not in (1, 97):
         print(what, result, number)
-refused("fork", os.fork)
-refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
-refused("unshare", lambda: libc.unshare(0x10000000))
-refused("setns", lambda: libc.setns(0, 0))
-refused("mount", lambda: libc.mount(b"none", b"/", b"none", 0x44000, None))
-refused("memfd_create", lambda: os.memfd_create("x"))
-refused("bpf", lambda: libc.syscall(321, 0, 0, 0))
-refused("io_uring_setup", lambda: libc.syscall(425, 1, 0))
-refused("perf_event_open", lambda: libc.syscall(298, 0, 0, 0, 0, 0))
-refused("userfaultfd", lambda: libc.syscall(323, 1))
-refused("keyctl", lambda: libc.syscall(250, 0, 0))
-refused("init_module", lambda: libc.syscall(175, 0, 0, 0))
-refused("pidfd_getfd", lambda: libc.syscall(438, 0, 0, 0))
-refused("execveat", lambda: libc.syscall(322, 0, 0, 0, 0, 0))
-refused("clone", lambda: libc.syscall(56, 0x10000 | 0x40000000, 0, 0, 0, 0))
-refused("netlink", lambda: socket.socket(16, 3, 0) and 0)
-refused("packet", lambda: socket.socket(17, 3, 0) and 0)
-refused("vsock", lambda: socket.socket(40, 1, 0) and 0)
-done = []
-thread = threading.Thread(target=lambda: done.append(socket.socket()))
+check_refused("fork", os.fork)
+check_refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
+check_refused("unshare", lambda: libc.unshare(0x10000000))
+check_refused("setns", lambda: libc.setns(0, 0))
+check_refused("mount", lambda: libc.mount(b"none", b"/", b"none", 0x44000, None))
+check_refused("memfd_create", lambda: os.memfd_create("x"))
+check_refused("bpf", lambda: libc.syscall(321, 0, 0, 0))
+check_refused("io_uring_setup", lambda: libc.syscall(425, 1, 0))
+check_refused("perf_event_open", lambda: libc.syscall(298, 0, 0, 0, 0, 0))
+check_refused("userfaultfd", lambda: libc.syscall(323, 1))
+check_refused("keyctl", lambda: libc.syscall(250, 0, 0))
+check_refused("init_module", lambda: libc.syscall(175, 0, 0, 0))
+check_refused("pidfd_getfd", lambda: libc.syscall(438, 0, 0, 0))
+check_refused("execveat", lambda: libc.syscall(322, 0, 0, 0, 0, 0))
+check_refused("clone", lambda: libc.syscall(56, 0x10000 | 0x40000000, 0, 0, 0, 0))
+check_refused("netlink", lambda: socket.socket(16, 3, 0) and 0)
+check_refused("packet", lambda: socket.socket(17, 3, 0) and 0)
+check_refused("vsock", lambda: socket.socket(40, 1, 0) and 0)
+opened_sockets = []
+thread = threading.Thread(target=lambda: opened_sockets.append(socket.socket()))
 thread.start(); thread.join()
-print("threads and sockets work" if done else "no thread")
+print("threads and sockets work" if opened_sockets else "no thread")
 """
 
 
@@ -164,27 +168,31 @@ def test_the_seccomp_filter_blocks_privilege_escalation() -> None:
 
 async def test_a_volume_of_another_sandbox_cannot_be_mounted_or_read_by_handle(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        own, other = await s.volume(), await s.volume()
-        (a, guest), (b, owner) = await s.guest(), await s.guest()
-        await own.serve({a: False})
-        await other.serve({b: False})
-        root_handle = other.mount_volume(owner)
-        secret_handle = other.connect_nfs(owner).create(root_handle, "secret")
-        other.connect_nfs(owner).write(secret_handle, b"secret")
-        assert nfs_status(own.mount_volume, guest, f"/{other.id}") != nfs3.OK
+        own_volume, other_volume = await s.create_volume(), await s.create_volume()
+        (own_slot, guest), (owner_slot, owner) = await s.create_guest(), await s.create_guest()
+        await own_volume.serve({own_slot: False})
+        await other_volume.serve({owner_slot: False})
+        root_handle = other_volume.mount_volume(owner)
+        secret_handle = other_volume.connect_nfs(owner).create(root_handle, "secret")
+        other_volume.connect_nfs(owner).write(secret_handle, b"secret")
+        assert get_nfs_status(own_volume.mount_volume, guest, f"/{other_volume.id}") != nfs3.OK
         with pytest.raises(DISCONNECT_ERRORS):
-            other.mount_volume(guest, seconds=0.7)
+            other_volume.mount_volume(guest, seconds=0.7)
         with pytest.raises(DISCONNECT_ERRORS):
-            other.connect_nfs(guest, seconds=0.7)
+            other_volume.connect_nfs(guest, seconds=0.7)
         with pytest.raises((NfsError, RpcRejected)):
-            own.connect_nfs(guest).read(secret_handle)
+            own_volume.connect_nfs(guest).read(secret_handle)
 
 
 async def test_the_export_list_does_not_name_other_sandboxes(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume = await s.volume()
-        (a, guest), (b, reader), (c, _) = await s.guest(), await s.guest(), await s.guest()
-        await volume.serve({a: False, b: True, c: False})
+        volume = await s.create_volume()
+        (guest_slot, guest), (reader_slot, reader), (third_slot, _) = (
+            await s.create_guest(),
+            await s.create_guest(),
+            await s.create_guest(),
+        )
+        await volume.serve({guest_slot: False, reader_slot: True, third_slot: False})
         subnet = ipaddress.IPv4Network(s.network.subnet)
         for each in (guest, reader):
             assert volume.mount_volume(each)
@@ -198,17 +206,19 @@ async def test_the_export_list_does_not_name_other_sandboxes(xfs_root: Path) -> 
 
 async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
         backoffs = []
         for _ in range(2):
             backoffs.append(s.servers._servers[volume.id].backoff_seconds())
             server = s.servers._servers[volume.id]
             await kill_process(server.pid)
-            await asyncio.to_thread(eventually, lambda ended=server: s.servers._servers[volume.id] is not ended)
+            await asyncio.to_thread(
+                eventually, lambda ended_server=server: s.servers._servers[volume.id] is not ended_server
+            )
         current_server = s.servers._servers[volume.id]
         backoffs += [current_server.backoff_seconds()]
-        current_server.early_ends = 100
+        current_server.early_exits = 100
         backoffs += [current_server.backoff_seconds()]
         current_server.start_time -= 3600
         backoffs += [current_server.backoff_seconds()]

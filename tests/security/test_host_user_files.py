@@ -23,14 +23,14 @@ NOBODY_UID = 65534
 # Paths are not secret, because `ps` shows the paths of a machine's files.
 READ_SCRIPT = """
 import json, sys
-found = []
+readable = []
 for path in json.load(sys.stdin):
     try:
         open(path, "rb").read(1)
-        found.append(path)
+        readable.append(path)
     except OSError:
         pass
-print(json.dumps(found))
+print(json.dumps(readable))
 """
 
 
@@ -48,8 +48,8 @@ def find_readable_files(paths: list[Path]) -> list[str]:
         timeout=60,
         check=True,
     )
-    readable: list[str] = json.loads(result.stdout)
-    return readable
+    readable_paths: list[str] = json.loads(result.stdout)
+    return readable_paths
 
 
 def list_files(gateway: Gateway) -> list[Path]:
@@ -76,8 +76,8 @@ def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.Mo
 
 def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gateway) -> None:
     files = list_files(gateway_with_secrets)
-    names = {path.name for path in files}
-    assert names >= {
+    file_names = {path.name for path in files}
+    assert file_names >= {
         "kernel",
         "initrd",
         "rootfs.img",
@@ -106,18 +106,18 @@ def test_loose_permissions_of_an_older_release_are_tightened(gateway_with_secret
 
 
 def test_processes_for_guests_have_no_secret_in_their_environment(gateway_with_secrets: Gateway) -> None:
-    processes = {name: pid for pid, name in find_processes(str(gateway_with_secrets.state_root))}
-    assert any("qemu" in name for name in processes) and any("ganesha" in name for name in processes)
-    for name, pid in processes.items():
-        settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert {setting.partition("=")[0] for setting in settings} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
+    pids_by_program = {name: pid for pid, name in find_processes(str(gateway_with_secrets.state_root))}
+    assert any("qemu" in name for name in pids_by_program) and any("ganesha" in name for name in pids_by_program)
+    for name, pid in pids_by_program.items():
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert {variable.partition("=")[0] for variable in variables} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
 
 
 def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     assert "s3cret" not in command.run(["env"], timeout=10, env={"MORE": "x"}).stdout
-    assert not SECRETS.keys() & process._environment().keys()
+    assert not SECRETS.keys() & process._build_environment().keys()
     assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
 
 
@@ -136,12 +136,12 @@ def find_processes(path: str) -> list[tuple[int, str]]:
 
 def test_a_host_user_cannot_run_a_jails_programs(jail_zfs_world: JailZfsWorld) -> None:
     """Root in a jail can create a set-user-ID program, which any user of the host could otherwise run as root."""
-    live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
+    live_engine = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
     try:
-        host: Any = live.engine.host
+        host: Any = live_engine.engine.host
         for name in ("sandboxes", "retired", "volumes"):
             directory = host._storage.root.mountpoint / name
             assert directory.stat().st_mode & 0o777 == 0o700, name
     finally:
-        live.close()
-        jail_zfs_world.forget(config)
+        live_engine.close()
+        jail_zfs_world.clean_up(config)

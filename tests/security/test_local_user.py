@@ -22,18 +22,18 @@ def test_a_foreign_state_directory_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
     """For example, the attacker creates /var/tmp/grove-sandbox with a virtual environment before the first demo."""
-    state, marker = tmp_path / "state", tmp_path / "ran"
-    directory = tmp_path / "theirs" if kind == "link" else state
-    python = directory / "gateway" / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\ntouch {marker}\n")
-    python.chmod(0o755)
+    state_directory, marker = tmp_path / "state", tmp_path / "ran"
+    attacker_directory = tmp_path / "theirs" if kind == "link" else state_directory
+    fake_python = attacker_directory / "gateway" / "venv" / "bin" / "python"
+    fake_python.parent.mkdir(parents=True)
+    fake_python.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    fake_python.chmod(0o755)
     if kind == "link":
-        state.symlink_to(directory)
-    os.chown(state, _NOBODY_UID, _NOBODY_UID, follow_symlinks=False)
+        state_directory.symlink_to(attacker_directory)
+    os.chown(state_directory, _NOBODY_UID, _NOBODY_UID, follow_symlinks=False)
     result = subprocess.run(
         [str(session.REPOSITORY / "dev"), command],
-        env={**os.environ, variable: str(state)},
+        env={**os.environ, variable: str(state_directory)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,4 +41,4 @@ def test_a_foreign_state_directory_is_refused(
     )
     assert not marker.exists()
     assert result.returncode == 1
-    assert f"'{state}' belongs to nobody, but root runs programs from it." in result.stderr
+    assert f"'{state_directory}' belongs to nobody, but root runs programs from it." in result.stderr

@@ -32,7 +32,7 @@ from sandbox_agent import agent
 from sandbox_agent.machine import identity, system
 agent.Identity = functools.partial(identity.Identity, run=sys.argv[2])
 system.find_gateway_address = lambda: {ADDRESS!r}
-server, _ = agent.build_servers({ADDRESS!r}, 0, 0, managed=False, line="")
+server, _ = agent.build_servers({ADDRESS!r}, 0, 0, managed=False, line_path="")
 print(server.port, flush=True)
 server.serve()
 """
@@ -45,7 +45,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def port(run_directory: Path) -> Iterator[int]:
+def agent_port(run_directory: Path) -> Iterator[int]:
     source_directory = Path(str(sandbox_agent.__file__)).parent.parent
     argv = [sys.executable, "-c", AGENT_SCRIPT, str(source_directory), str(run_directory)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
@@ -56,8 +56,8 @@ def port(run_directory: Path) -> Iterator[int]:
             process.kill()
 
 
-def post(port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
-    connection = http.client.HTTPConnection(ADDRESS, port, timeout=20)
+def post(agent_port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
+    connection = http.client.HTTPConnection(ADDRESS, agent_port, timeout=20)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
         return connection.getresponse().status
@@ -65,12 +65,12 @@ def post(port: int, path: str, body: dict[str, object], headers: dict[str, str] 
         connection.close()
 
 
-def send_identity(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
+def send_identity(agent_port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
     """Send the agent an identity as the gateway does, and return the client that sent it."""
-    monkeypatch.setattr(agent_client, "AGENT_PORT", port)
+    monkeypatch.setattr(agent_client, "AGENT_PORT", agent_port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
-    identity = Identity("0123456789ab", "one", TOKEN, {}, [])
-    asyncio.run(client.identify(identity, seconds=20, end_reason=lambda: ""))
+    sandbox_identity = Identity("0123456789ab", "one", TOKEN, {}, [])
+    asyncio.run(client.identify(sandbox_identity, seconds=20, end_reason=lambda: ""))
     return client
 
 
@@ -79,27 +79,27 @@ EXEC_REQUEST = {"args": ["true"]}
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
-def test_a_local_user_cannot_claim_an_unidentified_jail(port: int, headers: dict[str, str]) -> None:
-    assert post(port, "/identity", FORGED_IDENTITY, headers) == 401
-    assert post(port, "/exec", EXEC_REQUEST, headers) == 401
-    assert post(port, "/mounts", {"mounts": []}, headers) in (401, 403)
-    assert post(port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
+def test_a_local_user_cannot_claim_an_unidentified_jail(agent_port: int, headers: dict[str, str]) -> None:
+    assert post(agent_port, "/identity", FORGED_IDENTITY, headers) == 401
+    assert post(agent_port, "/exec", EXEC_REQUEST, headers) == 401
+    assert post(agent_port, "/mounts", {"mounts": []}, headers) in (401, 403)
+    assert post(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
 
 
 def test_a_local_user_cannot_claim_an_identified_jail(
-    port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+    agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = send_identity(port, identity.gateway_key(run_directory), monkeypatch)
-    assert post(port, "/identity", FORGED_IDENTITY) == 401
-    assert post(port, "/mounts", {"mounts": []}) == 401
-    assert post(port, "/exec", EXEC_REQUEST) == 401
-    assert post(port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
+    client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    assert post(agent_port, "/identity", FORGED_IDENTITY) == 401
+    assert post(agent_port, "/mounts", {"mounts": []}) == 401
+    assert post(agent_port, "/exec", EXEC_REQUEST) == 401
+    assert post(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
     assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway can no longer run commands"
 
 
-def test_even_the_gateway_needs_the_key(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_even_the_gateway_needs_the_key(agent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="not set the access token"):
-        send_identity(port, "", monkeypatch)
+        send_identity(agent_port, "", monkeypatch)
 
 
 def test_the_key_is_readable_only_by_root_and_changes_at_each_start(run_directory: Path) -> None:

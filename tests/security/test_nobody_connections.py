@@ -19,16 +19,16 @@ from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 MAX_DESCRIPTORS = 400
-"""The daemon's limit of file descriptors. Half of them are for connections of clients, and from there to sandboxes."""
-CONNECTIONS, PER_ADDRESS = 90, 40
-REQUEST_SECONDS, STALLED_SECONDS = 2, 3
+"""The daemon's limit on file descriptors. Half of them are for connections from clients and to sandboxes."""
+MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS = 90, 40
+REQUEST_TIMEOUT_SECONDS, STALL_TIMEOUT_SECONDS = 2, 3
 CUT_OFF_TIMEOUT_SECONDS = 45
 """The time within which the gateway must close connections, on a busy machine."""
-ATTACKER, OTHERS = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 20)]
+ATTACKER_ADDRESS, OTHER_ADDRESSES = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 20)]
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def certificate_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("certificate")
     cert, key = directory / "cert.pem", directory / "key.pem"
     subprocess.run(
@@ -44,24 +44,24 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Target:
-    """A daemon and its TCP clients."""
+    """A daemon under attack. Its methods connect to the daemon over TCP or TLS."""
 
     def __init__(self, daemon: Daemon, cert: str) -> None:
         self.daemon = daemon
-        self.tls = ssl.create_default_context(cafile=cert) if cert else None
+        self.tls_context = ssl.create_default_context(cafile=cert) if cert else None
         self.sandbox: dict[str, Any] = {}
 
-    def open_tcp_connection(self, source: str = ATTACKER) -> socket.socket:
+    def open_tcp_connection(self, source: str = ATTACKER_ADDRESS) -> socket.socket:
         """Open a TCP connection without performing a TLS handshake."""
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
-    def open_connection(self, source: str = ATTACKER) -> socket.socket:
+    def open_connection(self, source: str = ATTACKER_ADDRESS) -> socket.socket:
         """Open a connection that can send requests. Raises OSError if it is refused."""
         connection = self.open_tcp_connection(source)
-        if self.tls is None:
+        if self.tls_context is None:
             return connection
         try:
-            return self.tls.wrap_socket(connection, server_hostname="127.0.0.1")
+            return self.tls_context.wrap_socket(connection, server_hostname="127.0.0.1")
         except OSError:
             connection.close()
             raise
@@ -69,9 +69,9 @@ class Target:
     def make_client(self) -> httpx.Client:
         """Return a client that has a key and does not connect from the attacker's address."""
         return httpx.Client(
-            base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.daemon.port}",
+            base_url=f"{'https' if self.tls_context else 'http'}://127.0.0.1:{self.daemon.port}",
             headers={"X-API-Key": ADMIN_KEY},
-            verify=self.tls or True,
+            verify=self.tls_context or True,
             timeout=30,
         )
 
@@ -82,27 +82,29 @@ class Target:
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls"])
-def _target(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificate: dict[str, str]
+def module_target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificate_settings: dict[str, str]
 ) -> Iterator[Target]:
-    tls = certificate if request.param == "tls" else {}
+    tls_settings = certificate_settings if request.param == "tls" else {}
     limits = {
-        "connections": CONNECTIONS,
-        "connections_per_address": PER_ADDRESS,
-        "request_seconds": REQUEST_SECONDS,
-        "stalled_seconds": STALLED_SECONDS,
+        "connections": MAX_CONNECTIONS,
+        "connections_per_address": MAX_CONNECTIONS_PER_ADDRESS,
+        "request_seconds": REQUEST_TIMEOUT_SECONDS,
+        "stalled_seconds": STALL_TIMEOUT_SECONDS,
     }
-    with Daemon(tmp_path_factory.mktemp("daemon"), files=MAX_DESCRIPTORS, **limits, **tls) as daemon:
-        target = Target(daemon, tls.get("tls_cert", ""))
+    with Daemon(tmp_path_factory.mktemp("daemon"), max_files=MAX_DESCRIPTORS, **limits, **tls_settings) as daemon:
+        target = Target(daemon, tls_settings.get("tls_cert", ""))
         target.sandbox = daemon.create_sandbox()
         yield target
 
 
 @pytest.fixture
-def target(_target: Target) -> Iterator[Target]:
+def target(module_target: Target) -> Iterator[Target]:
     """The daemon under attack. Checks after each test that all connections have been closed."""
-    yield _target
-    eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS)
+    yield module_target
+    eventually(
+        lambda: module_target.daemon.read_metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS
+    )
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def connection_stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def request_head(request: str, *fields: str) -> bytes:
+def make_request_head(request: str, *fields: str) -> bytes:
     return "\r\n".join([f"{request} HTTP/1.1", "Host: gateway", *fields, "", ""]).encode()
 
 
@@ -150,15 +152,17 @@ def test_silent_connections_are_closed(target: Target, connection_stack: context
     """The attacker opens more connections than the daemon has descriptors, from one address and then from several."""
     connections = [connection_stack.enter_context(target.open_tcp_connection()) for _ in range(MAX_DESCRIPTORS + 100)]
     target.check_others_are_served()
-    assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
+    assert target.daemon.read_metric("sandbox_gateway_connections") <= MAX_CONNECTIONS_PER_ADDRESS + 1
     connections += [
-        connection_stack.enter_context(target.open_tcp_connection(source)) for _ in range(30) for source in OTHERS
+        connection_stack.enter_context(target.open_tcp_connection(source))
+        for _ in range(30)
+        for source in OTHER_ADDRESSES
     ]
     target.daemon.check_health()
-    assert target.daemon.metric("sandbox_gateway_connections") <= CONNECTIONS
+    assert target.daemon.read_metric("sandbox_gateway_connections") <= MAX_CONNECTIONS
     assert target.daemon.count_descriptors() < MAX_DESCRIPTORS // 2 + 50
     refused_counts = {
-        reason: target.daemon.metric("sandbox_gateway_connections_ended_total", reason=reason)
+        reason: target.daemon.read_metric("sandbox_gateway_connections_ended_total", reason=reason)
         for reason in ("too many connections", "too many connections from one address")
     }
     assert min(refused_counts.values()) > 100
@@ -170,9 +174,9 @@ def test_silent_connections_are_closed(target: Target, connection_stack: context
 def test_reconnecting_clients_are_limited(target: Target, connection_stack: contextlib.ExitStack) -> None:
     """The clients reconnect as soon as they are cut off."""
     connections: list[socket.socket] = []
-    deadline = time.monotonic() + 3 * REQUEST_SECONDS
+    deadline = time.monotonic() + 3 * REQUEST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        if len(connections) > 2 * PER_ADDRESS:
+        if len(connections) > 2 * MAX_CONNECTIONS_PER_ADDRESS:
             connections = [each for each in connections if not is_closed(each)]
         connections += [connection_stack.enter_context(target.open_tcp_connection()) for _ in range(10)]
         target.check_others_are_served()
@@ -182,44 +186,44 @@ UPGRADE_HEADERS = (
     *("Upgrade: websocket", "Connection: Upgrade"),
     *("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13"),
 )
-BEGINNINGS = {
+REQUEST_BEGINNINGS = {
     "nothing": b"",
     "a first line": b"GET /health HTTP/1.1\r\n",
     "half of the headers": b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: ",
     "half of an upgrade": b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: ",
-    "an upgrade with a body": request_head("GET /", *UPGRADE_HEADERS, "Content-Length: 5"),
-    "an upgrade with chunks": request_head("GET /", *UPGRADE_HEADERS, "Transfer-Encoding: chunked"),
-    "an upgrade with a long line": request_head("GET /", *UPGRADE_HEADERS, "X-Long: " + 9000 * "x"),
-    "an upgrade with many headers": request_head(
+    "an upgrade with a body": make_request_head("GET /", *UPGRADE_HEADERS, "Content-Length: 5"),
+    "an upgrade with chunks": make_request_head("GET /", *UPGRADE_HEADERS, "Transfer-Encoding: chunked"),
+    "an upgrade with a long line": make_request_head("GET /", *UPGRADE_HEADERS, "X-Long: " + 9000 * "x"),
+    "an upgrade with many headers": make_request_head(
         "GET /", *UPGRADE_HEADERS, *(f"X-{number}: x" for number in range(200))
     ),
-    "the next request": request_head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
-    "a body without a key": request_head("POST /sandboxes", "Content-Length: 1000000"),
-    "chunks without a key": request_head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
-    "an unexpected body": request_head("GET /health", "Content-Length: 1000000"),
-    "a body with a key": request_head("POST /sandboxes", f"X-API-Key: {ADMIN_KEY}", "Content-Length: 1000000")
+    "the next request": make_request_head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
+    "a body without a key": make_request_head("POST /sandboxes", "Content-Length: 1000000"),
+    "chunks without a key": make_request_head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
+    "an unexpected body": make_request_head("GET /health", "Content-Length: 1000000"),
+    "a body with a key": make_request_head("POST /sandboxes", f"X-API-Key: {ADMIN_KEY}", "Content-Length: 1000000")
     + b'{"name": "',
-    "a body to a sandbox, without a key": request_head(
+    "a body to a sandbox, without a key": make_request_head(
         "POST /", "Content-Length: 1000000", "E2b-Sandbox-Id: one", "E2b-Sandbox-Port: 49983"
     ),
 }
 
 
-@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("beginning", REQUEST_BEGINNINGS)
 @pytest.mark.parametrize("extra_byte", [b"", b"x"])
 def test_an_incomplete_request_times_out(target: Target, beginning: str, extra_byte: bytes) -> None:
     """The client stops sending, or sends the rest one byte at a time."""
     if beginning == "nothing":
         extra_byte = extra_byte and b"G"
     with target.open_connection() as connection:
-        connection.sendall(BEGINNINGS[beginning])
+        connection.sendall(REQUEST_BEGINNINGS[beginning])
         wait_until_cut_off(connection, lambda: connection.sendall(extra_byte))
     target.check_others_are_served()
 
 
 def test_a_late_body_is_refused_with_a_reason(target: Target) -> None:
     with target.open_connection() as connection:
-        connection.sendall(BEGINNINGS["a body with a key"])
+        connection.sendall(REQUEST_BEGINNINGS["a body with a key"])
         response = b"".join(iter(lambda: connection.recv(65536), b""))
     assert response.startswith(b"HTTP/1.1 408 ")
     assert b'"kind":"timeout"' in response and b"server.request_seconds" in response
@@ -233,7 +237,7 @@ def test_a_request_ends_when_its_sender_hangs_up(target: Target) -> None:
 
 
 def test_an_incomplete_tls_handshake_times_out(target: Target) -> None:
-    """A TLS port receives the beginning of a long record. To a port without TLS, the same bytes are not HTTP."""
+    """A TLS port receives the beginning of a long record. On a port without TLS, the same bytes are invalid HTTP."""
     with target.open_tcp_connection() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
         wait_until_cut_off(connection, lambda: connection.sendall(b"\0"))
@@ -245,42 +249,44 @@ def test_unread_responses_time_out(target: Target) -> None:
         connection.settimeout(5)
         with pytest.raises(OSError):
             for _ in itertools.count():
-                connection.sendall(request_head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
-        eventually(lambda: target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS)
-    stalled_count = target.daemon.metric("sandbox_gateway_connections_ended_total", reason="stalled")
+                connection.sendall(make_request_head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
+        eventually(
+            lambda: target.daemon.read_metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS
+        )
+    stalled_count = target.daemon.read_metric("sandbox_gateway_connections_ended_total", reason="stalled")
     assert stalled_count >= 1
 
 
 def test_an_idle_connection_stays_open_for_the_next_request(target: Target) -> None:
     with target.open_connection() as connection:
         for _ in range(2):
-            connection.sendall(request_head("GET /health"))
+            connection.sendall(make_request_head("GET /health"))
             assert read_response(connection, b'"memory"}').startswith(b"HTTP/1.1 200 ")
-            time.sleep(REQUEST_SECONDS + 1)
+            time.sleep(REQUEST_TIMEOUT_SECONDS + 1)
         assert not is_closed(connection)
 
 
 def test_a_slow_upload_succeeds(target: Target) -> None:
     """An upload may take longer than other requests if it makes progress. A stalled upload is cut off."""
-    fields = (
+    headers = (
         *(f"X-API-Key: {ADMIN_KEY}", "Transfer-Encoding: chunked"),
         *(f"E2b-Sandbox-Id: {target.sandbox['sandboxID']}", "E2b-Sandbox-Port: 49983"),
     )
     with target.open_connection() as connection:
-        connection.sendall(request_head("POST /echo", *fields))
-        for _ in range(3 * REQUEST_SECONDS):
+        connection.sendall(make_request_head("POST /echo", *headers))
+        for _ in range(3 * REQUEST_TIMEOUT_SECONDS):
             time.sleep(0.7)
             connection.sendall(b"1\r\nx\r\n")
         connection.sendall(b"0\r\n\r\n")
         assert read_response(connection, b"}").startswith(b"HTTP/1.1 201 ")
     with target.open_connection() as connection:
-        connection.sendall(request_head("POST /echo", *fields) + b"1\r\nx\r\n")
+        connection.sendall(make_request_head("POST /echo", *headers) + b"1\r\nx\r\n")
         response = b"".join(iter(lambda: connection.recv(65536), b""))
         assert response.startswith(b"HTTP/1.1 408 ") and b"server.stalled_seconds" in response
 
 
 def test_the_log_is_not_flooded(target: Target) -> None:
-    text = target.daemon.log.read_text()
-    assert 1 <= text.count('"connections closed"') < 100
+    log_text = target.daemon.log.read_text()
+    assert 1 <= log_text.count('"connections closed"') < 100
     # Anyone could make the gateway log tracebacks.
-    assert "Traceback" not in text and '"event": "bug"' not in text, text[-4000:]
+    assert "Traceback" not in log_text and '"event": "bug"' not in log_text, log_text[-4000:]

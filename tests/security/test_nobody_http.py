@@ -11,9 +11,17 @@ import pytest
 from sandbox_gateway.api.access.auth import OPEN_PATHS
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.security.hostile import LoopMonitor
-from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, all_routes, route_templates
+from tests.security.routes import (
+    METHODS,
+    OVERRIDE_HEADERS,
+    SPELLINGS,
+    Caller,
+    Target,
+    list_route_templates,
+    list_routes,
+)
 
-NO_KEYS: dict[str, dict[str, str]] = {
+INVALID_KEY_HEADERS: dict[str, dict[str, str]] = {
     "no key": {},
     "a wrong key": {"X-API-Key": "wrong-key-0123456789"},
     "an incomplete key": {"X-API-Key": ADMIN_KEY[:-1]},
@@ -29,9 +37,9 @@ NO_KEYS: dict[str, dict[str, str]] = {
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
     """The shared target. Checks that the attack has neither changed it nor reached any agent."""
-    state_before = shared_target.state()
+    state_before = shared_target.read_state()
     yield shared_target
-    assert shared_target.state() == state_before and shared_target.events == shared_target.agent_calls == []
+    assert shared_target.read_state() == state_before and shared_target.events == shared_target.agent_calls == []
 
 
 def check_refused(target: Target, caller: Caller, method: str, request_target: str, **headers: str) -> None:
@@ -47,33 +55,33 @@ def check_refused(target: Target, caller: Caller, method: str, request_target: s
 
 
 def test_route_templates_include_every_router() -> None:
-    templates = route_templates()
+    templates = list_route_templates()
     assert len(templates) >= 50
     assert {("DELETE", "/sandboxes/{ref}"), ("POST", "/v2/sandboxes"), ("GET", "/openapi.json")} <= set(templates)
     assert {path for _, path in templates} >= OPEN_PATHS
 
 
-@pytest.mark.parametrize("key", NO_KEYS)
+@pytest.mark.parametrize("key", INVALID_KEY_HEADERS)
 def test_requests_without_a_valid_key_have_no_effect(target: Target, key: str) -> None:
-    caller = Caller(target.gateway, NO_KEYS[key])
-    for route in all_routes(target):
-        for verb in VERBS if key == "no key" else (route.method,):
-            check_refused(target, caller, verb, route.path)
+    caller = Caller(target.gateway, INVALID_KEY_HEADERS[key])
+    for route in list_routes(target):
+        for method in METHODS if key == "no key" else (route.method,):
+            check_refused(target, caller, method, route.path)
     caller.close()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_of_a_route_requires_a_key(target: Target, spelling: str) -> None:
     caller = Caller(target.gateway, {})
-    for route in all_routes(target):
+    for route in list_routes(target):
         check_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
     caller.close()
 
 
-@pytest.mark.parametrize("header", OVERRIDES, ids=lambda header: "=".join(next(iter(header.items()))))
+@pytest.mark.parametrize("header", OVERRIDE_HEADERS, ids=lambda header: "=".join(next(iter(header.items()))))
 def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) -> None:
     caller = Caller(target.gateway, {})
-    for route in all_routes(target):
+    for route in list_routes(target):
         check_refused(target, caller, route.method, route.path, **header)
     caller.close()
 
@@ -81,16 +89,18 @@ def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) ->
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
 def test_bodies_of_tiny_chunks_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
     """Tens of thousands of chunks fit into a single read. On 20 connections, they once delayed `/health` by 19 s."""
-    request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    request_head = (
+        f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    )
     with (
         socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection,
-        LoopMonitor(memory_gateway) as turns,
+        LoopMonitor(memory_gateway) as loop_monitor,
     ):
-        connection.sendall(request + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        responses = b""
-        while b'"memory"' not in responses:
+        connection.sendall(request_head + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        response_data = b""
+        while b'"memory"' not in response_data:
             piece = connection.recv(65536)
-            assert piece, responses
-            responses += piece
-    assert responses.startswith(b"HTTP/1.1 40"), responses
-    assert turns.longest < 0.1
+            assert piece, response_data
+            response_data += piece
+    assert response_data.startswith(b"HTTP/1.1 40"), response_data
+    assert loop_monitor.longest < 0.1

@@ -13,9 +13,9 @@ from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.security.hostile import (
     check_others_are_served,
     create_sandbox,
+    make_endless_sender,
     make_response,
     replaced_agent,
-    send_endlessly,
 )
 
 _MAX_RESPONSE_SECONDS = 20
@@ -27,7 +27,7 @@ async def _hang(_: Any, __: Any) -> None:
     await asyncio.sleep(3600)
 
 
-def _read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
+def _make_read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
     client = memory_gateway.client(READ_KEY)
     client.timeout = httpx.Timeout(_MAX_RESPONSE_SECONDS)
     return client
@@ -35,12 +35,12 @@ def _read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
 
 def test_a_hanging_agent_makes_divergence_unknown(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, b"HTTP/1.1 200 OK\r\n", then=_hang):
-        response = check_others_are_served(client, lambda: _read_only_client(memory_gateway).get("/sandboxes/one"))
+        response = check_others_are_served(client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes/one"))
         assert response.status_code == 200
         assert response.json()["name"] == "one" and response.json()["diverged"] is None
         patch_response = client.patch("/sandboxes/one", json={"metadata": {"a": "b"}}, timeout=_MAX_RESPONSE_SECONDS)
         assert patch_response.json()["diverged"] is None
-    assert _read_only_client(memory_gateway).get("/sandboxes/one").json()["state"] == "running"
+    assert _make_read_only_client(memory_gateway).get("/sandboxes/one").json()["state"] == "running"
 
 
 def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) -> None:
@@ -51,7 +51,7 @@ def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) 
             stack.enter_context(replaced_agent(memory_gateway, each, b"HTTP/1.1 200 OK\r\n", then=_hang))
         with memory_gateway.client() as client:
             response = check_others_are_served(
-                client, lambda: _read_only_client(memory_gateway).get("/sandboxes", params={"diverged": True})
+                client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes", params={"diverged": True})
             )
     diverged_by_name = {each["name"]: each["diverged"] for each in response.json()}
     assert diverged_by_name.pop(honest_sandbox["name"]) is False
@@ -59,28 +59,28 @@ def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) 
 
 
 @pytest.mark.parametrize(
-    "response",
+    "body",
     [b'"\\' * 100_000, b'"' * 200_000, b"[" * 200_000, b'{"a": ' + b"9" * 200_000 + b"}"],
     ids=["strings without an end", "quotes", "deep", "digits"],
 )
 def test_a_response_that_is_slow_to_parse_does_not_delay_others(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], response: bytes
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], body: bytes
 ) -> None:
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, make_response(response)):
+    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, make_response(body)):
         sandbox_response = check_others_are_served(
-            client, lambda: _read_only_client(memory_gateway).get("/sandboxes/one")
+            client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes/one")
         )
         list_response = check_others_are_served(
-            client, lambda: _read_only_client(memory_gateway).get("/sandboxes?diverged=true")
+            client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes?diverged=true")
         )
     assert sandbox_response.status_code == list_response.status_code == 200
     assert sandbox_response.json()["diverged"] is None and list_response.json()[0]["diverged"] is None
 
 
 def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    flood, sent_bytes = send_endlessly(b"x" * 65536)
-    head = b'HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n{"a": "'
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, head, then=flood):
-        response = check_others_are_served(client, lambda: _read_only_client(memory_gateway).get("/sandboxes/one"))
+    flood, sent_bytes = make_endless_sender(b"x" * 65536)
+    response_head = b'HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n{"a": "'
+    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, response_head, then=flood):
+        response = check_others_are_served(client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes/one"))
     assert response.json()["diverged"] is None
     assert sent_bytes[0] < 64 << 20

@@ -11,33 +11,33 @@ import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY
-from tests.security.routes import OVERRIDES, READ_METHODS, SPELLINGS, VERBS, Caller, Target, all_routes
+from tests.security.routes import METHODS, OVERRIDE_HEADERS, READ_METHODS, SPELLINGS, Caller, Target, list_routes
 
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
-BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
+REQUEST_BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
 """A valid body for `exec` and `eval`, and for creating a sandbox."""
-EXEC_ROUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+EXEC_ROUTE_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 """Routes to which a key of scope exec may POST, according to docs/api.md."""
 
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
     """The shared target. Checks that the attack has changed nothing except files inside sandboxes."""
-    state_before = shared_target.state()
+    state_before = shared_target.read_state()
     shared_target.agent_calls.clear()
     yield shared_target
     for machine in shared_target.gateway.host.machines.values():
         machine.state.pop("stolen", None)
-    assert shared_target.state() == state_before and shared_target.events == []
+    assert shared_target.read_state() == state_before and shared_target.events == []
 
 
 def send_attack(
-    target: Target, caller: Caller, method: str, request_target: str, allowed: bool, **headers: str
+    target: Target, caller: Caller, method: str, request_target: str, is_allowed: bool, **headers: str
 ) -> None:
-    """Send a request and check the response's status. ``allowed``: whether the key's scope permits the request."""
-    status, body = caller.request(method, request_target, BODY, **headers)
+    """Send a request and check the response's status. ``is_allowed``: whether the key's scope permits the request."""
+    status, body = caller.request(method, request_target, REQUEST_BODY, **headers)
     details = f"{method} {request_target} {headers}: {status} {body[:200]}"
-    if allowed or decode_path(request_target) in OPEN_PATHS:
+    if is_allowed or decode_path(request_target) in OPEN_PATHS:
         assert status < 500, details
     else:
         # 400: the server itself rejected an invalid request.
@@ -51,16 +51,16 @@ def decode_path(request_target: str) -> str:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str) -> None:
     caller = Caller(target.gateway, READ_HEADERS)
-    for route in all_routes(target):
-        for verb in VERBS if spelling == "unchanged" else {route.method, "POST"}:
-            send_attack(target, caller, verb, SPELLINGS[spelling](route.path), verb in READ_METHODS)
+    for route in list_routes(target):
+        for method in METHODS if spelling == "unchanged" else {route.method, "POST"}:
+            send_attack(target, caller, method, SPELLINGS[spelling](route.path), method in READ_METHODS)
     caller.close()
     assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
 
 
 def test_a_read_key_cannot_read_secrets(target: Target) -> None:
     caller = Caller(target.gateway, READ_HEADERS)
-    for route in all_routes(target):
+    for route in list_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
                 status, body = caller.request("GET", route.path + query)
@@ -69,25 +69,25 @@ def test_a_read_key_cannot_read_secrets(target: Target) -> None:
     caller.close()
 
 
-@pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
-@pytest.mark.parametrize("key", [READ_HEADERS, EXEC_HEADERS], ids=["read", "exec"])
-def test_headers_do_not_change_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
-    caller = Caller(target.gateway, key)
-    for route in all_routes(target):
-        for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is EXEC_HEADERS else set()):
-            send_attack(target, caller, verb, route.path, verb in READ_METHODS, **header)
+@pytest.mark.parametrize("header", OVERRIDE_HEADERS[:6], ids=lambda header: "=".join(next(iter(header.items()))))
+@pytest.mark.parametrize("key_headers", [READ_HEADERS, EXEC_HEADERS], ids=["read", "exec"])
+def test_headers_do_not_change_the_method(target: Target, key_headers: dict[str, str], header: dict[str, str]) -> None:
+    caller = Caller(target.gateway, key_headers)
+    for route in list_routes(target):
+        for method in {"GET", "DELETE", route.method} - ({"POST"} if key_headers is EXEC_HEADERS else set()):
+            send_attack(target, caller, method, route.path, method in READ_METHODS, **header)
     caller.close()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> None:
     caller = Caller(target.gateway, EXEC_HEADERS)
-    for route in all_routes(target):
-        for verb in VERBS if spelling == "unchanged" else {route.method, "POST"}:
+    for route in list_routes(target):
+        for method in METHODS if spelling == "unchanged" else {route.method, "POST"}:
             request_target = SPELLINGS[spelling](route.path)
-            is_exec_route = bool(EXEC_ROUTES.fullmatch(decode_path(request_target)))
-            is_allowed = verb in READ_METHODS or (verb == "POST" and is_exec_route)
-            send_attack(target, caller, verb, request_target, is_allowed)
+            is_exec_route = bool(EXEC_ROUTE_PATTERN.fullmatch(decode_path(request_target)))
+            is_allowed = method in READ_METHODS or (method == "POST" and is_exec_route)
+            send_attack(target, caller, method, request_target, is_allowed)
     caller.close()
     assert set(target.agent_calls) <= {"/sync", "/exec", "/eval", "/health"}
     if spelling == "unchanged":
@@ -97,5 +97,5 @@ def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> Non
 def test_two_keys_do_not_combine_their_rights(target: Target) -> None:
     caller = Caller(target.gateway, READ_HEADERS | {"Authorization": f"Bearer {EXEC_KEY}"})
     assert caller.request("DELETE", "/sandboxes/one")[0] == 403
-    assert caller.request("POST", "/sandboxes/one/exec", BODY)[0] == 200
+    assert caller.request("POST", "/sandboxes/one/exec", REQUEST_BODY)[0] == 200
     caller.close()

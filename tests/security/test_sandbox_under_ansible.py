@@ -16,25 +16,33 @@ import pytest
 
 from tests.support import ansible_core_versions, faulty_gateway
 from tests.support.faulty_gateway import FaultyGateway
-from tests.support.liar import END_FRAMES, END_STREAM, START_FRAME, LyingGateway, make_frame, make_output, make_response
+from tests.support.liar import (
+    END_FRAMES,
+    END_STREAM_FLAG,
+    START_FRAME,
+    FakeGateway,
+    make_frame,
+    make_output_frame,
+    make_response,
+)
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
 
-pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
 
 
-class Trap:
+class HostileTemplates:
     """Templates that create the file ``mark`` when they are evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = folder / "owned"
-        run = f"lookup('ansible.builtin.pipe', 'touch {self.mark}')"
+        pipe_lookup = f"lookup('ansible.builtin.pipe', 'touch {self.mark}')"
         self.texts = {
-            "braces": "{{ " + run + " }}",
-            "header": f"#jinja2:variable_start_string:'[%',variable_end_string:'%]'\n[% {run} %]",
-            "statement": "{% set x = " + run + " %}",
-            "line": f"#jinja2:line_statement_prefix:'%'\n% set x = {run}\n",
+            "braces": "{{ " + pipe_lookup + " }}",
+            "header": f"#jinja2:variable_start_string:'[%',variable_end_string:'%]'\n[% {pipe_lookup} %]",
+            "statement": "{% set x = " + pipe_lookup + " %}",
+            "line": f"#jinja2:line_statement_prefix:'%'\n% set x = {pipe_lookup}\n",
         }
 
     @property
@@ -43,22 +51,22 @@ class Trap:
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> Trap:
-    return Trap(tmp_path)
+def hostile_templates(tmp_path: Path) -> HostileTemplates:
+    return HostileTemplates(tmp_path)
 
 
 class HostileGateway:
-    """A gateway that returns ``text`` in all free-text fields. If ``refuse`` is set, it rejects all changes."""
+    """A gateway that returns ``text`` in all free-text fields. Rejects all changes if ``rejects_changes`` is set."""
 
     def __init__(self, gateway: FaultyGateway) -> None:
         self.text = ""
-        self.refuse = False
+        self.rejects_changes = False
         self.url = gateway.url
         self._gateway = gateway
         gateway.intercept, gateway.rewrite = self._refuse, self._rewrite
 
     def _refuse(self, method: str, _target: str) -> tuple[int, Any] | None:
-        if self.refuse and method != "GET":
+        if self.rejects_changes and method != "GET":
             return 409, {"message": self.text, "kind": "conflict", "blockers": [self.text]}
         return None
 
@@ -91,20 +99,20 @@ def gateway(_faulty_gateway: FaultyGateway) -> Iterator[HostileGateway]:
 # --- templates -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
+@pytest.mark.parametrize("uses_cache", [False, True], ids=["uncached", "cached"])
 def test_metadata_is_not_evaluated_as_a_template(
-    core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, cached: bool
+    core: str, gateway: HostileGateway, hostile_templates: HostileTemplates, tmp_path: Path, uses_cache: bool
 ) -> None:
     """Covers variables, the results of `compose`, `groups` and `keyed_groups`, and cached inventories."""
-    gateway.add_sandbox("web", dict(trap.texts))
-    gateway.text = trap.texts["header"]
+    gateway.add_sandbox("web", dict(hostile_templates.texts))
+    gateway.text = hostile_templates.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
     inventory_data: dict[str, Any] = {
         "plugin": "grove.sandbox.sandboxes",
         "gateways": [{"url": gateway.url}],
         "strict": True,
         "compose": {
-            **{f"composed_{name}": f"grove_sandbox.metadata.{name}" for name in trap.texts},
+            **{f"composed_{name}": f"grove_sandbox.metadata.{name}" for name in hostile_templates.texts},
             "joined": "grove_sandbox.metadata.values() | join('')",
             "cut": "grove_sandbox.metadata.header[0:]",
             "inside": "{'list': [grove_sandbox.metadata.header]}",
@@ -112,23 +120,27 @@ def test_metadata_is_not_evaluated_as_a_template(
         "groups": {"any": "grove_sandbox.metadata.header | length > 3"},
         "keyed_groups": [{"key": "grove_sandbox.metadata.header"}, {"key": "grove_sandbox.address"}],
     }
-    if cached:
+    if uses_cache:
         inventory_data |= {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
     inventory.write_text(json.dumps(inventory_data))
-    names = [*inventory_data["compose"], "group_names", *(f"grove_sandbox.metadata.{name}" for name in trap.texts)]
-    names += [f"grove_sandbox.{name}" for name in ("address", "backend", "state_reason", "parent_sandbox_id")]
+    variable_names = [
+        *inventory_data["compose"],
+        "group_names",
+        *(f"grove_sandbox.metadata.{name}" for name in hostile_templates.texts),
+    ]
+    variable_names += [f"grove_sandbox.{name}" for name in ("address", "backend", "state_reason", "parent_sandbox_id")]
     tasks = [
-        *({"ansible.builtin.debug": {"msg": f"{{{{ {name} }}}}"}} for name in names),
-        *({"ansible.builtin.debug": {"var": name}} for name in names),
+        *({"ansible.builtin.debug": {"msg": f"{{{{ {name} }}}}"}} for name in variable_names),
+        *({"ansible.builtin.debug": {"var": name}} for name in variable_names),
         {"ansible.builtin.debug": {"msg": "{{ grove_sandbox }}"}},
         {"ansible.builtin.set_fact": {"again": "{{ grove_sandbox }}"}},
         {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
     ]
-    for _ in range(2 if cached else 1):
+    for _ in range(2 if uses_cache else 1):
         output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
         assert f"ok={len(tasks)}" in output, output
         assert output.count("variable_start_string") > 5, output
-        assert not trap.mark.exists(), output
+        assert not hostile_templates.mark.exists(), output
 
 
 @pytest.mark.parametrize("key", ["__ansible_unsafe", "__ansible_vault", "__ansible_type"])
@@ -148,46 +160,50 @@ def test_metadata_is_not_decoded_as_ansibles_own_json(
     }
     inventory.write_text(json.dumps(inventory_data))
     for _ in range(2):
-        completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
-        assert completed.returncode == 0, completed.stderr
-        assert "--web" in completed.stdout and "--other" in completed.stdout, completed.stderr
+        completed_process = ansible_core_versions.run_command(
+            core, "inventory", "-i", inventory, "--graph", cwd=tmp_path
+        )
+        assert completed_process.returncode == 0, completed_process.stderr
+        assert "--web" in completed_process.stdout and "--other" in completed_process.stdout, completed_process.stderr
     task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
-    show_names = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
+    show_names_task = {
+        "ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}
+    }
     local_play = {
         "hosts": "localhost",
         "connection": "local",
-        "tasks": [task, {**task, "environment": {"A": "b"}}, show_names],
+        "tasks": [task, {**task, "environment": {"A": "b"}}, show_names_task],
     }
     output = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local_play)
     assert "other web" in output, output
 
 
-WAYS: dict[str, dict[str, Any]] = {
+EXECUTION_MODES: dict[str, dict[str, Any]] = {
     "in process": {},
     "as a module": {"environment": {"ANY": "thing"}},
     "asynchronously": {"async": 60, "poll": 1},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", EXECUTION_MODES)
 def test_results_are_not_evaluated_as_templates(
-    core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, way: str
+    core: str, gateway: HostileGateway, hostile_templates: HostileTemplates, tmp_path: Path, mode: str
 ) -> None:
     """Covers the results of modules that succeed or fail, with and without a loop."""
-    gateway.add_sandbox("web", dict(trap.texts))
-    gateway.refuse, gateway.text = True, trap.combined_text
-    common_options = {**WAYS[way], "ignore_errors": True}
+    gateway.add_sandbox("web", dict(hostile_templates.texts))
+    gateway.rejects_changes, gateway.text = True, hostile_templates.combined_text
+    common_options = {**EXECUTION_MODES[mode], "ignore_errors": True}
     info_task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, **common_options}
-    refused_task = {
+    rejected_task = {
         "grove.sandbox.sandbox": {"gateway_url": gateway.url, "name": "web", "state": "absent"},
         **common_options,
     }
     tasks: list[dict[str, Any]] = [
         {**info_task, "register": "found"},
-        {**refused_task, "register": "refused", "diff": True},
-        {**refused_task, "register": "loop", "loop": [1]},
+        {**rejected_task, "register": "refused", "diff": True},
+        {**rejected_task, "register": "loop", "loop": [1]},
     ]
-    expressions = ["found.sandboxes[0].metadata." + name for name in trap.texts]
+    expressions = ["found.sandboxes[0].metadata." + name for name in hostile_templates.texts]
     expressions += [
         "found.sandboxes[0].address",
         "refused.msg",
@@ -204,76 +220,78 @@ def test_results_are_not_evaluated_as_templates(
     )
     assert f"ok={len(tasks)}" in output, output
     assert output.count("variable_start_string") > len(expressions), output
-    assert not trap.mark.exists(), output
+    assert not hostile_templates.mark.exists(), output
 
 
 # --- responses of an agent -------------------------------------------------------------------------------------------
 
 
-def endless_response() -> Iterator[bytes]:
+def yield_endless_response() -> Iterator[bytes]:
     """Yield 64 MiB of output, far more than the limit of 2 MiB that the test sets."""
     yield START_FRAME
-    piece = make_output(bytes(64 << 10))
+    piece = make_output_frame(bytes(64 << 10))
     for _ in range(1 << 10):
         yield piece
     yield END_FRAMES
 
 
-def oversized_response() -> Iterator[bytes]:
+def yield_oversized_response() -> Iterator[bytes]:
     yield START_FRAME + struct.pack(">BI", 0, (4 << 30) - 1)
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
-def response_with_trailing_data() -> Iterator[bytes]:
+def yield_response_with_trailing_data() -> Iterator[bytes]:
     yield START_FRAME + END_FRAMES
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
 def make_response_with_end(end: dict[str, Any]) -> bytes:
-    return START_FRAME + make_frame({"event": {"end": end}}) + make_frame(b"{}", END_STREAM)
+    return START_FRAME + make_frame({"event": {"end": end}}) + make_frame(b"{}", END_STREAM_FLAG)
 
 
-def invalid_responses(trap: Trap) -> dict[str, tuple[Any, str]]:
+def list_invalid_responses(hostile_templates: HostileTemplates) -> dict[str, tuple[Any, str]]:
     """Return {name: (the agent's response, part of the task's expected error message)}."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
-    invalid_message = "sent an invalid response"
-    text = trap.combined_text
+    invalid_response_error = "sent an invalid response"
+    text = hostile_templates.combined_text
     return {
         "honest": (make_response(text), ""),
         "refuses": ((500, text), "pipe"),
-        "refuses-at-the-end": (START_FRAME + make_frame({"error": {"message": text}}, END_STREAM), "pipe"),
-        "digits": (START_FRAME + make_frame(digits), invalid_message),
-        "exit-code": (make_response_with_end({"exitCode": text}), invalid_message),
-        "status": (make_response_with_end({"exited": False, "status": [text]}), invalid_message),
-        "pid": (make_frame({"event": {"start": {"pid": text}}}), invalid_message),
-        "no-pid": (make_frame({"event": {"start": text}}), invalid_message),
-        "list": (make_frame(json.dumps([text]).encode()), invalid_message),
-        "event": (make_frame({"event": text}), invalid_message),
-        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), invalid_message),
-        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), invalid_message),
-        "no-json": (make_frame(text.encode()), invalid_message),
-        "deep": (make_frame(b"[" * (1 << 20)), invalid_message),
-        "error": (make_frame({"error": text}, END_STREAM), invalid_message),
-        "error-message": (make_frame({"error": {"message": {"a": text}}}, END_STREAM), invalid_message),
+        "refuses-at-the-end": (START_FRAME + make_frame({"error": {"message": text}}, END_STREAM_FLAG), "pipe"),
+        "digits": (START_FRAME + make_frame(digits), invalid_response_error),
+        "exit-code": (make_response_with_end({"exitCode": text}), invalid_response_error),
+        "status": (make_response_with_end({"exited": False, "status": [text]}), invalid_response_error),
+        "pid": (make_frame({"event": {"start": {"pid": text}}}), invalid_response_error),
+        "no-pid": (make_frame({"event": {"start": text}}), invalid_response_error),
+        "list": (make_frame(json.dumps([text]).encode()), invalid_response_error),
+        "event": (make_frame({"event": text}), invalid_response_error),
+        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), invalid_response_error),
+        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), invalid_response_error),
+        "no-json": (make_frame(text.encode()), invalid_response_error),
+        "deep": (make_frame(b"[" * (1 << 20)), invalid_response_error),
+        "error": (make_frame({"error": text}, END_STREAM_FLAG), invalid_response_error),
+        "error-message": (make_frame({"error": {"message": {"a": text}}}, END_STREAM_FLAG), invalid_response_error),
         "terminal": ((500, f"red{ESCAPE}blue"), "red]0;owned[2J31mblue"),
-        "announced": (oversized_response, invalid_message),
-        "after-the-end": (response_with_trailing_data, invalid_message),
-        "endless": (endless_response, "it printed more than 2 MiB"),
+        "announced": (yield_oversized_response, invalid_response_error),
+        "after-the-end": (yield_response_with_trailing_data, invalid_response_error),
+        "endless": (yield_endless_response, "it printed more than 2 MiB"),
     }
 
 
-def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Trap, tmp_path: Path) -> None:
-    """An invalid response is an error of that host. It is not evaluated as a template, and uses limited memory."""
-    cases = invalid_responses(trap)
-    liar = LyingGateway({name: answer for name, (answer, _) in cases.items()})
-    results = tmp_path / "results.json"
-    with liar.serve():
+def test_invalid_responses_of_an_agent_affect_only_its_host(
+    core: str, hostile_templates: HostileTemplates, tmp_path: Path
+) -> None:
+    """An invalid response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    cases = list_invalid_responses(hostile_templates)
+    fake_gateway = FakeGateway({name: answer for name, (answer, _) in cases.items()})
+    results_file = tmp_path / "results.json"
+    with fake_gateway.serve():
         hosts = {name: {} for name in cases}
         variables = {
             "ansible_connection": "grove.sandbox.sandbox",
-            "ansible_sandbox_gateway_url": liar.url,
+            "ansible_sandbox_gateway_url": fake_gateway.url,
             "ansible_sandbox_max_output_mb": 2,
         }
         inventory = tmp_path / "hosts.yml"
@@ -281,7 +299,7 @@ def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Tra
         results_expression = "groups.sandboxes | map('extract', hostvars, 'result')"
         results_template = f"{{{{ dict(groups.sandboxes | zip({results_expression})) | to_json }}}}"
         ignore_options = {"ignore_errors": True, "ignore_unreachable": True}
-        run_task = {"ansible.builtin.raw": "true", "register": "result", **ignore_options}
+        raw_task = {"ansible.builtin.raw": "true", "register": "result", **ignore_options}
         debug_tasks = [
             {"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}}
             for value in ("result", *(f"result.{name} | default('')" for name in ("msg", "stdout", "exception")))
@@ -290,23 +308,23 @@ def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Tra
             core,
             tmp_path,
             inventory,
-            {"hosts": "sandboxes", "tasks": [run_task, *debug_tasks]},
+            {"hosts": "sandboxes", "tasks": [raw_task, *debug_tasks]},
             {
                 "hosts": "localhost",
                 "connection": "local",
-                "tasks": [{"ansible.builtin.copy": {"content": results_template, "dest": str(results)}}],
+                "tasks": [{"ansible.builtin.copy": {"content": results_template, "dest": str(results_file)}}],
             },
         )
-    assert not trap.mark.exists(), output
-    host_results = json.loads(results.read_text())
-    for name, (_, sentence) in cases.items():
+    assert not hostile_templates.mark.exists(), output
+    host_results = json.loads(results_file.read_text())
+    for name, (_, expected_message) in cases.items():
         result = host_results[name]
         assert "Unexpected failure" not in result.get("msg", ""), (name, result)
-        assert bool(result.get("unreachable")) is (sentence != "" and name != "endless"), (name, result)
-        assert sentence in result.get("msg", ""), (name, result)
-    assert host_results["honest"]["stdout"] == trap.combined_text and host_results["endless"]["failed"]
+        assert bool(result.get("unreachable")) is (expected_message != "" and name != "endless"), (name, result)
+        assert expected_message in result.get("msg", ""), (name, result)
+    assert host_results["honest"]["stdout"] == hostile_templates.combined_text and host_results["endless"]["failed"]
     for name in ("announced", "after-the-end", "endless"):
-        assert liar.sent_bytes[name] < 16 << 20, f"{name}: {liar.sent_bytes[name]} bytes were taken"
+        assert fake_gateway.sent_bytes[name] < 16 << 20, f"{name}: {fake_gateway.sent_bytes[name]} bytes were read"
     assert not set(ESCAPE) & {"\x1b", "\x07", "\x9b"} & set(output + json.dumps(host_results, ensure_ascii=False))
 
 
@@ -315,17 +333,19 @@ def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGatew
     gateway.respond_to_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
-    completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
-    assert "the sandbox says" in " ".join(completed.stderr.split()) and "hello" in completed.stderr, completed.stderr
-    assert not {"\x1b", "\x07", "\x9b"} & set(completed.stdout + completed.stderr)
+    completed_process = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
+    assert "the sandbox says" in " ".join(completed_process.stderr.split()) and "hello" in completed_process.stderr, (
+        completed_process.stderr
+    )
+    assert not {"\x1b", "\x07", "\x9b"} & set(completed_process.stdout + completed_process.stderr)
 
 
 def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
     """A task that runs in a sandbox sends its options there, where root can read them."""
     key = "key-of-the-environment"
-    liar = LyingGateway({"web": make_response(json.dumps({"changed": False}))})
-    with liar.serve():
-        variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": liar.url}
+    fake_gateway = FakeGateway({"web": make_response(json.dumps({"changed": False}))})
+    with fake_gateway.serve():
+        variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
         variables["ansible_python_interpreter"] = "/usr/bin/python3"
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"all": {"hosts": {"web": variables}}}))
@@ -334,5 +354,5 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
             core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
         )
     assert "ok=1" in output, output
-    assert liar.received_keys() == {key}, "the gateway did not receive the key"
-    assert liar.bodies and not any(key.encode() in body for body in liar.bodies)
+    assert fake_gateway.received_keys() == {key}, "the gateway did not receive the key"
+    assert fake_gateway.bodies and not any(key.encode() in body for body in fake_gateway.bodies)

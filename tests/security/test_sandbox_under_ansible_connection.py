@@ -17,26 +17,26 @@ import pytest
 
 from tests.api.memory_gateway import EXEC_KEY
 from tests.support import ansible_core_versions
-from tests.support.liar import LyingGateway, make_facts_response, make_response
+from tests.support.liar import FakeGateway, make_facts_response, make_response
 
-pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
 
 KEY = "key-of-the-gateway"
 SECRET = "content-of-a-file"
-TASK = {"ansible.builtin.raw": "true"}
-PING: dict[str, Any] = {"ansible.builtin.ping": None}
+RAW_TASK = {"ansible.builtin.raw": "true"}
+PING_TASK: dict[str, Any] = {"ansible.builtin.ping": None}
 
 
 @pytest.fixture
-def attacker_server() -> Iterator[LyingGateway]:
+def attacker_server() -> Iterator[FakeGateway]:
     """The server to which the sandbox tries to redirect requests."""
-    with LyingGateway().serve() as server:
+    with FakeGateway().serve() as server:
         yield server
 
 
 @pytest.fixture
-def gateway() -> Iterator[LyingGateway]:
-    with LyingGateway().serve() as server:
+def gateway() -> Iterator[FakeGateway]:
+    with FakeGateway().serve() as server:
         yield server
 
 
@@ -55,7 +55,7 @@ def secret_files(tmp_path: Path) -> SecretFiles:
     return SecretFiles(tmp_path)
 
 
-def make_add_host_play(gateway: LyingGateway, secret_files: SecretFiles, **extra_variables: str) -> dict[str, Any]:
+def make_add_host_play(gateway: FakeGateway, secret_files: SecretFiles, **extra_variables: str) -> dict[str, Any]:
     """Return a play that adds the sandbox as a host, as our playbooks do."""
     variables = {
         "ansible_connection": "grove.sandbox.sandbox",
@@ -68,7 +68,7 @@ def make_add_host_play(gateway: LyingGateway, secret_files: SecretFiles, **extra
     return {"hosts": "localhost", "connection": "local", "tasks": [task]}
 
 
-def make_false_facts(attacker_server: LyingGateway, secret_files: SecretFiles) -> dict[str, Any]:
+def make_false_facts(attacker_server: FakeGateway, secret_files: SecretFiles) -> dict[str, Any]:
     return {
         "ansible_sandbox_gateway_url": attacker_server.url,
         "ansible_sandbox_gateway_token_file": str(secret_files.secret),
@@ -76,7 +76,7 @@ def make_false_facts(attacker_server: LyingGateway, secret_files: SecretFiles) -
     }
 
 
-def check_nothing_stolen(output: str, gateway: LyingGateway, attacker_server: LyingGateway) -> None:
+def check_nothing_was_stolen(output: str, gateway: FakeGateway, attacker_server: FakeGateway) -> None:
     assert not attacker_server.request_headers, output
     assert gateway.received_keys() <= {KEY}, "the contents of a file were sent as a key"
 
@@ -88,23 +88,23 @@ def check_refused(output: str, name: str) -> None:
 
 
 def test_variables_of_add_host_are_sufficient(
-    core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path
+    core: str, gateway: FakeGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """Check that the variables that our playbooks set are accepted, even with `delegate_to` in a loop."""
     add_host_play = make_add_host_play(gateway, secret_files)
-    (guest,) = add_host_play["tasks"]
+    (guest_task,) = add_host_play["tasks"]
     # Without ansible_host, the name of the host is the name of the sandbox.
     variables_without_host = {
-        key: value for key, value in guest["ansible.builtin.add_host"].items() if key != "ansible_host"
+        key: value for key, value in guest_task["ansible.builtin.add_host"].items() if key != "ansible_host"
     }
     add_host_play["tasks"].append({"ansible.builtin.add_host": {**variables_without_host, "name": "named"}})
-    delegated_task = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
+    delegated_task = {**RAW_TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
     output = ansible_core_versions.run_plays(
         core,
         tmp_path,
         "localhost,",
         add_host_play,
-        {"hosts": "guest", "tasks": [TASK, TASK]},
+        {"hosts": "guest", "tasks": [RAW_TASK, RAW_TASK]},
         {"hosts": "localhost", "connection": "local", "tasks": [delegated_task]},
     )
     assert "unreachable=0" in output and "unreachable=1" not in output and "failed=1" not in output, output
@@ -125,8 +125,8 @@ def test_variables_of_add_host_are_sufficient(
 )
 def test_a_single_fact_cannot_redirect_tasks(
     core: str,
-    gateway: LyingGateway,
-    attacker_server: LyingGateway,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
     name: str,
@@ -137,77 +137,90 @@ def test_a_single_fact_cannot_redirect_tasks(
         "ansible_sandbox_validate_certs": False,
         "ansible_sandbox_max_output_mb": 1 << 20,
     }.get(name, str(secret_files.secret))
-    gateway.lies["0123456789ab"] = make_facts_response(**{name: value})
+    gateway.responses["0123456789ab"] = make_facts_response(**{name: value})
     output = ansible_core_versions.run_plays(
         core,
         tmp_path,
         "localhost,",
         make_add_host_play(gateway, secret_files),
-        {"hosts": "guest", "tasks": [PING, TASK]},
+        {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]},
     )
-    check_nothing_stolen(output, gateway, attacker_server)
+    check_nothing_was_stolen(output, gateway, attacker_server)
     check_refused(output, name)
     assert len(gateway.request_headers) == 1, "a request was sent after the false facts"
 
 
-@pytest.mark.parametrize("way", ["add_host", "delegate_to", "handler", "loop"])
+@pytest.mark.parametrize("play_kind", ["add_host", "delegate_to", "handler", "loop"])
 def test_facts_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
+    core: str,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    play_kind: str,
 ) -> None:
     """Facts that a module returns redirect neither the next task nor tasks on another connection to the host."""
-    gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
-    plays: list[dict[str, Any]] = [{"hosts": "guest", "tasks": [PING, TASK]}]
-    if way == "delegate_to":
-        delegated_tasks = [{**PING, "delegate_to": "guest", "delegate_facts": True}, {**TASK, "delegate_to": "guest"}]
+    gateway.responses["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
+    plays: list[dict[str, Any]] = [{"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}]
+    if play_kind == "delegate_to":
+        delegated_tasks = [
+            {**PING_TASK, "delegate_to": "guest", "delegate_facts": True},
+            {**RAW_TASK, "delegate_to": "guest"},
+        ]
         plays = [{"hosts": "localhost", "connection": "local", "tasks": delegated_tasks}]
-    elif way == "handler":
-        notifying_task = {**PING, "changed_when": True, "notify": "next"}
-        plays = [{"hosts": "guest", "tasks": [notifying_task], "handlers": [{**TASK, "name": "next"}]}]
-    elif way == "loop":
-        plays = [{"hosts": "guest", "tasks": [PING, {**TASK, "loop": [1, 2]}]}]
+    elif play_kind == "handler":
+        notifying_task = {**PING_TASK, "changed_when": True, "notify": "next"}
+        plays = [{"hosts": "guest", "tasks": [notifying_task], "handlers": [{**RAW_TASK, "name": "next"}]}]
+    elif play_kind == "loop":
+        plays = [{"hosts": "guest", "tasks": [PING_TASK, {**RAW_TASK, "loop": [1, 2]}]}]
     output = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", make_add_host_play(gateway, secret_files), *plays
     )
-    check_nothing_stolen(output, gateway, attacker_server)
+    check_nothing_was_stolen(output, gateway, attacker_server)
     assert "must not come from facts" in output, output
 
 
-@pytest.mark.parametrize("way", ["name", "address"])
+@pytest.mark.parametrize("sandbox_set_by", ["name", "address"])
 def test_a_fact_cannot_name_another_host(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
+    core: str,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    sandbox_set_by: str,
 ) -> None:
     """Facts can override `inventory_hostname`. They must not redirect tasks to another sandbox or gateway."""
     add_host_play = make_add_host_play(gateway, secret_files)
-    (guest,) = add_host_play["tasks"]
-    variables = guest["ansible.builtin.add_host"]
-    if way == "name":
+    (guest_task,) = add_host_play["tasks"]
+    variables = guest_task["ansible.builtin.add_host"]
+    if sandbox_set_by == "name":
         # Without ansible_host, the name of the host is the name of the sandbox.
         del variables["ansible_host"]
     # Another host of the operator. The sandbox can name it, and its variables, in facts.
     other_host = {**variables, "name": "other", "ansible_sandbox_gateway_url": attacker_server.url}
     add_host_play["tasks"].append({"ansible.builtin.add_host": other_host})
-    sandbox = variables.get("ansible_host", "guest")
-    gateway.lies[sandbox] = make_facts_response(
+    sandbox_ref = variables.get("ansible_host", "guest")
+    gateway.responses[sandbox_ref] = make_facts_response(
         inventory_hostname="other", ansible_sandbox_gateway_url=attacker_server.url
     )
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING, TASK]}
+        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
     )
-    check_nothing_stolen(output, gateway, attacker_server)
+    check_nothing_was_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url of host guest")
-    gateway.lies[sandbox] = make_facts_response(inventory_hostname="other")
+    gateway.responses[sandbox_ref] = make_facts_response(inventory_hostname="other")
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING, TASK]}
+        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
     )
-    check_nothing_stolen(output, gateway, attacker_server)
-    assert [headers["E2b-Sandbox-Id"] for headers in gateway.request_headers] == [sandbox] * 3, output
+    check_nothing_was_stolen(output, gateway, attacker_server)
+    assert [headers["E2b-Sandbox-Id"] for headers in gateway.request_headers] == [sandbox_ref] * 3, output
 
 
 def test_cached_facts_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
+    core: str, gateway: FakeGateway, attacker_server: FakeGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """A forged fact in the cache is already set before the first task of the next run."""
-    gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
+    gateway.responses["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
     cache_environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
@@ -228,69 +241,74 @@ def test_cached_facts_cannot_redirect_tasks(
         tmp_path,
         "localhost,",
         make_add_host_play(gateway, secret_files),
-        {"hosts": "guest", "tasks": [TASK]},
+        {"hosts": "guest", "tasks": [RAW_TASK]},
         **cache_environment,
     )
-    check_nothing_stolen(output, gateway, attacker_server)
+    check_nothing_was_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url")
 
 
-SETTERS: dict[str, dict[str, Any]] = {
+VARIABLE_SETTERS: dict[str, dict[str, Any]] = {
     "set_fact": {"ansible.builtin.set_fact": {"ansible_sandbox_gateway_url": "{{ got.stdout }}"}},
     "cacheable": {"ansible.builtin.set_fact": {"ansible_sandbox_gateway_url": "{{ got.stdout }}", "cacheable": True}},
     "sandbox": {"ansible.builtin.set_fact": {"ansible_host": "{{ got.stdout }}"}},
-    "register": {**TASK, "register": "ansible_sandbox_gateway_url"},
+    "register": {**RAW_TASK, "register": "ansible_sandbox_gateway_url"},
     "include_vars": {"ansible.builtin.include_vars": "fetched.yml"},
 }
 
 
-@pytest.mark.parametrize("way", SETTERS)
+@pytest.mark.parametrize("setter", VARIABLE_SETTERS)
 def test_registered_results_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
+    core: str,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    setter: str,
 ) -> None:
     """A play assigns a sandbox's output to a connection variable."""
-    gateway.lies["0123456789ab"] = make_response(attacker_server.url)
+    gateway.responses["0123456789ab"] = make_response(attacker_server.url)
     (tmp_path / "fetched.yml").write_text(json.dumps(make_false_facts(attacker_server, secret_files)))
-    tasks = [{**TASK, "register": "got"}, SETTERS[way], TASK]
+    tasks = [{**RAW_TASK, "register": "got"}, VARIABLE_SETTERS[setter], RAW_TASK]
     output = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", make_add_host_play(gateway, secret_files), {"hosts": "guest", "tasks": tasks}
     )
-    check_nothing_stolen(output, gateway, attacker_server)
-    check_refused(output, "ansible_host" if way == "sandbox" else "ansible_sandbox_gateway_url")
+    check_nothing_was_stolen(output, gateway, attacker_server)
+    check_refused(output, "ansible_host" if setter == "sandbox" else "ansible_sandbox_gateway_url")
 
 
-@pytest.mark.parametrize("where", ["play", "task"])
+@pytest.mark.parametrize("vars_level", ["play", "task"])
 def test_vars_of_a_play_are_refused(
     core: str,
-    gateway: LyingGateway,
-    attacker_server: LyingGateway,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
-    where: str,
+    vars_level: str,
 ) -> None:
     """Play variables can contain facts, and the connection plugin cannot tell whether they do."""
-    gateway.lies["0123456789ab"] = make_facts_response(elsewhere=attacker_server.url)
+    gateway.responses["0123456789ab"] = make_facts_response(elsewhere=attacker_server.url)
     vars_entry = {"vars": {"ansible_sandbox_gateway_url": "{{ elsewhere | default('" + gateway.url + "') }}"}}
-    play = {"hosts": "guest", "tasks": [PING, {**TASK, **(vars_entry if where == "task" else {})}]}
+    play = {"hosts": "guest", "tasks": [PING_TASK, {**RAW_TASK, **(vars_entry if vars_level == "task" else {})}]}
     output = ansible_core_versions.run_plays(
         core,
         tmp_path,
         "localhost,",
         make_add_host_play(gateway, secret_files),
-        {**play, **(vars_entry if where == "play" else {})},
+        {**play, **(vars_entry if vars_level == "play" else {})},
     )
-    check_nothing_stolen(output, gateway, attacker_server)
+    check_nothing_was_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url")
 
 
-@pytest.mark.parametrize("case", ["value", "missing", "hostvars"])
+@pytest.mark.parametrize("template_kind", ["value", "missing", "hostvars"])
 def test_facts_do_not_affect_templates_in_host_vars(
     core: str,
-    gateway: LyingGateway,
-    attacker_server: LyingGateway,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
-    case: str,
+    template_kind: str,
 ) -> None:
     """An inventory variable may be a template that uses other inventory variables, which facts must not override."""
     templates = {
@@ -301,7 +319,7 @@ def test_facts_do_not_affect_templates_in_host_vars(
     variables = {
         "ansible_connection": "grove.sandbox.sandbox",
         "ansible_host": "0123456789ab",
-        "ansible_sandbox_gateway_url": templates[case],
+        "ansible_sandbox_gateway_url": templates[template_kind],
         "ansible_sandbox_gateway_token_file": "{{ key_file }}",
     }
     inventory_data = {
@@ -312,19 +330,21 @@ def test_facts_do_not_affect_templates_in_host_vars(
     }
     inventory = tmp_path / "hosts.yml"
     inventory.write_text(json.dumps(inventory_data))
-    gateway.lies["0123456789ab"] = make_facts_response(
+    gateway.responses["0123456789ab"] = make_facts_response(
         address=attacker_server.url, key_file=str(secret_files.secret), ansible_local={"address": attacker_server.url}
     )
-    output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, attacker_server)
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
+    )
+    check_nothing_was_stolen(output, gateway, attacker_server)
     assert "ok=2" in output and len(gateway.request_headers) == 2, output
     assert gateway.received_keys() == {KEY}
 
 
 def test_operator_variables_from_all_sources_apply(
     core: str,
-    gateway: LyingGateway,
-    attacker_server: LyingGateway,
+    gateway: FakeGateway,
+    attacker_server: FakeGateway,
     secret_files: SecretFiles,
     tmp_path: Path,
 ) -> None:
@@ -339,18 +359,20 @@ def test_operator_variables_from_all_sources_apply(
         (tmp_path / name).write_text(json.dumps(variables))
     inventory, playbook = tmp_path / "hosts.yml", tmp_path / "book.yml"
     inventory.write_text(json.dumps({"sandboxes": {"hosts": {"guest": None}}}))
-    playbook.write_text(json.dumps([{"hosts": "guest", "gather_facts": False, "tasks": [TASK, TASK]}]))
+    playbook.write_text(json.dumps([{"hosts": "guest", "gather_facts": False, "tasks": [RAW_TASK, RAW_TASK]}]))
     extra_variables = {"an_id": "0123456789ab", "ansible_sandbox_gateway_token": EXEC_KEY}
-    completed = ansible_core_versions.run_command(
+    completed_process = ansible_core_versions.run_command(
         core, "playbook", "-i", inventory, "-e", json.dumps(extra_variables), playbook, cwd=tmp_path
     )
-    assert completed.returncode == 0 and len(gateway.request_headers) == 2, completed.stdout + completed.stderr
+    assert completed_process.returncode == 0 and len(gateway.request_headers) == 2, (
+        completed_process.stdout + completed_process.stderr
+    )
     assert gateway.received_keys() == {EXEC_KEY} and not attacker_server.request_headers
     assert {headers["E2b-Sandbox-Id"] for headers in gateway.request_headers} == {"0123456789ab"}
 
 
 def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
+    core: str, gateway: FakeGateway, attacker_server: FakeGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """Only the inventory plugin decides which address its sandboxes have. Facts cannot set the key either."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
@@ -358,20 +380,24 @@ def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
     inventory = tmp_path / "sandboxes.yml"
     gateway_entry = {"url": gateway.url, "token_file": str(secret_files.key)}
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [gateway_entry], "strict": True}))
-    gateway.lies[sandbox["sandboxID"]] = make_facts_response(**make_false_facts(attacker_server, secret_files))
-    output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, attacker_server)
+    gateway.responses[sandbox["sandboxID"]] = make_facts_response(**make_false_facts(attacker_server, secret_files))
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
+    )
+    check_nothing_was_stolen(output, gateway, attacker_server)
     assert "ok=2" in output and len([each for each in gateway.request_headers if "E2b-Sandbox-Id" in each]) == 2, output
-    gateway.lies[sandbox["sandboxID"]] = make_facts_response(ansible_sandbox_gateway_token=SECRET)
-    output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, attacker_server)
+    gateway.responses[sandbox["sandboxID"]] = make_facts_response(ansible_sandbox_gateway_token=SECRET)
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING_TASK, RAW_TASK]}
+    )
+    check_nothing_was_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_token")
 
 
 def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
-    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
+    core: str, gateway: FakeGateway, attacker_server: FakeGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
-    """A gateway that lists another gateway's sandbox id receives neither that gateway's tasks nor its key."""
+    """A gateway that lists another gateway's sandbox id receives neither the tasks nor the key for that sandbox."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
     gateway.sandboxes, attacker_server.sandboxes = [sandbox], [{**sandbox, "name": "other"}]
     inventory = tmp_path / "sandboxes.yml"
@@ -381,33 +407,35 @@ def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
     ]
     inventory_data = {"plugin": "grove.sandbox.sandboxes", "gateways": gateways, "strict": True}
     inventory.write_text(json.dumps(inventory_data))
-    plays = [{"hosts": "guest.ours", "tasks": [TASK]}]
+    plays = [{"hosts": "guest.ours", "tasks": [RAW_TASK]}]
     output = ansible_core_versions.run_plays(
-        core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [TASK]}
+        core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [RAW_TASK]}
     )
     assert output.count("unreachable=0") == 2, output
     for server, key in ((gateway, KEY), (attacker_server, "key-of-the-other")):
-        tasks = [headers for headers in server.request_headers if "E2b-Sandbox-Id" in headers]
-        assert [headers["E2b-Sandbox-Id"] for headers in tasks] == ["0123456789ab"] and server.received_keys() == {key}
+        task_headers = [headers for headers in server.request_headers if "E2b-Sandbox-Id" in headers]
+        assert [headers["E2b-Sandbox-Id"] for headers in task_headers] == [
+            "0123456789ab"
+        ] and server.received_keys() == {key}
     # The host's own key goes to the gateway where the inventory found that host.
-    own_variables = {"ansible_sandbox_gateway_token": EXEC_KEY}
+    host_variables = {"ansible_sandbox_gateway_token": EXEC_KEY}
     (tmp_path / "host_vars").mkdir()
-    (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(own_variables))
+    (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(host_variables))
     ansible_core_versions.run_plays(core, tmp_path, inventory, *plays)
     assert gateway.received_keys() == {KEY, EXEC_KEY} and attacker_server.received_keys() == {"key-of-the-other"}
 
 
-def test_the_key_is_never_shown(core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path) -> None:
+def test_the_key_is_never_shown(core: str, gateway: FakeGateway, secret_files: SecretFiles, tmp_path: Path) -> None:
     """The key does not appear in verbose output, facts, the fact cache, the log, or the list of hosts to retry."""
-    gateway.lies["0123456789ab"] = make_facts_response(
+    gateway.responses["0123456789ab"] = make_facts_response(
         harmless="{{ lookup('ansible.builtin.file', '" + str(secret_files.key) + "') }}"
     )
     tasks = [
-        PING,
+        PING_TASK,
         {"ansible.builtin.debug": {"var": "hostvars"}},
         {"ansible.builtin.debug": {"msg": "{{ harmless }}"}},
         {"ansible.builtin.debug": {"var": "vars"}},
-        {**TASK, "register": "said"},
+        {**RAW_TASK, "register": "said"},
         {"ansible.builtin.debug": {"var": "said"}},
         {"ansible.builtin.copy": {"content": "x", "dest": "/nowhere/x"}, "ignore_errors": True},
         {"ansible.builtin.fail": {"msg": "over"}},
@@ -422,11 +450,17 @@ def test_the_key_is_never_shown(core: str, gateway: LyingGateway, secret_files: 
         "ANSIBLE_RETRY_FILES_ENABLED": "1",
         "ANSIBLE_RETRY_FILES_SAVE_PATH": str(tmp_path / "retry"),
     }
-    completed = ansible_core_versions.run_command(
+    completed_process = ansible_core_versions.run_command(
         core, "playbook", "-vvvvv", "--diff", "-i", "localhost,", playbook, cwd=tmp_path, environment=environment
     )
-    assert "over" in completed.stdout and gateway.received_keys() == {KEY}, completed.stdout + completed.stderr
+    assert "over" in completed_process.stdout and gateway.received_keys() == {KEY}, (
+        completed_process.stdout + completed_process.stderr
+    )
     written_files = [file for file in tmp_path.rglob("*") if file.is_file() and file != secret_files.key]
     assert {"facts", "log", "retry"} <= {file.relative_to(tmp_path).parts[0] for file in written_files}
-    for text in (completed.stdout, completed.stderr, *(file.read_text(errors="replace") for file in written_files)):
+    for text in (
+        completed_process.stdout,
+        completed_process.stderr,
+        *(file.read_text(errors="replace") for file in written_files),
+    ):
         assert KEY not in text

@@ -1,4 +1,4 @@
-"""An attacker controls the package index that packages are installed from, whether by root on a host or by a developer.
+"""An attacker controls the index from which root on a host, or a developer, installs packages.
 
 The index is a mirror on this machine, with the pinned files and the attacker's replacements. The gateway role's tasks
 install from it, with a real pip and a real virtual environment.
@@ -29,9 +29,9 @@ from packaging.utils import canonicalize_name
 from tests.support import session
 from tests.support.roles import environment
 
-GATEWAY = session.REPOSITORY / "gateway"
+GATEWAY_DIRECTORY = session.REPOSITORY / "gateway"
 PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
-REQUIREMENT_FILES = tuple(GATEWAY.glob("requirements*.txt"))
+REQUIREMENT_FILES = tuple(GATEWAY_DIRECTORY.glob("requirements*.txt"))
 CHANGED_PACKAGE, CHANGED_MODULE = "annotated-doc", "annotated_doc"
 """The package that the attacker changes, and its module. pip fetches it early, so the tests are fast."""
 _INSTALL_TIMEOUT_SECONDS = 300
@@ -43,7 +43,7 @@ class Mirror(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), _Index)
+        super().__init__(("127.0.0.1", 0), _IndexHandler)
         self.files = files
         self.requested_projects: set[str] = set()
 
@@ -57,7 +57,7 @@ class Mirror(ThreadingHTTPServer):
         return name
 
 
-class _Index(BaseHTTPRequestHandler):
+class _IndexHandler(BaseHTTPRequestHandler):
     server: Mirror
 
     def do_GET(self) -> None:
@@ -73,9 +73,9 @@ class _Index(BaseHTTPRequestHandler):
         ]
         self._send_response(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode(), "text/html")
 
-    def _send_response(self, content: bytes, kind: str) -> None:
+    def _send_response(self, content: bytes, content_type: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -133,10 +133,10 @@ class Attack:
     def make_changed_wheel(self, wheel: bytes, module: str) -> bytes:
         """Return ``wheel`` with the code appended to the file ``module``."""
         buffer = io.BytesIO()
-        with zipfile.ZipFile(io.BytesIO(wheel)) as original, zipfile.ZipFile(buffer, "w") as changed:
-            for entry in original.infolist():
+        with zipfile.ZipFile(io.BytesIO(wheel)) as original_wheel, zipfile.ZipFile(buffer, "w") as changed_wheel:
+            for entry in original_wheel.infolist():
                 suffix = self.code.encode() if entry.filename == module else b""
-                changed.writestr(entry, original.read(entry) + suffix)
+                changed_wheel.writestr(entry, original_wheel.read(entry) + suffix)
         return buffer.getvalue()
 
     def make_sdist(self, name: str, version: str) -> bytes:
@@ -152,13 +152,13 @@ class Attack:
                 archive.addfile(entry, io.BytesIO(text.encode()))
         return buffer.getvalue()
 
-    def add_setup(self, archive: Path, root: str) -> None:
+    def add_setup_script(self, archive: Path, root: str) -> None:
         """Add the code as setup.py to the tar archive of a source distribution."""
-        with tarfile.open(archive, "a") as opened:
+        with tarfile.open(archive, "a") as tar_file:
             entry = tarfile.TarInfo(f"{root}/setup.py")
             text = f"{self.code}import setuptools\nsetuptools.setup()\n".encode()
             entry.size = len(text)
-            opened.addfile(entry, io.BytesIO(text))
+            tar_file.addfile(entry, io.BytesIO(text))
 
     def make_build_backend(self) -> bytes:
         """Return a wheel of a newer setuptools that runs the code when it is imported."""
@@ -214,34 +214,36 @@ def host(tmp_path: Path, mirror: Mirror) -> Host:
     return Host(tmp_path, mirror)
 
 
-def _run_installer(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+def _run_installer(
+    argv: list[str], variables: dict[str, str], **extra_variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command that installs packages. Ignores the pip settings of this machine."""
     env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
-    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **extra_variables}
     return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, env=env, check=False)
 
 
-def _has_mismatch(result: subprocess.CompletedProcess[str]) -> bool:
+def _has_hash_mismatch(result: subprocess.CompletedProcess[str]) -> bool:
     return result.returncode != 0 and "DO NOT MATCH THE HASHES" in result.stdout + result.stderr
 
 
 def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: Attack) -> None:
-    name = mirror.find_file_name(CHANGED_PACKAGE)
-    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
+    file_name = mirror.find_file_name(CHANGED_PACKAGE)
+    mirror.files[file_name] = attack.make_changed_wheel(mirror.files[file_name], f"{CHANGED_MODULE}/__init__.py")
     result = host.install()
-    assert _has_mismatch(result), result.stdout
+    assert _has_hash_mismatch(result), result.stdout
     assert not list((host.install_directory / "venv").rglob(CHANGED_MODULE))
     assert not host.has_program("sandbox-gateway")
 
 
 def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
-    name = mirror.find_file_name("setuptools")
-    version = name.split("-")[1]
-    del mirror.files[name]
+    file_name = mirror.find_file_name("setuptools")
+    version = file_name.split("-")[1]
+    del mirror.files[file_name]
     mirror.files[f"setuptools-{version}.tar.gz"] = attack.make_sdist("setuptools", version)
     result = host.install()
     assert not attack.has_succeeded
-    assert _has_mismatch(result), result.stdout
+    assert _has_hash_mismatch(result), result.stdout
 
 
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
@@ -257,19 +259,22 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
 
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
     """The program that creates the virtual environment replaces the package after the role has copied it."""
-    tarball, python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
+    tarball, fake_python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
     changed_archive = host.directory / "evil.tar"
     subprocess.run(
-        [sys.executable, PACK_SCRIPT, GATEWAY, f"{changed_archive}.gz"], capture_output=True, timeout=60, check=True
+        [sys.executable, PACK_SCRIPT, GATEWAY_DIRECTORY, f"{changed_archive}.gz"],
+        capture_output=True,
+        timeout=60,
+        check=True,
     )
     subprocess.run(["gzip", "--decompress", f"{changed_archive}.gz"], timeout=60, check=True)
-    attack.add_setup(changed_archive, "sandbox-gateway")
-    python.write_text(f'#!/bin/sh\ngzip <{changed_archive} >{tarball}\nexec /usr/bin/python3 "$@"\n')
-    python.chmod(0o755)
-    host.variables["gateway_python"] = str(python)
+    attack.add_setup_script(changed_archive, "sandbox-gateway")
+    fake_python.write_text(f'#!/bin/sh\ngzip <{changed_archive} >{tarball}\nexec /usr/bin/python3 "$@"\n')
+    fake_python.chmod(0o755)
+    host.variables["gateway_python"] = str(fake_python)
     result = host.install()
     assert not attack.has_succeeded
-    assert _has_mismatch(result), result.stdout
+    assert _has_hash_mismatch(result), result.stdout
     assert not host.has_program("sandbox-gateway")
 
 
@@ -277,17 +282,19 @@ def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> N
 def checkout(tmp_path: Path) -> Path:
     """A checkout with the files from which `./dev` creates .venv, and with only the gateway's requirements."""
     directory = tmp_path / "checkout"
-    shutil.copytree(GATEWAY, directory / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
+    shutil.copytree(
+        GATEWAY_DIRECTORY, directory / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build")
+    )
     shutil.copy(session.REPOSITORY / "dev", directory)
     (directory / "requirements").mkdir()
-    shutil.copy(GATEWAY / "requirements.txt", directory / "requirements" / "dev.txt")
+    shutil.copy(GATEWAY_DIRECTORY / "requirements.txt", directory / "requirements" / "dev.txt")
     return directory
 
 
 def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, attack: Attack) -> None:
-    name = mirror.find_file_name(CHANGED_PACKAGE)
-    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
-    assert _has_mismatch(_run_dev(checkout, mirror))
+    file_name = mirror.find_file_name(CHANGED_PACKAGE)
+    mirror.files[file_name] = attack.make_changed_wheel(mirror.files[file_name], f"{CHANGED_MODULE}/__init__.py")
+    assert _has_hash_mismatch(_run_dev(checkout, mirror))
     assert not list((checkout / ".venv").rglob(CHANGED_MODULE))
 
 

@@ -18,12 +18,12 @@ from tests.support import session
 NEWEST = "newest"
 """The release in the environment of the tests."""
 OLDEST = "oldest"
-EACH = (OLDEST, NEWEST)
+RELEASES = (OLDEST, NEWEST)
 _OLDEST_PINS = (
     "ansible-core==2.16.19 --hash=sha256:d7a32ba0f96f9c6582b7ff159a4a6f0e694662cfc4840497c88fed63bf58cd14",
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
-"""Packages of which .venv has another version. All others are taken from .venv, as pinned in requirements/dev.txt."""
+"""Packages that have another version in .venv. All others come from .venv, as pinned in requirements/dev.txt."""
 _INSTALL_TIMEOUT_SECONDS = 600
 _RUN_TIMEOUT_SECONDS = 300
 
@@ -34,7 +34,7 @@ def run_command(
     """Run one of Ansible's programs. ``program`` is "playbook" for `ansible-playbook`, and so on."""
     return subprocess.run(
         [sys.executable, "-m", "ansible", program, *map(str, arguments)],
-        env={**os.environ, **_environment(core, cwd), **(environment or {})},
+        env={**os.environ, **_make_environment(core, cwd), **(environment or {})},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -49,13 +49,15 @@ def run_plays(core: str, directory: Path, hosts: Path | str, *plays: dict[str, A
     """Run plays without gathering facts, and return their output. The test fails if the output contains a traceback."""
     playbook = directory / "book.yml"
     playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
-    python = f"ansible_python_interpreter={sys.executable}"
-    result = run_command(core, "playbook", "-i", hosts, "-e", python, playbook, cwd=directory, environment=environment)
+    python_option = f"ansible_python_interpreter={sys.executable}"
+    result = run_command(
+        core, "playbook", "-i", hosts, "-e", python_option, playbook, cwd=directory, environment=environment
+    )
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     return result.stdout + result.stderr
 
 
-def _environment(core: str, scratch: Path) -> dict[str, str]:
+def _make_environment(core: str, scratch: Path) -> dict[str, str]:
     variables = {
         "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
         "ANSIBLE_HOME": str(scratch / "home"),
@@ -71,29 +73,38 @@ def _environment(core: str, scratch: Path) -> dict[str, str]:
 
 @cache
 def _install_oldest() -> Path:
-    """Install the oldest release and its requirements in the cache unless it is there, and return its directory."""
-    version = ".".join(map(str, sys.version_info[:2]))
-    digest = hashlib.sha256(" ".join([version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
+    """Install the oldest release and its requirements in the cache if they are missing, and return their directory."""
+    python_version = ".".join(map(str, sys.version_info[:2]))
+    digest = hashlib.sha256(" ".join([python_version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
     directory = session.cache_dir() / f"ansible-core-{digest}"
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
-            temporary = Path(scratch) / "made"
-            _install(_OLDEST_PINS, temporary)
+            temporary_directory = Path(scratch) / "install"
+            _install(_OLDEST_PINS, temporary_directory)
             try:
                 # Atomic: the directory exists only if it is complete.
-                temporary.rename(directory)
+                temporary_directory.rename(directory)
             except OSError:
                 assert directory.exists(), f"{directory} cannot be created"
     return directory
 
 
 def _install(requirements: Sequence[str], directory: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+    pip_command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--require-hashes",
+    ]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
         requirements_file.write("\n".join(requirements))
         requirements_file.flush()
         result: subprocess.CompletedProcess[Any] = subprocess.run(
-            [*pip, "--only-binary=:all:", "--target", directory, "--requirement", requirements_file.name],
+            [*pip_command, "--only-binary=:all:", "--target", directory, "--requirement", requirements_file.name],
             capture_output=True,
             text=True,
             timeout=_INSTALL_TIMEOUT_SECONDS,

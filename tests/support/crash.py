@@ -31,7 +31,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.hosts.base import Host
 from tests.support import session
 
-KILLED = 137
+KILLED_EXIT_CODE = 137
 _STEP_EVENTS = {
     "fcntl.ioctl",
     "os.chmod",
@@ -49,7 +49,7 @@ _STEP_EVENTS = {
 }
 
 
-async def _claim(engine: Engine) -> None:
+async def _claim_prewarmed_fork(engine: Engine) -> None:
     """Prewarm one fork of a snapshot, claim it, and discard the fork that was started to replace it."""
     snapshot_id = engine.snapshots.get("mark").id
     await engine.prewarm.set_target(snapshot_id, 1)
@@ -69,7 +69,7 @@ async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
 OPERATIONS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
-    "claim": _claim,
+    "claim": _claim_prewarmed_fork,
     "capture": lambda engine: engine.snapshots.create("source", name="new"),
     "clone": lambda engine: engine.forks.clone("source", ForkSpec(names=["new"])),
     "rollback": lambda engine: engine.sandboxes.rollback("source", "mark"),
@@ -95,22 +95,22 @@ VOLUME_OPERATIONS: dict[str, Any] = {
 }
 
 
-async def _create_ten_with_volumes(engine: Engine) -> None:
+async def _create_ten_sandboxes_with_volumes(engine: Engine) -> None:
     """Create ten sandboxes that each mount one of four volumes and a fifth one, which is read-only in most of them."""
     for number in range(5):
         await engine.volumes.create(f"v{number}", 64)
-    for first in range(4):
-        names = [f"box{number}" for number in range(first, 10, 4)]
-        mounts = [MountSpec(f"v{first}", "/mine"), MountSpec("v4", "/ours", read_only=first > 0)]
+    for volume_number in range(4):
+        names = [f"box{number}" for number in range(volume_number, 10, 4)]
+        mounts = [MountSpec(f"v{volume_number}", "/mine"), MountSpec("v4", "/ours", read_only=volume_number > 0)]
         await engine.forks.fork("plain", ForkSpec(names=names, mounts=mounts))
-        await engine.commands.exec(names[0], ["sh", "-c", f"echo v{first} >/mine/who && sync"])
+        await engine.commands.exec(names[0], ["sh", "-c", f"echo v{volume_number} >/mine/who && sync"])
     await engine.commands.exec("box0", ["sh", "-c", "echo v4 >/ours/who && sync"])
 
 
-SCENARIOS: dict[str, Any] = {"ten-with-volumes": _create_ten_with_volumes}
+SCENARIOS: dict[str, Any] = {"ten-with-volumes": _create_ten_sandboxes_with_volumes}
 
 
-def observable_state(engine: Engine) -> Any:
+def read_observable_state(engine: Engine) -> Any:
     """Return, as plain data, everything about sandboxes and volumes that a restart must not change."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     mounts_by_volume = {
@@ -123,31 +123,31 @@ def observable_state(engine: Engine) -> Any:
     )
 
 
-class Daemon:
+class ScenarioProcess:
     """A separate process whose engine creates a scenario and then waits to be killed."""
 
-    def __init__(self, config: Config, factory: str, scenario: str, path: Path) -> None:
+    def __init__(self, config: Config, host_class: str, scenario: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
-        self._errors = path.with_suffix(".log").open("w+")
-        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scenario]
+        self._error_log = path.with_suffix(".log").open("w+")
+        argv = [sys.executable, "-m", "tests.support.crash", str(path), host_class, scenario]
         self._process = subprocess.Popen(
-            argv, cwd=session.REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True
+            argv, cwd=session.REPOSITORY, stdout=subprocess.PIPE, stderr=self._error_log, text=True
         )
 
-    def __enter__(self) -> Daemon:
+    def __enter__(self) -> ScenarioProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._errors.close()
+        self._error_log.close()
 
     def read_state(self, seconds: float) -> Any:
         """Wait until the scenario has been created, and return its observable state."""
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], seconds)[0], "the scenario was not ready in time"
         line = self._process.stdout.readline()
-        self._errors.seek(0)
-        assert line, self._errors.read()[-3000:]
+        self._error_log.seek(0)
+        assert line, self._error_log.read()[-3000:]
         return json.loads(line)
 
     def kill(self) -> None:
@@ -155,18 +155,18 @@ class Daemon:
         self._process.wait(30)
 
 
-class Runner:
+class OperationRunner:
     """Runs operations, each in a separate process."""
 
-    def __init__(self, factory: str) -> None:
-        self._factory = factory
+    def __init__(self, host_class: str) -> None:
+        self._host_class = host_class
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, config: Config, operation: str, fatal: int, output: Path) -> int:
-        """Run an operation whose process is killed at the step ``fatal``, and return the process's exit code.
+    def run(self, config: Config, operation: str, fatal_step: int, output: Path) -> int:
+        """Run an operation whose process is killed at the step ``fatal_step``, and return the process's exit code.
 
-        The exit code is 0 if the operation finishes first, KILLED, or another code if the operation fails. The process
-        writes its output to the file ``output``.
+        The exit code is KILLED_EXIT_CODE if the process reaches that step, 0 if the operation finishes before it, or
+        another code if the operation fails. The process writes its output to the file ``output``.
         """
         if self._process is None:
             argv = [sys.executable, "-m", "tests.support.crash"]
@@ -175,7 +175,7 @@ class Runner:
                 argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True, start_new_session=True
             )
         assert self._process.stdin and self._process.stdout
-        request = [config.model_dump_json(), self._factory, operation, fatal, str(output)]
+        request = [config.model_dump_json(), self._host_class, operation, fatal_step, str(output)]
         print(json.dumps(request), file=self._process.stdin, flush=True)
         assert select.select([self._process.stdout], [], [], 300)[0], f"{operation} did not end"
         return int(self._process.stdout.readline())
@@ -191,47 +191,47 @@ class Runner:
 
 
 class StepCounter:
-    """Counts the steps of this process, and exits it at the step ``fatal``."""
+    """Counts the steps of this process, and ends the process at the step ``fatal_step``."""
 
-    def __init__(self, fatal: int) -> None:
-        self._fatal = fatal
+    def __init__(self, fatal_step: int) -> None:
+        self._fatal_step = fatal_step
         self.count = 0
-        self.qmp: list[int] = []
+        self.qmp_steps: list[int] = []
         """The numbers of the steps that are commands to QEMU."""
-        self.armed = False
+        self.is_armed = False
 
     def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _STEP_EVENTS or (event == "open" and _opens_for_writing(arguments)):
-            self._step()
+            self._count_step()
 
     def watch_qmp(self) -> None:
         execute = QMPClient.execute
 
         async def execute_as_step(client: QMPClient, command: str, *args: Any, **kwargs: Any) -> Any:
-            if not command.startswith("query-") and self._step():
-                self.qmp.append(self.count)
+            if not command.startswith("query-") and self._count_step():
+                self.qmp_steps.append(self.count)
             return await execute(client, command, *args, **kwargs)
 
         QMPClient.execute = execute_as_step  # type: ignore[method-assign]
 
-    def _step(self) -> bool:
-        if self.armed:
+    def _count_step(self) -> bool:
+        if self.is_armed:
             self.count += 1
-            if self.count == self._fatal:
-                os._exit(KILLED)
-        return self.armed
+            if self.count == self._fatal_step:
+                os._exit(KILLED_EXIT_CODE)
+        return self.is_armed
 
 
 def _opens_for_writing(arguments: tuple[Any, ...]) -> bool:
     return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-async def _run(host: Host, config: Config, operation: str, steps: StepCounter) -> None:
+async def _run_operation(host: Host, config: Config, operation: str, step_counter: StepCounter) -> None:
     engine = Engine(host, config)
     await engine.open()
-    steps.armed = True
+    step_counter.is_armed = True
     await (OPERATIONS | VOLUME_OPERATIONS)[operation](engine)
-    steps.armed = False
+    step_counter.is_armed = False
     await engine.close()
 
 
@@ -239,37 +239,37 @@ async def _run_scenario(host: Host, config: Config, scenario: str) -> None:
     engine = Engine(host, config)
     await engine.open()
     await SCENARIOS[scenario](engine)
-    print(json.dumps(observable_state(engine)), flush=True)
+    print(json.dumps(read_observable_state(engine)), flush=True)
     await asyncio.Event().wait()
 
 
-def _make_host(factory: str, config: Config) -> Host:
-    module, _, name = factory.rpartition(".")
+def _make_host(host_class: str, config: Config) -> Host:
+    module, _, name = host_class.rpartition(".")
     host: Host = getattr(importlib.import_module(module), name)(config)
     return host
 
 
-def _run_once(config: Config, factory: str, operation: str, fatal: int) -> None:
-    host = _make_host(factory, config)
-    steps = StepCounter(fatal)
-    sys.addaudithook(steps.on_audit)
-    steps.watch_qmp()
-    asyncio.run(_run(host, config, operation, steps))
-    print(json.dumps({"steps": steps.count, "qmp": steps.qmp}), flush=True)
+def _run_once(config: Config, host_class: str, operation: str, fatal_step: int) -> None:
+    host = _make_host(host_class, config)
+    step_counter = StepCounter(fatal_step)
+    sys.addaudithook(step_counter.on_audit)
+    step_counter.watch_qmp()
+    asyncio.run(_run_operation(host, config, operation, step_counter))
+    print(json.dumps({"steps": step_counter.count, "qmp": step_counter.qmp_steps}), flush=True)
 
 
-def _serve() -> None:
+def _serve_requests() -> None:
     for line in sys.stdin:
-        config, factory, operation, fatal, output = json.loads(line)
-        importlib.import_module(factory.rpartition(".")[0])
+        config, host_class, operation, fatal_step, output = json.loads(line)
+        importlib.import_module(host_class.rpartition(".")[0])
         if (child := os.fork()) == 0:
             with Path(output).open("w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
-            with Path("/dev/null").open() as nothing:
-                os.dup2(nothing.fileno(), 0)
+            with Path("/dev/null").open() as null_device:
+                os.dup2(null_device.fileno(), 0)
             try:
-                _run_once(Config.model_validate_json(config), factory, operation, fatal)
+                _run_once(Config.model_validate_json(config), host_class, operation, fatal_step)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -279,11 +279,11 @@ def _serve() -> None:
 
 def main() -> None:
     if len(sys.argv) == 1:
-        _serve()
+        _serve_requests()
         return
-    path, factory, scenario = sys.argv[1:]
+    path, host_class, scenario = sys.argv[1:]
     config = Config.model_validate_json(Path(path).read_text())
-    asyncio.run(_run_scenario(_make_host(factory, config), config, scenario))
+    asyncio.run(_run_scenario(_make_host(host_class, config), config, scenario))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from pathlib import Path
 from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
 from tests.api.memory_host import MemoryHost
-if files := int(sys.argv[2]):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+if max_files := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 serving.make_host = lambda config: MemoryHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
@@ -34,13 +34,13 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 class Daemon:
     """A daemon that listens on a unix socket and on ``port``.
 
-    ``files``: its limit on open files, or 0 to use the limit of this process.
+    ``max_files``: its limit on open files, or 0 to use the limit of this process.
     """
 
-    def __init__(self, root: Path, *, files: int = 0, **server: Any) -> None:
+    def __init__(self, root: Path, *, max_files: int = 0, **server: Any) -> None:
         # Paths of unix sockets must be short, and the directory of a test may have a long path.
-        self._run = tempfile.TemporaryDirectory(prefix="grove-daemon-")
-        self.socket = Path(self._run.name) / "gateway.sock"
+        self._run_directory = tempfile.TemporaryDirectory(prefix="grove-daemon-")
+        self.socket = Path(self._run_directory.name) / "gateway.sock"
         self.port = session.free_port()
         self.log = root / "daemon.log"
         keys, config = root / "keys", root / "config.toml"
@@ -53,7 +53,7 @@ class Daemon:
         config.write_text("\n".join(["[server]", *lines, "[host]", f"state_root = '{root}'", ""]))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(config), str(files)],
+                [sys.executable, "-c", _PROGRAM, str(config), str(max_files)],
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             )
@@ -79,21 +79,21 @@ class Daemon:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(10)
-        self._run.cleanup()
+        self._run_directory.cleanup()
 
-    def administrator(self) -> httpx.Client:
+    def connect_as_administrator(self) -> httpx.Client:
         """Return a client that connects over the unix socket, and so has administrator rights."""
         transport = httpx.HTTPTransport(uds=str(self.socket))
         return httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
 
     def check_health(self) -> None:
         """Check that the daemon responds on the unix socket. Raises httpx.HTTPError."""
-        with self.administrator() as client:
+        with self.connect_as_administrator() as client:
             client.get("/health").raise_for_status()
 
     def create_sandbox(self, name: str = "one") -> dict[str, Any]:
         """Build the template `base`, create a sandbox from it, and return the sandbox's fields, including `address`."""
-        with self.administrator() as client:
+        with self.connect_as_administrator() as client:
             build = client.post("/templates", json={"name": "base"}).raise_for_status().json()
             client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
             sandbox: dict[str, Any] = (
@@ -101,7 +101,7 @@ class Daemon:
             )
             return sandbox | client.get(f"/sandboxes/{name}").raise_for_status().json()
 
-    def memory_use(self) -> int:
+    def measure_memory(self) -> int:
         """Return the resident memory of the daemon in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         match = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
@@ -111,11 +111,11 @@ class Daemon:
     def count_descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
-    def metric(self, name: str, **labels: str) -> float:
+    def read_metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric, or 0 if it does not exist yet."""
-        with self.administrator() as client:
-            text = client.get("/metrics").text
+        with self.connect_as_administrator() as client:
+            metrics_text = client.get("/metrics").text
         label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())
         pattern = re.escape(f"{name}{{{label_text}}}" if labels else name)
-        match = re.search(rf"^{pattern} (\S+)$", text, re.MULTILINE)
+        match = re.search(rf"^{pattern} (\S+)$", metrics_text, re.MULTILINE)
         return float(match[1]) if match else 0.0

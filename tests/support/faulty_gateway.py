@@ -33,10 +33,10 @@ TEMPLATE = "base"
 PAGE_SIZE = 3
 """Maximum number of entries in one response. It is small, so that tests detect a client that ignores further pages."""
 _TIMEOUT_SECONDS = 60
-Rewrite = Callable[[str, str, int, Any], tuple[int, Any]]
+Rewriter = Callable[[str, str, int, Any], tuple[int, Any]]
 """Takes (method, target, status, data) of a response. Returns the status and the data to send instead."""
-Intercept = Callable[[str, str], "tuple[int, Any] | None"]
-"""Takes (method, target) of a request. Returns the status and the data to send; None: forward it to the gateway."""
+Interceptor = Callable[[str, str], "tuple[int, Any] | None"]
+"""Takes (method, target) of a request. Returns the status and the data to send, or None to forward the request."""
 
 
 class ShellMachine(Machine):
@@ -54,19 +54,19 @@ class ShellMachine(Machine):
 
 
 class FaultyHost(MemoryHost):
-    """A host of ShellMachines. Forks of sandboxes in ``failing`` fail. Builds wait if ``hold_builds`` is set."""
+    """A host of ShellMachines. Forks of sandboxes in ``failing_names`` fail. Builds wait if ``holds_builds`` is set."""
 
     machine_type = ShellMachine
-    hold_builds = False
+    holds_builds = False
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        # Tests set ``hold_builds`` in another thread.
-        while self.hold_builds:  # noqa: ASYNC110
+        # Tests set ``holds_builds`` in another thread.
+        while self.holds_builds:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().build_base(base, recipe, log)
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        if sandbox.name in self.failing:
+        if sandbox.name in self.failing_names:
             raise BackendFailed(f"sandbox {sandbox.name!r} did not answer within 20 s")
         await super().fork(snapshot, sandbox, with_memory=with_memory)
 
@@ -77,53 +77,54 @@ class FaultyGateway:
     ``token``: the only key that the proxy accepts, or "" if no key is needed. ``version``: the version that the proxy
     reports instead of the gateway's, unless empty.
 
-    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``hold_builds``, whether builds wait;
-    ``busy``, how many of the next requests to refuse with status 429; ``cut``, how many of the next connections to
-    close without a response; ``delay``, seconds before each response; ``vanish``, ids of snapshots and sandboxes that
-    are removed after a client has read them; ``intercept`` and ``rewrite``, see their types.
+    Faults: ``failing_names``, names of sandboxes whose fork or rollback fails; ``holds_builds``, whether builds wait;
+    ``requests_to_refuse``, how many of the next requests to refuse with status 429; ``connections_to_drop``, how many
+    of the next connections to close without a response; ``delay_seconds``, the time before each response;
+    ``vanishing_ids``, ids of snapshots and sandboxes that are removed after a client has read them; ``intercept`` and
+    ``rewrite``, see their types.
     """
 
     def __init__(self, root: Path) -> None:
         self._lock = threading.Lock()
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._forget_faults()
         self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"})
         self._gateway.build_template(TEMPLATE)
-        self._known = _ApiFields(self.request("GET", "/openapi.json"))
+        self._api_fields = _ApiFields(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(self._gateway.end)
+        self._cleanup_stack = contextlib.ExitStack()
+        self._cleanup_stack.callback(self._gateway.end)
         server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
         # Connections inherit this option. Without it, each body waits 40 ms for the client to acknowledge the headers.
         server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        self._undo.enter_context(_serving(server))
+        self._cleanup_stack.enter_context(_serving(server))
 
     def _forget_faults(self) -> None:
         self.token = self.version = ""
         self.calls: list[tuple[str, str]] = []
-        self.busy = self.cut = 0
-        self.delay = 0.0
-        self.vanish: set[str] = set()
-        self.intercept: Intercept | None = None
-        self.rewrite: Rewrite | None = None
+        self.requests_to_refuse = self.connections_to_drop = 0
+        self.delay_seconds = 0.0
+        self.vanishing_ids: set[str] = set()
+        self.intercept: Interceptor | None = None
+        self.rewrite: Rewriter | None = None
 
     @contextlib.contextmanager
     def serve_on_unix_socket(self, path: Path) -> Iterator[str]:
-        """Make the proxy listen on a unix socket too, and yield its URL there."""
+        """Make the proxy listen on a unix socket as well, and yield the URL of that socket."""
         with _serving(_UnixServer(str(path), self._handler)):
             yield f"unix://{path}"
 
     def end(self) -> None:
-        self._undo.close()
+        self._cleanup_stack.close()
 
     # -- direct requests, without the proxy ----------------------------------------------------------------------------
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request, check that it succeeds, and return the data in the response."""
-        status, _, raw = self._forward(method, path, None if body is None else json.dumps(body).encode())
-        assert status < 400, (method, path, raw)
-        return json.loads(raw) if raw else None
+        status, _, raw_body = self._forward(method, path, None if body is None else json.dumps(body).encode())
+        assert status < 400, (method, path, raw_body)
+        return json.loads(raw_body) if raw_body else None
 
     def list_objects(self, kind: str) -> list[dict[str, Any]]:
         """Return all `sandboxes`, `snapshots`, finished `templates` or `volumes`."""
@@ -136,8 +137,8 @@ class FaultyGateway:
 
     def end_machine(self, name: str) -> None:
         """Stop a sandbox's machine as if its process had ended, and wait until the gateway has detected that."""
-        (box,) = self.request("GET", f"/sandboxes?name={name}")
-        instance = self._host.saved[box["sandboxID"]].instance
+        (sandbox,) = self.request("GET", f"/sandboxes?name={name}")
+        instance = self._host.saved[sandbox["sandboxID"]].instance
 
         async def end() -> None:
             await self._host.machines.pop(instance).stop()
@@ -157,11 +158,11 @@ class FaultyGateway:
     def reset(self) -> None:
         """Reset all faults, and remove everything except the template."""
         self._forget_faults()
-        self.failing, self.hold_builds = set(), False
+        self.failing_names, self.holds_builds = set(), False
         while any(each["buildStatus"] == "building" for each in self.request("GET", "/templates?limit=1000")):
             time.sleep(0.02)
-        for box in self.list_objects("sandboxes"):
-            self.request("DELETE", f"/sandboxes/{box['sandboxID']}")
+        for sandbox in self.list_objects("sandboxes"):
+            self.request("DELETE", f"/sandboxes/{sandbox['sandboxID']}")
         for snapshot in self.list_objects("snapshots"):
             self.request("DELETE", f"/snapshots/{snapshot['snapshotID']}")
         # A volume that was created from a snapshot must be removed before the volume of that snapshot.
@@ -180,44 +181,46 @@ class FaultyGateway:
         return host
 
     @property
-    def failing(self) -> set[str]:
-        return self._host.failing
+    def failing_names(self) -> set[str]:
+        return self._host.failing_names
 
-    @failing.setter
-    def failing(self, names: set[str]) -> None:
-        self._host.failing = names
+    @failing_names.setter
+    def failing_names(self, names: set[str]) -> None:
+        self._host.failing_names = names
 
     @property
-    def hold_builds(self) -> bool:
-        return self._host.hold_builds
+    def holds_builds(self) -> bool:
+        return self._host.holds_builds
 
-    @hold_builds.setter
-    def hold_builds(self, value: bool) -> None:
-        self._host.hold_builds = value
+    @holds_builds.setter
+    def holds_builds(self, value: bool) -> None:
+        self._host.holds_builds = value
 
     # -- the proxy -----------------------------------------------------------------------------------------------------
 
-    def respond(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
+    def respond(self, method: str, target: str, raw_body: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
         """Return the status, the JSON data (None if there is no body) and the headers of the response."""
-        time.sleep(self.delay)
+        time.sleep(self.delay_seconds)
         path, _, query = target.partition("?")
         with self._lock:
             self.calls.append((method, target))
-            busy, self.busy = self.busy, max(0, self.busy - 1)
+            is_busy, self.requests_to_refuse = self.requests_to_refuse > 0, max(0, self.requests_to_refuse - 1)
         if path != "/health" and self.token and key != self.token:
-            return 401, _error_body(401, "unauthorized", "this needs a key"), {}
-        if path != "/health" and busy:
-            return 429, _error_body(429, "busy", "too many requests at once: try again"), {"Retry-After": "0"}
+            return 401, _make_error_body(401, "unauthorized", "this needs a key"), {}
+        if path != "/health" and is_busy:
+            return 429, _make_error_body(429, "busy", "too many requests at once: try again"), {"Retry-After": "0"}
         if self.intercept is not None and (intercepted := self.intercept(method, target)) is not None:
             return *intercepted, {}
-        query_fields = dict(parse_qsl(query))
-        unknown_fields = self._known.find_unknown_fields(method, path, query_fields, json.loads(raw) if raw else {})
+        query_parameters = dict(parse_qsl(query))
+        unknown_fields = self._api_fields.find_unknown_fields(
+            method, path, query_parameters, json.loads(raw_body) if raw_body else {}
+        )
         if unknown_fields:
-            return 400, _error_body(400, "invalid", f"unknown: {', '.join(unknown_fields)}"), {}
-        if "limit" in query_fields:
-            query_fields["limit"] = str(min(int(query_fields["limit"]), PAGE_SIZE))
+            return 400, _make_error_body(400, "invalid", f"unknown: {', '.join(unknown_fields)}"), {}
+        if "limit" in query_parameters:
+            query_parameters["limit"] = str(min(int(query_parameters["limit"]), PAGE_SIZE))
         status, headers, body = self._forward(
-            method, f"{path}?{urlencode(query_fields)}" if query_fields else path, raw
+            method, f"{path}?{urlencode(query_parameters)}" if query_parameters else path, raw_body
         )
         data = json.loads(body) if body else None
         if method == "GET" and isinstance(data, dict):
@@ -226,29 +229,31 @@ class FaultyGateway:
             data["version"] = self.version
         if self.rewrite is not None:
             status, data = self.rewrite(method, target, status, data)
-        forwarded_headers = ("Date", "Retry-After", "X-Next-Token")
-        return status, data, {name: headers[name] for name in forwarded_headers if headers[name] is not None}
+        forwarded_header_names = ("Date", "Retry-After", "X-Next-Token")
+        return status, data, {name: headers[name] for name in forwarded_header_names if headers[name] is not None}
 
     def _remove_vanishing_object(self, path: str, data: dict[str, Any]) -> None:
-        for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
-            if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(ident) in self.vanish:
-                self.vanish.discard(data[ident])
-                self.request("DELETE", f"/{kind}/{data[ident]}")
+        for kind, id_field in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
+            if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(id_field) in self.vanishing_ids:
+                self.vanishing_ids.discard(data[id_field])
+                self.request("DELETE", f"/{kind}/{data[id_field]}")
 
-    def _forward(self, method: str, target: str, raw: bytes | None) -> tuple[int, Any, bytes]:
-        idle_connection = getattr(self._of_thread, "connection", None)
+    def _forward(self, method: str, target: str, raw_body: bytes | None) -> tuple[int, Any, bytes]:
+        idle_connection = getattr(self._thread_local, "connection", None)
         connection = idle_connection or _UnixConnection(str(self._gateway.socket))
         try:
-            connection.request(method, target, raw or None, {"Content-Type": "application/json"} if raw else {})
+            connection.request(
+                method, target, raw_body or None, {"Content-Type": "application/json"} if raw_body else {}
+            )
             response = connection.getresponse()
         except (http.client.HTTPException, ConnectionError):
             connection.close()
-            self._of_thread.connection = None
+            self._thread_local.connection = None
             if idle_connection is None:
                 raise
             # The gateway may have closed the connection because it was idle for too long.
-            return self._forward(method, target, raw)
-        self._of_thread.connection = connection
+            return self._forward(method, target, raw_body)
+        self._thread_local.connection = connection
         return response.status, response.headers, response.read()
 
 
@@ -274,12 +279,15 @@ def _serving(server: socketserver.BaseServer) -> Iterator[None]:
         thread.join()
 
 
-def _error_body(status: int, kind: str, message: str) -> dict[str, Any]:
+def _make_error_body(status: int, kind: str, message: str) -> dict[str, Any]:
     return {"code": status, "message": message, "error": message, "kind": kind, "blockers": []}
 
 
 class _ApiFields:
-    """The fields and query parameters in an OpenAPI document. The proxy rejects others; the gateway would not."""
+    """The fields and query parameters in an OpenAPI document.
+
+    The proxy rejects all other fields and parameters, although the gateway would not.
+    """
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -289,23 +297,25 @@ class _ApiFields:
         for pattern, entry in self._paths:
             operation = entry.get(method.lower())
             if operation and re.fullmatch(pattern, path):
-                query_names = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
+                parameter_names = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
                 media_type = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-                return sorted({*query} - query_names) + self._unknown_fields(body, media_type.get("schema", {}))
+                return sorted({*query} - parameter_names) + self._list_unknown_fields(
+                    body, media_type.get("schema", {})
+                )
         return []
 
-    def _unknown_fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
+    def _list_unknown_fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
         """Return the fields of ``value`` that the schema does not define."""
         if "$ref" in schema:
-            return self._unknown_fields(
+            return self._list_unknown_fields(
                 value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             )
         if "anyOf" in schema:
             json_type = {dict: "object", list: "array"}.get(type(value))
             candidates = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == json_type]
-            return min((self._unknown_fields(value, each) for each in candidates), key=len, default=[])
+            return min((self._list_unknown_fields(value, each) for each in candidates), key=len, default=[])
         if isinstance(value, list):
-            return [name for each in value for name in self._unknown_fields(each, schema.get("items", {}))]
+            return [name for each in value for name in self._list_unknown_fields(each, schema.get("items", {}))]
         if not isinstance(value, dict) or "properties" not in schema:
             return []
         properties = schema["properties"]
@@ -313,7 +323,7 @@ class _ApiFields:
             name
             for key, each in value.items()
             if key in properties
-            for name in self._unknown_fields(each, properties[key])
+            for name in self._list_unknown_fields(each, properties[key])
         ]
         return sorted(value.keys() - properties.keys()) + nested_fields
 
@@ -333,14 +343,14 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     gateway: FaultyGateway
 
-    def _serve(self) -> None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.gateway.cut:
-            self.gateway.cut -= 1
+    def _handle_request(self) -> None:
+        raw_body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.gateway.connections_to_drop:
+            self.gateway.connections_to_drop -= 1
             self.close_connection = True
             return
         key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        status, data, headers = self.gateway.respond(self.command, self.path, raw, key)
+        status, data, headers = self.gateway.respond(self.command, self.path, raw_body, key)
         payload = b"" if data is None else json.dumps(data).encode()
         self.send_response_only(status)
         for name, value in headers.items():
@@ -351,7 +361,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             self.wfile.write(payload)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _handle_request
 
     def log_message(self, *_: Any) -> None:
         """Do not log requests."""

@@ -10,24 +10,24 @@ from pathlib import Path
 
 from tests.support import session
 
-PACKAGE = session.REPOSITORY / "gateway" / "extras" / "forkd"
+PACKAGE_DIRECTORY = session.REPOSITORY / "gateway" / "extras" / "forkd"
 _START_TIMEOUT_SECONDS = 20
 
 
-def install(directory: Path, *settings: str) -> Path:
+def install(directory: Path, *statements: str) -> Path:
     """Write the command to ``directory``, as installing the package would, and return the path.
 
-    ``settings``: Python statements that change the modules ``command`` and ``port`` before the command runs.
+    ``statements``: Python statements that change the modules ``command`` and ``port`` before the command runs.
     """
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((PACKAGE_DIRECTORY / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["forkd"].partition(":")
     lines = [
         f"#!{sys.executable}",
         "import sys",
-        f"sys.path.insert(0, {str(PACKAGE / 'src')!r})",
+        f"sys.path.insert(0, {str(PACKAGE_DIRECTORY / 'src')!r})",
         f"from {module.partition('.')[0]} import command, port",
         f"from {module} import {function}",
-        *settings,
+        *statements,
         f"sys.exit({function}())",
     ]
     command = directory / "forkd"

@@ -60,7 +60,7 @@ class Gateway:
         }
         for section, values in config.items():
             settings.setdefault(section, {}).update(values)
-        self.config.write_text(_to_toml(settings))
+        self.config.write_text(_format_toml(settings))
 
     def start(self, *, seconds: float = 90) -> None:
         """Start the daemon and wait until it responds. If it does not, raise RuntimeError with the end of its log."""
@@ -89,20 +89,20 @@ class Gateway:
         except httpx.HTTPError:
             return False
 
-    def kill_9(self) -> None:
+    def kill(self) -> None:
         """Kill the daemon with SIGKILL. Its sandboxes keep running."""
-        self._signal(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
 
     def stop(self, *, seconds: float = 30) -> int:
         """Stop the daemon with SIGTERM, and return its exit code."""
-        return self._signal(signal.SIGTERM, seconds)
+        return self._send_signal(signal.SIGTERM, seconds)
 
     def restart(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.stop()
         self.start()
 
-    def _signal(self, number: signal.Signals, seconds: float = 30) -> int:
+    def _send_signal(self, number: signal.Signals, seconds: float = 30) -> int:
         assert self.process is not None, "the gateway was never started"
         self.process.send_signal(number)
         return self.process.wait(seconds)
@@ -113,7 +113,7 @@ class Gateway:
     def call(self, method: str, path: str, body: Any = None, *, status: int | None = None, **options: Any) -> Any:
         """Send a request, and return the JSON of the response, or None if it is empty.
 
-        Fails, showing the response, if the response's status is not ``status`` (default: any 2xx).
+        Raises AssertionError with the response if its status is not ``status`` (default: any 2xx).
         """
         response = self.client.request(method, path, json=body, **options)
         is_expected = response.is_success if status is None else response.status_code == status
@@ -138,23 +138,23 @@ class Gateway:
         try:
             if not self.is_responding():
                 if self.process is not None and self.process.poll() is None:
-                    self.kill_9()
+                    self.kill()
                 self.start()
-            for sandbox in self._sandboxes():
-                response = self.client.delete(f"/sandboxes/{sandbox}")
+            for sandbox_id in self._list_sandbox_ids():
+                response = self.client.delete(f"/sandboxes/{sandbox_id}")
                 if response.status_code not in (204, 404):
-                    problems.append(f"sandbox {sandbox} was not removed: {response.text[:500]}")
+                    problems.append(f"sandbox {sandbox_id} was not removed: {response.text[:500]}")
             exit_code = self.stop()
             if exit_code != 0:
                 problems.append(f"gateway {self.prefix} exited with code {exit_code} after SIGTERM:\n{self.log_tail()}")
         except (RuntimeError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
             problems.append(f"gateway {self.prefix} could not be stopped: {error}")
             if self.process is not None and self.process.poll() is None:
-                self.kill_9()
+                self.kill()
         self.client.close()
         return problems
 
-    def _sandboxes(self) -> list[str]:
+    def _list_sandbox_ids(self) -> list[str]:
         ids: list[str] = []
         query: dict[str, Any] = {"limit": 1000}
         while True:
@@ -167,7 +167,7 @@ class Gateway:
 
 
 def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]:
-    """Build a template unless it exists, and wait until it is ready. If it fails, show the end of its log."""
+    """Build a template unless it exists, and wait until it is ready. Raises AssertionError if the build fails."""
     body = {"name": name, "from": "debootstrap", "cpuCount": 1, "memoryMB": 256, "diskSizeMB": 2048, **recipe}
     build = gateway.call("POST", "/templates", body)
     deadline = time.monotonic() + _BUILD_TIMEOUT_SECONDS
@@ -177,14 +177,14 @@ def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]
         time.sleep(0.5)
         status = gateway.call("GET", f"/templates/{build['templateID']}/builds/{build['buildID']}/status")
     if status["status"] != "ready":
-        logs = "\n".join(status.get("logs", [])[-40:])
-        raise AssertionError(f"template {name} failed: {status.get('reason')}\n{logs}\n{gateway.log_tail()}")
+        log_text = "\n".join(status.get("logs", [])[-40:])
+        raise AssertionError(f"template {name} failed: {status.get('reason')}\n{log_text}\n{gateway.log_tail()}")
     template = gateway.call("GET", f"/templates/{name}")
     assert isinstance(template, dict)
     return template
 
 
-def _to_toml(settings: dict[str, dict[str, Any]]) -> str:
+def _format_toml(settings: dict[str, dict[str, Any]]) -> str:
     """Format sections of plain values as TOML. JSON strings, numbers, booleans and lists are valid TOML.
 
     The section "" contains the keys outside of any section.

@@ -14,7 +14,10 @@ from tests.support.jail_world import JailZfsWorld
 
 @contextmanager
 def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway on ``world``, with the world's template and in the directory ``scratch``. Cleans up at the end."""
+    """Run a gateway on ``world`` with the world's template. At the end, remove everything that it created.
+
+    ``scratch``: the directory for the gateway's files outside its dataset.
+    """
     config = world.config()
     config_values = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {
@@ -22,8 +25,8 @@ def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any])
         "jail_zfs": {"dataset": config.jail_zfs.dataset},
         "network": {key: config_values["network"][key] for key in ("prefix", "subnet")},
     }
-    merged = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
-    gateway = Gateway(scratch, merged, jail_world.shim_environment())
+    merged_sections = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
+    gateway = Gateway(scratch, merged_sections, jail_world.shim_environment())
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:
@@ -33,6 +36,6 @@ def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any])
         finally:
             problems = gateway.end()
     finally:
-        world.forget(config)
+        world.clean_up(config)
     if problems:
         raise RuntimeError("; ".join(problems))

@@ -28,7 +28,7 @@ from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
 from sandbox_gateway.zfs import snapshots
-from tests.freebsd_shim.harness import BIN
+from tests.freebsd_shim.harness import BIN_DIRECTORY
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.live import Live
@@ -36,17 +36,17 @@ from tests.support.worlds import TEMPLATE
 
 STATE_VARIABLE = "FREEBSD_SHIM_STATE"
 SHIM_DIRECTORY = "shim"
-"""Name of the directory of the shim's state, below the directory of the test run."""
+"""The shim's state directory, relative to the directory of the test run."""
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
 PF_RULES = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
-_numbers = itertools.count(1)
+_config_numbers = itertools.count(1)
 
 
 def shim_environment(state: Path | None = None) -> dict[str, str]:
     """Return an environment with the emulated FreeBSD commands first on PATH."""
     return {
-        "PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin",
+        "PATH": f"{BIN_DIRECTORY}:{os.environ['PATH']}:/usr/sbin:/sbin",
         STATE_VARIABLE: str(state or os.environ[STATE_VARIABLE]),
     }
 
@@ -58,8 +58,8 @@ class ShimHost(JailZfsHost):
         super().__init__(config, environment=shim_environment())
 
 
-def shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
-    """Run one of the emulated FreeBSD commands, and return its standard output."""
+def run_shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
+    """Run an emulated FreeBSD command, and return its standard output."""
     env = {**os.environ, **shim_environment(state)}
     result = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not check or result.returncode == 0, (argv, result)
@@ -67,28 +67,28 @@ def shim(*argv: str, input: str | None = None, check: bool = True, state: Path |
 
 
 def debian_tarball() -> Path:
-    """Return a cached tarball of Debian with Python, which is created on first use."""
+    """Return the path of a cached tarball of Debian with Python, which is created on first use."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
     tarball = session.cache_dir() / f"jail-{digest}.tar"
     if not tarball.exists():
-        sources_file, temporary = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
+        sources_file, temporary_tarball = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
         sources_file.write_text(sources)
         exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
         argv += ["mmdebstrap", "--quiet", "--mode=root"]
         argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *exclusions]
         argv += [f"--aptopt={option}" for option in asyncio.run(apt.apt_options())]
-        argv += ["--", _SUITE, str(temporary), *([str(sources_file)] if sources else [])]
+        argv += ["--", _SUITE, str(temporary_tarball), *([str(sources_file)] if sources else [])]
         result = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
-        temporary.rename(tarball)
+        temporary_tarball.rename(tarball)
     return tarball
 
 
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
-    """Create a world with a private pool and a FreeBSD shim, and remove both at the end."""
+    """Create a world with a private pool and a private state of the FreeBSD shim, and remove both at the end."""
     with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, open_world(pool) as world:
         yield world
 
@@ -98,11 +98,11 @@ def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
     previous_state = os.environ.get(STATE_VARIABLE)
     os.environ[STATE_VARIABLE] = str(session.run_dir() / SHIM_DIRECTORY)
     try:
-        shim("pfctl", "-q", "-f", "-", input=PF_RULES)
+        run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
         try:
             yield JailZfsWorld(pool)
         finally:
-            shim("freebsd-shim", "purge")
+            run_shim("freebsd-shim", "purge")
     finally:
         os.environ.pop(STATE_VARIABLE)
         if previous_state is not None:
@@ -114,26 +114,26 @@ class JailZfsWorld:
 
     kind = "jail_zfs"
     abilities = JailZfsHost.abilities
-    factory = "tests.support.jail_world.ShimHost"
+    host_class = "tests.support.jail_world.ShimHost"
     halt_command = "kill -KILL -1"
 
     def __init__(self, pool: pools.Pool) -> None:
         self._pool = pool
-        seed = self._config("seed", {})
-        live = Live(self.host(seed), seed)
+        seed_config = self._config("seed", {})
+        live = Live(self.host(seed_config), seed_config)
         try:
             recipe = Recipe(
                 source="rootfs", path=str(debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
             )
             build = live.do(live.engine.templates.build(TEMPLATE, recipe))
-            lines = live.do(_parse_lines(build.follow()), timeout=900)
+            lines = live.do(_collect_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
             self._template = live.engine.templates.get(TEMPLATE)
         finally:
             live.close()
 
     def config(self, **sections: Any) -> Config:
-        config = self._config(f"w{next(_numbers)}", sections)
+        config = self._config(f"w{next(_config_numbers)}", sections)
         dataset = f"{config.jail_zfs.dataset}/_template-{self._template.id}"
         record = self._template.model_copy(update={"host": {}})
         zfs.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
@@ -150,18 +150,20 @@ class JailZfsWorld:
             "jail_zfs": {"dataset": dataset},
             "network": session.network(),
         }
-        top_level = {key: value for key, value in sections.items() if not isinstance(value, dict)}
-        merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level}}
-        return Config.model_validate(merged | top_level)
+        top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged_sections = {
+            key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level_values}
+        }
+        return Config.model_validate(merged_sections | top_level_values)
 
     def host(self, config: Config) -> Host:
         return ShimHost(config)
 
-    def forget(self, config: Config) -> None:
+    def clean_up(self, config: Config) -> None:
         self.cut_power(config)
         prefix = config.network.prefix
-        shim("ifconfig", f"{prefix}br", "destroy", check=False)
-        shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
+        run_shim("ifconfig", f"{prefix}br", "destroy", check=False)
+        run_shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
         # Datasets that are still mounted in another mount namespace are removed with the pool.
         for _ in range(40):
             if pools.run("zfs", "destroy", "-R", config.jail_zfs.dataset, check=False).returncode == 0:
@@ -177,70 +179,72 @@ class JailZfsWorld:
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.mount_point(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
-        rows = zfs.get_tree(root, ("defer_destroy", "type"))
+        properties_by_name = zfs.get_tree(root, ("defer_destroy", "type"))
         # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
         # place, unmounted, until the next scan. So does the previous dataset of a rolled-back volume, until its last
         # snapshot is removed.
-        retired = {
+        retired_names = {
             name
-            for name in rows
+            for name in properties_by_name
             if name.startswith((f"{root}/sandboxes/", f"{root}/volumes/"))
             if f"{mount_point}{name.removeprefix(root)}" not in mounts
         }
         return {
-            "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in retired},
+            "datasets": {
+                name.removeprefix(root) for name in properties_by_name if "@" not in name and name not in retired_names
+            },
             "snapshots": {
                 name.partition("@")[2]
-                for name, properties in rows.items()
+                for name, properties in properties_by_name.items()
                 if "@" in name and not properties["defer_destroy"].is_on
             },
-            "jails": set(self.jails(config)),
+            "jails": set(self.list_jail_names(config)),
             "processes": {path.name for path in Path("/proc").iterdir() if _is_within(path, mount_point)},
-            "epairs": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
-            "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
-            "anchors": set(re.findall(rf"sbx/{prefix}-\S+", shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
+            "epairs": set(run_shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
+            "limits": {line for line in run_shim("rctl").split() if f":{prefix}-" in line},
+            "anchors": set(re.findall(rf"sbx/{prefix}-\S+", run_shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
             "mounts": {mount for mount in mounts if mount.startswith(f"{mount_point}/")},
             "identities": {path.name for path in (config.host.state_root / "run").glob("*")},
         }
 
-    def jails(self, config: Config) -> list[str]:
+    def list_jail_names(self, config: Config) -> list[str]:
         mount_point = str(self.mount_point(config))
-        rows = json.loads(shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
+        rows = json.loads(run_shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
         return [row["name"] for row in rows if row["path"].startswith(f"{mount_point}/")]
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
         traces = self.traces(config)
         sandboxes = list(engine.index.sandboxes.values())
-        running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
-        instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
-        mounted = {name for name in traces["datasets"] if f"{self.mount_point(config)}{name}" in traces["mounts"]}
-        assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
-        volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
-        assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
+        running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
+        instance_datasets = {f"/sandboxes/{each.instance}" for each in sandboxes}
+        mounted_names = {name for name in traces["datasets"] if f"{self.mount_point(config)}{name}" in traces["mounts"]}
+        assert {name for name in mounted_names if name.startswith("/sandboxes/")} == instance_datasets, when
+        volume_datasets = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
+        assert {name for name in mounted_names if name.startswith("/volumes/")} == volume_datasets, when
         expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
         expected_mounts = {
             (f"{self.mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
-            for sandbox in running
+            for sandbox in running_sandboxes
             for mount in sandbox.mounts
         }
         mounts = self.volume_mounts(config)
         assert mounts == expected_mounts, (when, mounts, expected_mounts)
         for kind in ("jails", "epairs", "anchors", "identities"):
-            assert len(traces[kind]) == len(running), (when, kind, traces[kind])
-        assert len(traces["limits"]) == 3 * len(running), (when, traces["limits"])
+            assert len(traces[kind]) == len(running_sandboxes), (when, kind, traces[kind])
+        assert len(traces["limits"]) == 3 * len(running_sandboxes), (when, traces["limits"])
 
     def writable_directory(self, config: Config) -> Path:
         return self.mount_point(config)
 
     def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
         """Return ``(path, volume id, whether read-only)`` for each volume that is mounted in a jail."""
-        rows = json.loads(shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
-        volumes = f"{self.mount_point(config)}/volumes/"
+        rows = json.loads(run_shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
+        volume_prefix = f"{self.mount_point(config)}/volumes/"
         return {
-            (row["node"], row["special"].removeprefix(volumes).partition(".")[0], "read-only" in row["opts"])
+            (row["node"], row["special"].removeprefix(volume_prefix).partition(".")[0], "read-only" in row["opts"])
             for row in rows
-            if row["special"].startswith(volumes)
+            if row["special"].startswith(volume_prefix)
         }
 
     # -- faults -----------------------------------------------------------------------------------------------------
@@ -252,8 +256,8 @@ class JailZfsWorld:
         monkeypatch.setattr("sandbox_gateway.zfs.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the next capture take its first snapshots, and make it fail when it takes more."""
-        take_snapshots = snapshots._snapshot_at_once
+        """Make the next capture fail after it has taken its first snapshots."""
+        take_snapshots = snapshots._snapshot_atomically
         captured_names: list[str] = []
 
         def refuse(names: Sequence[str], options: Sequence[str]) -> None:
@@ -262,48 +266,50 @@ class JailZfsWorld:
             captured_names.extend(names)
             take_snapshots(names, options)
 
-        monkeypatch.setattr(snapshots, "_snapshot_at_once", refuse)
+        monkeypatch.setattr(snapshots, "_snapshot_atomically", refuse)
 
     def cut_power(self, config: Config) -> None:
         prefix = config.network.prefix
         traces = self.traces(config)
         for name in traces["jails"]:
-            shim("pkill", "-KILL", "-j", name, check=False)
-            shim("jail", "-R", name, check=False)
+            run_shim("pkill", "-KILL", "-j", name, check=False)
+            run_shim("jail", "-R", name, check=False)
         for name in traces["epairs"]:
-            shim("ifconfig", name, "destroy")
+            run_shim("ifconfig", name, "destroy")
         for line in traces["limits"]:
-            shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
+            run_shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
         for name in traces["anchors"]:
-            shim("pfctl", "-q", "-a", name, "-F", "all")
+            run_shim("pfctl", "-q", "-a", name, "-F", "all")
         dataset_mounts = {f"{self.mount_point(config)}{name}" for name in traces["datasets"]}
         for node in sorted(self.traces(config)["mounts"], reverse=True):
             if node not in dataset_mounts and not node.endswith("/dev/pts"):
-                shim("umount", "-f", node)
+                run_shim("umount", "-f", node)
         for name in traces["datasets"]:
             if name.startswith(("/sandboxes/", "/volumes/")):
                 zfs.unmount(f"{config.jail_zfs.dataset}{name}")
-        shim("ifconfig", f"{prefix}br", "destroy", check=False)
+        run_shim("ifconfig", f"{prefix}br", "destroy", check=False)
 
-    def _full_name(self, config: Config, snapshot_id: str) -> str:
-        rows = zfs.list_datasets(config.jail_zfs.dataset, types="snapshot")
-        return next(name for name in rows if name.endswith(f"@{snapshot_id}"))
+    def _find_full_name(self, config: Config, snapshot_id: str) -> str:
+        full_names = zfs.list_datasets(config.jail_zfs.dataset, types="snapshot")
+        return next(name for name in full_names if name.endswith(f"@{snapshot_id}"))
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        name = self._full_name(config, torn)
+        name = self._find_full_name(config, torn)
         zfs.lzc_set_prop(name, HEAD, zfs.local_props(name)[HEAD][:100])
-        zfs.lzc_set_prop(self._full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}')
-        zfs.lzc_inherit_prop(self._full_name(config, empty), HEAD)
+        zfs.lzc_set_prop(
+            self._find_full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
+        )
+        zfs.lzc_inherit_prop(self._find_full_name(config, empty), HEAD)
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
-        name = self._full_name(config, snapshot.id)
+        name = self._find_full_name(config, snapshot.id)
         head = json.loads(zfs.local_props(name)[HEAD])
         head["record"] |= fields
         zfs.lzc_set_prop(name, HEAD, json.dumps(head))
 
 
 def _is_within(process: Path, directory: Path) -> bool:
-    """Return whether a process's root or (in a jail's first process) working directory is below ``directory``."""
+    """Return whether the root directory of a process, or its working directory, is below ``directory``."""
     try:
         return process.name.isdigit() and any(
             str((process / link).readlink()).startswith(f"{directory}/") for link in ("root", "cwd")
@@ -312,5 +318,5 @@ def _is_within(process: Path, directory: Path) -> bool:
         return False
 
 
-async def _parse_lines(lines: Any) -> list[str]:
+async def _collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]

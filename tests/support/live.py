@@ -1,4 +1,4 @@
-"""A real engine with a real host inside the test's process, for tests that are not coroutines."""
+"""A real engine with a real host inside the test's process, for tests that are not coroutine functions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SETTLE_TIMEOUT_SECONDS = 20
 
 
 class Live:
-    """An open engine on its own event loop; ``do`` runs a coroutine there and waits for it."""
+    """An open engine on its own event loop. ``do`` runs a coroutine there and returns its result."""
 
     def __init__(self, host: Host, config: Config) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.config = config
-        self.closed = False
+        self.is_closed = False
         try:
             self.engine = self.do(_open(host, config))
         except BaseException:
@@ -65,11 +65,15 @@ class Live:
                     raise
             time.sleep(0.1)
 
+    def collect(self) -> None:
+        """Remove unused snapshots and volumes now."""
+        self.do(self.engine.sandboxes._collector.collect())
+
     def remove_all(self) -> None:
         """Remove all sandboxes and volumes, and all snapshots except templates."""
         for sandbox in self.engine.sandboxes.list():
             self.do(self.engine.sandboxes.delete(sandbox.id))
-        self.do(self.engine.collector.collect())
+        self.collect()
         self.stop_prewarming()
         objects = [*self.engine.snapshots.list(), *self.engine.volumes.list()]
         for each in sorted(objects, key=lambda each: each.created_at, reverse=True):  # descendants first
@@ -77,10 +81,10 @@ class Live:
                 self.do(self.engine.volumes.delete(each.id, with_snapshots=True))
             else:
                 self.do(self.engine.snapshots.delete(each.id))
-        self.do(self.engine.collector.collect())
+        self.collect()
 
     def stop_prewarming(self) -> None:
-        """Stop keeping forks ready, and wait until their machines have ended."""
+        """Stop keeping forks ready, and wait until their machines have stopped."""
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
@@ -90,7 +94,7 @@ class Live:
         return self.engine.sandboxes.get(ref)
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
         self.do(self.engine.close())
         self._stop_loop()
 
@@ -102,28 +106,28 @@ class Live:
 
 @contextlib.contextmanager
 def engines(world: World) -> Iterator[Callable[..., Live]]:
-    """Yield ``make_live``. At the end, remove everything that its engines left on the machine.
+    """Yield the function ``make_live``. At the end, remove everything that its engines left on the machine.
 
-    ``make_live(limits={…})`` opens an engine with a new state, and ``make_live(config=config)`` with an existing one.
+    ``make_live(limits={…})`` opens an engine with a new state root. ``make_live(config=config)`` uses an existing one.
     """
-    opened: list[Live] = []
+    opened_engines: list[Live] = []
 
     def make_live(config: Config | None = None, **sections: Any) -> Live:
         config = config or world.config(**sections)
-        opened.append(Live(world.host(config), config))
-        return opened[-1]
+        opened_engines.append(Live(world.host(config), config))
+        return opened_engines[-1]
 
     yield make_live
-    latest = {live.config.host.state_root: live for live in opened}
-    for live in opened:
-        if not live.closed and live not in latest.values():
+    latest_by_root = {live.config.host.state_root: live for live in opened_engines}
+    for live in opened_engines:
+        if not live.is_closed and live not in latest_by_root.values():
             live.close()
-    for live in latest.values():
-        if live.closed:
+    for live in latest_by_root.values():
+        if live.is_closed:
             live = Live(world.host(live.config), live.config)
         live.remove_all()
         live.close()
-        world.forget(live.config)
+        world.clean_up(live.config)
 
 
 async def _open(host: Host, config: Config) -> Engine:

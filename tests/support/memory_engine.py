@@ -31,9 +31,9 @@ async def open_engine(root: Path, host: MemoryHost | None = None, **sections: di
 
 
 async def build(engine: Engine, name: str, *packages: str) -> None:
-    build = await engine.templates.build(name, Recipe(packages=list(packages)))
-    await wait_until(lambda: build.status != "building")
-    assert build.status == "ready", build.reason
+    template_build = await engine.templates.build(name, Recipe(packages=list(packages)))
+    await wait_until(lambda: template_build.status != "building")
+    assert template_build.status == "ready", template_build.reason
 
 
 async def create(engine: Engine, name: str, ref: str = "t", **spec: Any) -> Sandbox:
@@ -48,7 +48,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 
 
 class Gate:
-    """Blocks its callers until ``opened`` is set. ``reached`` is set when the first call arrives."""
+    """A gate that blocks its callers until ``opened`` is set. ``reached`` is set when the first call arrives."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()

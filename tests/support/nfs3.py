@@ -1,4 +1,4 @@
-"""A client for NFSv3 and its MOUNT protocol (RFC 1813) over TCP, which can send what a hostile sandbox would.
+"""A client for NFSv3 and its MOUNT protocol (RFC 1813) over TCP that can send what a hostile sandbox would send.
 
 The caller chooses handles, user ids and RPC programs. The client implements only what the tests need.
 """
@@ -22,7 +22,7 @@ class RpcRejected(Exception):
 
 
 class NfsError(Exception):
-    """A procedure failed with ``status``, which is one of the constants above."""
+    """A procedure failed with the NFS status ``status``, such as ``NOENT``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NFS status {status}")
@@ -42,11 +42,11 @@ class Attributes:
 
 
 class Reader:
-    """Reads XDR data."""
+    """A reader of XDR data."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._at = 0
+        self._offset = 0
 
     def u32(self) -> int:
         return int(self._take(">I", 4))
@@ -56,13 +56,13 @@ class Reader:
 
     def opaque(self) -> bytes:
         size = self.u32()
-        data = self._data[self._at : self._at + size]
-        self._at += (size + 3) // 4 * 4
+        data = self._data[self._offset : self._offset + size]
+        self._offset += (size + 3) // 4 * 4
         return data
 
-    def _take(self, form: str, size: int) -> int:
-        value: int = struct.unpack_from(form, self._data, self._at)[0]
-        self._at += size
+    def _take(self, format: str, size: int) -> int:
+        value: int = struct.unpack_from(format, self._data, self._offset)[0]
+        self._offset += size
         return value
 
     def attributes(self) -> Attributes:
@@ -75,7 +75,7 @@ class Reader:
     def post_attributes(self) -> Attributes | None:
         return self.attributes() if self.u32() else None
 
-    def wcc(self) -> None:
+    def skip_wcc(self) -> None:
         if self.u32():
             for _ in range(3):
                 self.u64()
@@ -86,7 +86,7 @@ def opaque(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)
 
 
-def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
+def _encode_attributes(mode: int | None = None, size: int | None = None) -> bytes:
     """Encode a sattr3 that sets only the attributes that are not None."""
     data = struct.pack(">I", 0) if mode is None else struct.pack(">II", 1, mode)
     data += struct.pack(">II", 0, 0)
@@ -95,10 +95,10 @@ def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
 
 
 class Connection:
-    """A TCP connection to one of the server's ports, which acts as the user ``uid`` and the group ``gid``."""
+    """A TCP connection to one of the server's ports. Calls contain the credentials ``uid`` and ``gid``."""
 
     def __init__(self, address: str, port: int, *, uid: int = 0, gid: int = 0, seconds: float = 5, source: int = 0):
-        """Connect to the server. ``source``: the source port, or 0 for any port."""
+        """Connect to the server. ``seconds``: the timeout. ``source``: the source port, or 0 for any port."""
         self._uid, self._gid = uid, gid
         self._xids = itertools.count(int.from_bytes(os.urandom(3), "big"))
         self._socket = socket.create_connection((address, port), seconds, ("", source) if source else None)
@@ -113,11 +113,14 @@ class Connection:
         self._socket.close()
 
     def call(self, program: int, version: int, procedure: int, arguments: bytes = b"") -> Reader:
-        """Call a procedure. Raises RpcRejected, or OSError if the connection breaks or no reply arrives."""
+        """Call a procedure, and return its results.
+
+        Raises RpcRejected if the server rejects the call, or OSError if the connection breaks or no reply arrives.
+        """
         xid = next(self._xids)
         credentials = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
-        head = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
-        message = head + struct.pack(">I", 1) + opaque(credentials) + struct.pack(">II", 0, 0) + arguments
+        call_header = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
+        message = call_header + struct.pack(">I", 1) + opaque(credentials) + struct.pack(">II", 0, 0) + arguments
         self._socket.sendall(struct.pack(">I", len(message) | 1 << 31) + message)
         while True:
             reply = Reader(self._read_record())
@@ -146,7 +149,7 @@ class Connection:
         while len(data) < size:
             piece = self._socket.recv(size - len(data))
             if not piece:
-                raise ConnectionResetError("the server hung up")
+                raise ConnectionResetError("the server closed the connection")
             data += piece
         return data
 
@@ -170,13 +173,13 @@ class Mount(Connection):
 
 
 class Nfs(Connection):
-    """A connection for NFS procedures. Handles are bytes. Methods raise NfsError for any status other than OK."""
+    """A connection for NFS calls. Handles are bytes. Methods raise NfsError for any status other than OK."""
 
     def getattr(self, handle: bytes) -> Attributes:
         return self._call_nfs(1, opaque(handle)).attributes()
 
     def truncate(self, handle: bytes, size: int) -> None:
-        self._call_nfs(2, opaque(handle) + _new_attributes(size=size) + struct.pack(">I", 0))
+        self._call_nfs(2, opaque(handle) + _encode_attributes(size=size) + struct.pack(">I", 0))
 
     def lookup(self, directory: bytes, name: str) -> bytes:
         return self._call_nfs(3, opaque(directory) + opaque(name.encode())).opaque()
@@ -188,32 +191,34 @@ class Nfs(Connection):
 
     def write(self, handle: bytes, data: bytes, offset: int = 0, stable: int = FILE_SYNC) -> int:
         reply = self._call_nfs(7, opaque(handle) + struct.pack(">QII", offset, len(data), stable) + opaque(data))
-        reply.wcc()
+        reply.skip_wcc()
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
         """Create a file unless it exists, and return its handle."""
-        arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
+        arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _encode_attributes(mode)
         return self._read_new_handle(self._call_nfs(8, arguments), directory, name)
 
     def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
         return self._read_new_handle(
-            self._call_nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
+            self._call_nfs(9, opaque(directory) + opaque(name.encode()) + _encode_attributes(mode)), directory, name
         )
 
     def symlink(self, directory: bytes, name: str, target: str) -> None:
-        self._call_nfs(10, opaque(directory) + opaque(name.encode()) + _new_attributes() + opaque(target.encode()))
+        self._call_nfs(10, opaque(directory) + opaque(name.encode()) + _encode_attributes() + opaque(target.encode()))
 
     def mknod(self, directory: bytes, name: str, major: int, minor: int) -> None:
         """Create a block device."""
         data = opaque(directory) + opaque(name.encode())
-        self._call_nfs(11, data + struct.pack(">I", 3) + _new_attributes(0o666) + struct.pack(">II", major, minor))
+        self._call_nfs(11, data + struct.pack(">I", 3) + _encode_attributes(0o666) + struct.pack(">II", major, minor))
 
     def remove(self, directory: bytes, name: str) -> None:
         self._call_nfs(12, opaque(directory) + opaque(name.encode()))
 
-    def rename(self, directory: bytes, name: str, to: bytes, new: str) -> None:
-        self._call_nfs(14, opaque(directory) + opaque(name.encode()) + opaque(to) + opaque(new.encode()))
+    def rename(self, directory: bytes, name: str, new_directory: bytes, new_name: str) -> None:
+        self._call_nfs(
+            14, opaque(directory) + opaque(name.encode()) + opaque(new_directory) + opaque(new_name.encode())
+        )
 
     def commit(self, handle: bytes) -> None:
         self._call_nfs(21, opaque(handle) + struct.pack(">QI", 0, 0))

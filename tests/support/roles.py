@@ -13,15 +13,18 @@ from typing import Any
 
 from tests.support import session
 
-_BIN = Path(sys.executable).parent
+_BIN_DIRECTORY = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
 class PlayResult:
-    """The result of a play. ``changed``: the number of tasks that changed something. ``message``: the error, or ""."""
+    """The result of a play.
+
+    ``changed_count``: the number of tasks that changed something. ``message``: the error, or "".
+    """
 
     output: str
-    changed: int
+    changed_count: int
     failed: bool
     message: str
 
@@ -35,13 +38,18 @@ class PlayResult:
 
 
 def play(
-    role: str, variables: dict[str, Any], *, check: bool = False, into: Path | None = None, inside: tuple[str, ...] = ()
+    role: str,
+    variables: dict[str, Any],
+    *,
+    check: bool = False,
+    directory: Path | None = None,
+    command_prefix: tuple[str, ...] = (),
 ) -> PlayResult:
-    """Apply ``role`` to this machine, or to the one that ``inside`` enters. Times out after ten minutes.
+    """Apply ``role`` to this machine, or to the machine that ``command_prefix`` enters. Times out after ten minutes.
 
-    ``into``: the directory for the playbook. ``inside``: a command prefix that enters another machine.
+    ``directory``: where to write the playbook. ``command_prefix``: a command that runs its arguments on that machine.
     """
-    directory = into or session.run_dir()
+    directory = directory or session.run_dir()
     playbook = directory / f"play-{role}.json"
     playbook.write_text(
         json.dumps(
@@ -56,7 +64,14 @@ def play(
             ]
         )
     )
-    argv = [*inside, str(_BIN / "ansible-playbook"), "-i", "localhost,", str(playbook), *(["--check"] if check else [])]
+    argv = [
+        *command_prefix,
+        str(_BIN_DIRECTORY / "ansible-playbook"),
+        "-i",
+        "localhost,",
+        str(playbook),
+        *(["--check"] if check else []),
+    ]
     result = subprocess.run(
         argv, capture_output=True, text=True, errors="replace", timeout=600, env=environment(directory), check=False
     )
@@ -75,5 +90,5 @@ def environment(home: Path) -> dict[str, str]:
         "ANSIBLE_HOME": str(home / "ansible"),
         "ANSIBLE_NOCOLOR": "1",
         "LC_ALL": "C.UTF-8",
-        "PATH": f"{_BIN}:{os.environ['PATH']}",
+        "PATH": f"{_BIN_DIRECTORY}:{os.environ['PATH']}",
     }

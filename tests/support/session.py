@@ -17,13 +17,13 @@ COLLECTIONS = REPOSITORY / ".cache" / "collections"
 RUN_VARIABLE = "GROVE_TEST_RUN"
 """Environment variable that every process of the run inherits, so that leftover processes can be identified."""
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-LANES = 2
-_GATEWAYS_PER_LANE = len(_DIGITS) ** 2 // LANES
+LANE_COUNT = 2
+_GATEWAYS_PER_LANE = len(_ID_CHARACTERS) ** 2 // LANE_COUNT
 _gateway_numbers = itertools.count()
 # Below the ephemeral ports of Linux (32768 and up), so that no client takes a port between its choice and its use.
-_PORTS = range(20000 + LANE % LANES * 6000, 20000 + (LANE % LANES + 1) * 6000)
+_PORTS = range(20000 + LANE % LANE_COUNT * 6000, 20000 + (LANE % LANE_COUNT + 1) * 6000)
 # Each process starts at a random port, because ansible-test starts further pytest processes within a lane.
 _port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
 
@@ -35,8 +35,8 @@ def state_dir() -> Path:
 
 @cache
 def run_id() -> str:
-    """Return the code of three letters or digits that identifies this run."""
-    code = "".join(secrets.choice(_DIGITS) for _ in range(3))
+    """Return the code that identifies this run: three letters or digits."""
+    code = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(3))
     return os.environ.setdefault(RUN_VARIABLE, f"{os.getpid()}-{code}").rpartition("-")[2]
 
 
@@ -63,20 +63,27 @@ def cache_dir() -> Path:
 
 
 def network() -> dict[str, str]:
-    """Return ``{prefix, subnet}`` for another gateway: a prefix that starts with this run's, and room for 256 slots."""
-    if LANE >= LANES or (number := next(_gateway_numbers)) >= _GATEWAYS_PER_LANE:
-        raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS_PER_LANE} gateways each")
+    """Return the settings ``prefix`` and ``subnet`` for another gateway.
+
+    The prefix starts with ``t`` and the run's id, and the subnet has room for 256 slots. Raises RuntimeError if the
+    lane has no more names.
+    """
+    if LANE >= LANE_COUNT or (number := next(_gateway_numbers)) >= _GATEWAYS_PER_LANE:
+        raise RuntimeError(
+            f"lane {LANE} has no network name left: names exist for {LANE_COUNT} lanes with "
+            f"{_GATEWAYS_PER_LANE} gateways each"
+        )
     number += LANE * _GATEWAYS_PER_LANE
     # Avoid 10.255, because some networks have their resolver there.
-    block = (int(run_id(), 36) * 7 + number) % 960
+    block_number = (int(run_id(), 36) * 7 + number) % 960
     return {
-        "prefix": f"t{run_id()}{_DIGITS[number // 36]}{_DIGITS[number % 36]}",
-        "subnet": f"10.{240 + block // 64}.{block % 64 * 4}.0/22",
+        "prefix": f"t{run_id()}{_ID_CHARACTERS[number // 36]}{_ID_CHARACTERS[number % 36]}",
+        "subnet": f"10.{240 + block_number // 64}.{block_number % 64 * 4}.0/22",
     }
 
 
 def free_port() -> int:
-    """Return a TCP port of this lane on which no process listens, and which no earlier call has returned."""
+    """Return a TCP port of this lane on which no process listens and which no earlier call has returned."""
     for number in itertools.islice(_port_numbers, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := _PORTS[number % len(_PORTS)]))

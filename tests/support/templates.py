@@ -19,53 +19,53 @@ from tests.support import session
 RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
-def copy_cached(root: Path, name: str) -> None:
+def copy_cached_template(root: Path, name: str) -> None:
     """If the template is cached, copy it to a state root under the name ``name``, so that it need not be built."""
-    cached = _cache_path()
-    if cached.exists():
-        manifest = _manifest(cached)
+    cached_path = _get_cache_path()
+    if cached_path.exists():
+        manifest = _read_manifest(cached_path)
         directory = root / "templates" / manifest["id"]
         directory.parent.mkdir(exist_ok=True)
-        _copy(cached, directory)
+        _copy_directory(cached_path, directory)
         (directory / "manifest.json").write_text(json.dumps(manifest | {"names": [name]}))
 
 
 def add_to_cache(root: Path) -> None:
     """Copy the template of RECIPE from a state root to the cache, and remove all other templates from the cache."""
-    cached = _cache_path()
+    cached_path = _get_cache_path()
     for directory in (root / "templates").iterdir():
-        if not cached.exists() and _manifest(directory)["recipe_digest"] == _digest():
-            temporary = cached.with_name(f".{cached.name}-{os.getpid()}")
-            _copy(directory, temporary)
+        if not cached_path.exists() and _read_manifest(directory)["recipe_digest"] == _compute_digest():
+            temporary_path = cached_path.with_name(f".{cached_path.name}-{os.getpid()}")
+            _copy_directory(directory, temporary_path)
             try:
-                temporary.rename(cached)
+                temporary_path.rename(cached_path)
             except OSError:  # Another lane has cached it first.
-                shutil.rmtree(temporary)
-    for other in session.cache_dir().glob("template-*"):
-        if other != cached:
-            shutil.rmtree(other, ignore_errors=True)
+                shutil.rmtree(temporary_path)
+    for other_path in session.cache_dir().glob("template-*"):
+        if other_path != cached_path:
+            shutil.rmtree(other_path, ignore_errors=True)
 
 
 @cache
-def _cache_path() -> Path:
+def _get_cache_path() -> Path:
     """Return the template's path in the cache.
 
     The path depends on the recipe, the guest files, the gateway's code, and the kernel, which affects the accelerator.
     """
-    digest = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
+    hasher = hashlib.sha256(f"{_compute_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return session.cache_dir() / f"template-{digest.hexdigest()[:32]}"
+        hasher.update(path.read_bytes())
+    return session.cache_dir() / f"template-{hasher.hexdigest()[:32]}"
 
 
-def _digest() -> str:
+def _compute_digest() -> str:
     return RECIPE.digest(guest_digest(), source_digest(RECIPE))
 
 
-def _manifest(directory: Path) -> dict[str, Any]:
+def _read_manifest(directory: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
     return manifest
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_directory(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-a", "--sparse=always", str(source), str(target)], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Wait for asynchronous changes."""
+"""Waiting for asynchronous changes."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ from tests.support import session, templates
 from tests.support.live import Live
 
 TEMPLATE = "plain"
-_numbers = itertools.count(1)
+_config_numbers = itertools.count(1)
 _SETTLE_TIMEOUT_SECONDS = 20
 
 Traces = dict[str, set[str]]
 
 
 def wait_for_traces(take_traces: Callable[[], Traces], is_expected: Callable[[Traces], bool]) -> Traces:
-    """Wait until ``is_expected(traces)`` is true or a timeout passes, and return the traces.
+    """Wait until ``is_expected(traces)`` is true or 20 seconds have passed, and return the last traces.
 
     Waiting is necessary because volumes are released in the background.
     """
@@ -55,7 +55,7 @@ class World(Protocol):
 
     kind: str
     abilities: Abilities
-    factory: str
+    host_class: str
     """Dotted name of the host class."""
     halt_command: str
     """A command that stops the machine from inside."""
@@ -68,7 +68,7 @@ class World(Protocol):
     def traces(self, config: Config) -> dict[str, set[str]]:
         """Return the objects on the machine that belong to the gateway of ``config``, by kind (files, processes, …)."""
 
-    def forget(self, config: Config) -> None:
+    def clean_up(self, config: Config) -> None:
         """Remove everything that a stopped gateway without sandboxes has left on the machine."""
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
@@ -78,16 +78,16 @@ class World(Protocol):
         """Make the next captures fail ("forced") after the machine has been paused."""
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the next captures fail ("forced") after the first volume is captured and before the second is."""
+        """Make the next captures fail ("forced") after the first volume has been captured, but before the second."""
 
     def writable_directory(self, config: Config) -> Path:
-        """Return the directory in which the gateway of ``config`` may write and mount."""
+        """Return the directory in which the gateway of ``config`` may write and mount file systems."""
 
     def cut_power(self, config: Config) -> None:
         """Stop all machines of a stopped gateway, as if the host had lost power."""
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        """Damage the record of snapshot ``torn``, the image or record of ``short``, and everything of ``empty``."""
+        """Truncate the record of ``torn``, damage the image or record of ``short``, and remove ``empty``'s record."""
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         """Change fields of a snapshot's record behind the gateway's back."""
@@ -98,32 +98,32 @@ class KvmXfsWorld:
 
     kind = "kvm_xfs"
     abilities = KvmXfsHost.abilities
-    factory = "sandbox_gateway.hosts.kvm_xfs.host.KvmXfsHost"
+    host_class = "sandbox_gateway.hosts.kvm_xfs.host.KvmXfsHost"
     halt_command = "echo o >/proc/sysrq-trigger"
 
     def __init__(self, xfs: Path, cache: Path) -> None:
         self._xfs = xfs
         self._cache = cache
-        self._seed = xfs / "engine-seed"
-        self._seed.mkdir(mode=0o711)
-        templates.copy_cached(self._seed, TEMPLATE)
-        live = Live(self.host(seed := self._config(self._seed, {})), seed)
+        self._seed_root = xfs / "engine-seed"
+        self._seed_root.mkdir(mode=0o711)
+        templates.copy_cached_template(self._seed_root, TEMPLATE)
+        live = Live(self.host(seed_config := self._config(self._seed_root, {})), seed_config)
         try:
             build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.do(_parse_lines(build.follow()), timeout=900)
+            lines = live.do(_collect_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            templates.add_to_cache(self._seed)
+            templates.add_to_cache(self._seed_root)
         finally:
             live.close()
-            asyncio.run(SlotPool(seed.network).destroy())
+            asyncio.run(SlotPool(seed_config.network).destroy())
 
     def config(self, **sections: Any) -> Config:
-        root = self._xfs / f"engine-{next(_numbers)}"
+        root = self._xfs / f"engine-{next(_config_numbers)}"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
-            if (self._seed / name).exists():
+            if (self._seed_root / name).exists():
                 subprocess.run(
-                    ["cp", "-a", "--reflink=always", str(self._seed / name), str(root)], check=True, timeout=60
+                    ["cp", "-a", "--reflink=always", str(self._seed_root / name), str(root)], check=True, timeout=60
                 )
         return self._config(root, sections)
 
@@ -133,22 +133,24 @@ class KvmXfsWorld:
             "kvm_xfs": {"uid_base": 700_000},
             "network": {**session.network(), "pool": 1},
         }
-        top_level = {key: value for key, value in sections.items() if not isinstance(value, dict)}
-        merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level}}
-        return Config.model_validate(merged | top_level)
+        top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged_sections = {
+            key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level_values}
+        }
+        return Config.model_validate(merged_sections | top_level_values)
 
     def host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
 
-    def forget(self, config: Config) -> None:
+    def clean_up(self, config: Config) -> None:
         asyncio.run(ServerPool(config.network, Layout(config.host.state_root).serving).destroy())
         asyncio.run(SlotPool(config.network).destroy())
         shutil.rmtree(config.host.state_root)
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
-        running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
-        mounted = {mount.volume for sandbox in running for mount in sandbox.mounts}
+        running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
+        mounted_volumes = {mount.volume for sandbox in running_sandboxes for mount in sandbox.mounts}
         traces = self.traces(config)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
         assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
@@ -156,19 +158,22 @@ class KvmXfsWorld:
         assert traces["snapshots"] == {
             f"snapshots/{each.id}" for each in snapshots if each.kind not in template_kinds
         }, when
-        assert len(traces["processes"]) == len(running), (when, traces, sandboxes)
+        assert len(traces["processes"]) == len(running_sandboxes), (when, traces, sandboxes)
         volumes = {f"volumes/{each.id}" for each in engine.volumes.list()}
         captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
         assert traces["volumes"] == volumes | captures, when
-        assert traces["servers"] == mounted, when
-        groups = {
+        assert traces["servers"] == mounted_volumes, when
+        expected_groups = {
             f"{kind}/{name}"
-            for kind, names in (("sandboxes", {each.instance for each in running}), ("volumes", mounted))
+            for kind, names in (
+                ("sandboxes", {each.instance for each in running_sandboxes}),
+                ("volumes", mounted_volumes),
+            )
             for name in names
         }
         prefix = f"{config.network.prefix}-"
         found_groups = {"/".join(Path(each).parts[-2:]).replace(prefix, "") for each in traces["cgroups"]}
-        assert found_groups == groups, when
+        assert found_groups == expected_groups, when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:
@@ -177,14 +182,14 @@ class KvmXfsWorld:
         monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.ram.Ram.read", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        captured: list[PendingSnapshot] = []
-        original = PendingSnapshot.clone_image
+        captured_snapshots: list[PendingSnapshot] = []
+        original_clone_image = PendingSnapshot.clone_image
 
         def refuse_second(pending: PendingSnapshot) -> None:
-            captured.append(pending)
-            if len(captured) == 2:
+            captured_snapshots.append(pending)
+            if len(captured_snapshots) == 2:
                 raise BackendFailed("forced")
-            original(pending)
+            original_clone_image(pending)
 
         monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_second)
 
@@ -192,29 +197,36 @@ class KvmXfsWorld:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
-        machines = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
-        serving = config.host.state_root / "serving"
-        for pid in [*machines, *(int(process.name) for process in _processes() if _names_below(process, serving))]:
+        machine_pids = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
+        serving_directory = config.host.state_root / "serving"
+        for pid in [
+            *machine_pids,
+            *(int(process.name) for process in _list_processes() if _find_names_below(process, serving_directory)),
+        ]:
             descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             assert select.select([descriptor], [], [], 10)[0]
             os.close(descriptor)
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        snapshots = config.host.state_root / "snapshots"
-        manifest = snapshots / torn / "manifest.json"
-        manifest.write_text(manifest.read_text()[:100])
-        os.truncate(snapshots / short / "memory.img", 4096)
-        shutil.rmtree(snapshots / empty)
-        (snapshots / empty).mkdir()
+        snapshot_directory = config.host.state_root / "snapshots"
+        manifest_path = snapshot_directory / torn / "manifest.json"
+        manifest_path.write_text(manifest_path.read_text()[:100])
+        os.truncate(snapshot_directory / short / "memory.img", 4096)
+        shutil.rmtree(snapshot_directory / empty)
+        (snapshot_directory / empty).mkdir()
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
-        manifest = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | fields))
+        manifest_path = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
+        manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | fields))
 
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix = config.host.state_root, config.network.prefix
-        servers = {process: names[0] for process in _processes() if (names := _names_below(process, root / "serving"))}
+        servers = {
+            process: names[0]
+            for process in _list_processes()
+            if (names := _find_names_below(process, root / "serving"))
+        }
         return {
             "volumes": {str(path.relative_to(root)) for path in (root / "volumes").glob("*")}
             | {str(path.relative_to(root)) for path in (root / "volumes").glob("*/snapshots/*")},
@@ -223,7 +235,9 @@ class KvmXfsWorld:
             "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
             "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
             "processes": {
-                process.name for process in _processes() if process not in servers and _names_below(process, root)
+                process.name
+                for process in _list_processes()
+                if process not in servers and _find_names_below(process, root)
             },
             # os.walk ignores groups that are removed during the walk.
             "cgroups": {
@@ -232,11 +246,11 @@ class KvmXfsWorld:
         }
 
 
-def _processes() -> list[Path]:
+def _list_processes() -> list[Path]:
     return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _names_below(process: Path, root: Path) -> list[str]:
+def _find_names_below(process: Path, root: Path) -> list[str]:
     """Return the names directly below ``root`` that occur in the command line of a process."""
     try:
         return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
@@ -244,5 +258,5 @@ def _names_below(process: Path, root: Path) -> list[str]:
         return []
 
 
-async def _parse_lines(lines: Any) -> list[str]:
+async def _collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]

@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class LoopXfs:
-    """A context manager that creates a file system in the file ``image`` and mounts it, and removes it on exit."""
+    """A context manager that creates an XFS file system in the file ``image``, mounts it, and removes it on exit."""
 
     def __init__(self, image: Path, mount_point: Path, *, size_mb: int = 1024, reflink: bool = True) -> None:
         self.image = image

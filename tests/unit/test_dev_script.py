@@ -22,7 +22,7 @@ def test_help_is_printed_to_standard_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "expected_message"),
     [
         ((), "missing command"),
         (("frobnicate",), "unknown command 'frobnicate'"),
@@ -33,8 +33,8 @@ def test_help_is_printed_to_standard_output() -> None:
         (("molecule", "bare_metal"), "unknown scenario 'bare_metal'"),
     ],
 )
-def test_unknown_arguments_are_refused(arguments: tuple[str, ...], sentence: str) -> None:
+def test_unknown_arguments_are_refused(arguments: tuple[str, ...], expected_message: str) -> None:
     result = run_dev(*arguments)
     assert result.returncode == 2
-    assert sentence in result.stderr
+    assert expected_message in result.stderr
     assert result.stdout == ""

@@ -26,12 +26,12 @@ from sandbox_gateway.records import OnTimeout
 from sandbox_gateway.server import daemon, serving
 from tests.support.session import REPOSITORY
 
-DOCS = REPOSITORY / "docs"
-PAGES = [path for path in (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))) if path.exists()]
-COLLECTION = "grove.sandbox."
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
-_KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "handlers")
+DOCS_DIRECTORY = REPOSITORY / "docs"
+PAGES = [path for path in (REPOSITORY / "README.md", *sorted(DOCS_DIRECTORY.glob("*.md"))) if path.exists()]
+COLLECTION_PREFIX = "grove.sandbox."
+_FENCE_PATTERN = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK_PATTERN = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_TASK_LIST_KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "handlers")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ def find_blocks() -> list[Block]:
     blocks = []
     for page in PAGES:
         text = page.read_text()
-        for match in _FENCE.finditer(text):
+        for match in _FENCE_PATTERN.finditer(text):
             blocks.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
     return blocks
 
 
-def blocks_in_languages(*languages: str) -> list[Any]:
+def find_blocks_in_languages(*languages: str) -> list[Any]:
     return [pytest.param(block, id=str(block)) for block in find_blocks() if block.language in languages]
 
 
@@ -65,14 +65,14 @@ def blocks_in_languages(*languages: str) -> list[Any]:
 
 
 def test_the_configuration_page_is_generated_from_the_code() -> None:
-    expected = daemon.configuration_page()
-    assert (DOCS / "configuration.md").read_text() == expected, "run ./dev docs"
+    expected_text = daemon.render_configuration_page()
+    assert (DOCS_DIRECTORY / "configuration.md").read_text() == expected_text, "run ./dev docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
-    prose = _FENCE.sub("", page.read_text())
-    for link in _LINK.findall(prose):
+    prose = _FENCE_PATTERN.sub("", page.read_text())
+    for link in _LINK_PATTERN.findall(prose):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
@@ -85,22 +85,22 @@ def test_links_resolve(page: Path) -> None:
 
 def find_anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub generates for the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {heading.replace(" ", "-") for heading in plain}
+    headings = re.findall(r"^#+ (.+)$", _FENCE_PATTERN.sub("", page.read_text()), re.MULTILINE)
+    plain_headings = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain_headings}
 
 
 def test_every_page_is_in_the_index() -> None:
-    links = set(_LINK.findall((DOCS / "README.md").read_text()))
-    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= links
+    links = set(_LINK_PATTERN.findall((DOCS_DIRECTORY / "README.md").read_text()))
+    assert {page.name for page in DOCS_DIRECTORY.glob("*.md")} - {"README.md"} <= links
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(DOCS_DIRECTORY.glob("*.md")), ids=lambda page: page.name)
 def test_fences_are_closed_and_have_a_language(page: Path) -> None:
     """The other tests would skip a fence without a language."""
     text = page.read_text()
-    assert text.count("\n```") == 2 * len(_FENCE.findall(text)), f"{page.name}: a fence is not closed"
-    assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence has no language"
+    assert text.count("\n```") == 2 * len(_FENCE_PATTERN.findall(text)), f"{page.name}: a fence is not closed"
+    assert all(language for language, _ in _FENCE_PATTERN.findall(text)), f"{page.name}: a fence has no language"
 
 
 # --- plays -----------------------------------------------------------------------------------------------------------
@@ -109,19 +109,22 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 @cache
 def load_module_options() -> dict[str, dict[str, Any]]:
     """Return each module's options, including those of its documentation fragments, by the module's full name."""
-    return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
+    return {
+        f"{COLLECTION_PREFIX}{path.stem}": _load_options(path)
+        for path in (REPOSITORY / "plugins" / "modules").glob("*.py")
+    }
 
 
-def _options(module: Path) -> dict[str, Any]:
-    document = _documentation(module)
+def _load_options(module: Path) -> dict[str, Any]:
+    document = _load_documentation(module)
     options = dict(document["options"])
     for fragment in document.get("extends_documentation_fragment", []):
-        name = fragment.removeprefix(COLLECTION)
-        options |= _documentation(REPOSITORY / "plugins" / "doc_fragments" / f"{name}.py").get("options") or {}
+        name = fragment.removeprefix(COLLECTION_PREFIX)
+        options |= _load_documentation(REPOSITORY / "plugins" / "doc_fragments" / f"{name}.py").get("options") or {}
     return options
 
 
-def _documentation(path: Path) -> dict[str, Any]:
+def _load_documentation(path: Path) -> dict[str, Any]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DOCUMENTATION":
             document = yaml.safe_load(ast.literal_eval(node.value))
@@ -136,77 +139,83 @@ def load_role_options() -> dict[str, dict[str, Any]]:
     options = {}
     for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
         specification = yaml.safe_load(path.read_text())["argument_specs"]["main"]
-        options[COLLECTION + path.parent.parent.name] = specification.get("options") or {}
+        options[COLLECTION_PREFIX + path.parent.parent.name] = specification.get("options") or {}
     return options
 
 
-def option_names(options: Mapping[str, Any]) -> set[str]:
+def list_option_names(options: Mapping[str, Any]) -> set[str]:
     """Return the names of options, including their aliases."""
     return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
 
 
-def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+def check_arguments(location: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Check that every argument, including suboptions, is one of ``options`` and has a valid value."""
-    unknown = arguments.keys() - option_names(options)
-    assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
+    unknown_options = arguments.keys() - list_option_names(options)
+    assert not unknown_options, f"{location} has no option {', '.join(sorted(unknown_options))}"
     for name, value in arguments.items():
         option = next(each for key, each in options.items() if name in (key, *(each.get("aliases") or [])))
-        inner = option.get("suboptions") or (option.get("options") if option.get("type") in ("dict", "list") else None)
+        suboptions = option.get("suboptions") or (
+            option.get("options") if option.get("type") in ("dict", "list") else None
+        )
         for item in value if isinstance(value, list) else [value]:
-            if inner and isinstance(item, dict):
-                check_arguments(f"{where}.{name}", inner, item)
+            if suboptions and isinstance(item, dict):
+                check_arguments(f"{location}.{name}", suboptions, item)
             elif option.get("choices") and "{{" not in str(item):
-                assert item in option["choices"], f"{where}: {name} is none of {option['choices']}: {item!r}"
+                assert item in option["choices"], f"{location}: {name} must be one of {option['choices']}, not {item!r}"
 
 
-def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
-    if not name.startswith(COLLECTION):
+def check_role(location: str, name: str, variables: Mapping[str, Any]) -> None:
+    if not name.startswith(COLLECTION_PREFIX):
         return
-    assert name in load_role_options(), f"{where}: there is no role {name}"
-    check_arguments(f"{where}: role {name}", load_role_options()[name], variables)
+    assert name in load_role_options(), f"{location}: there is no role {name}"
+    check_arguments(f"{location}: role {name}", load_role_options()[name], variables)
     if "gateway_config" in variables:
-        Config.model_validate(_without_templates(variables["gateway_config"]))
+        Config.model_validate(_remove_templates(variables["gateway_config"]))
 
 
-def _without_templates(config: Mapping[str, Any]) -> dict[str, Any]:
+def _remove_templates(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without values that contain templates, which only a play can evaluate."""
-    plain = {key: _without_templates(value) if isinstance(value, dict) else value for key, value in config.items()}
-    return {key: value for key, value in plain.items() if "{{" not in str(value) or isinstance(value, dict)}
+    converted_values = {
+        key: _remove_templates(value) if isinstance(value, dict) else value for key, value in config.items()
+    }
+    return {key: value for key, value in converted_values.items() if "{{" not in str(value) or isinstance(value, dict)}
 
 
-def check_task(where: str, task: Mapping[str, Any]) -> None:
+def check_task(location: str, task: Mapping[str, Any]) -> None:
     for key, value in task.items():
-        if key in _KEYWORDS:
-            for inner in value:
-                check_task(where, inner)
-        elif key.startswith(COLLECTION):
-            assert key in load_module_options(), f"{where}: there is no module {key}"
-            check_arguments(f"{where}: {key}", load_module_options()[key], value)
-            required = {name for name, option in load_module_options()[key].items() if option.get("required")}
-            missing = [
+        if key in _TASK_LIST_KEYWORDS:
+            for inner_task in value:
+                check_task(location, inner_task)
+        elif key.startswith(COLLECTION_PREFIX):
+            assert key in load_module_options(), f"{location}: there is no module {key}"
+            check_arguments(f"{location}: {key}", load_module_options()[key], value)
+            required_options = {name for name, option in load_module_options()[key].items() if option.get("required")}
+            missing_options = [
                 name
-                for name in required
+                for name in required_options
                 if not {name, *(load_module_options()[key][name].get("aliases") or [])} & value.keys()
             ]
-            assert not missing, f"{where}: {key} needs {', '.join(missing)}"
+            assert not missing_options, f"{location}: {key} needs {', '.join(missing_options)}"
         elif key in ("ansible.builtin.include_role", "ansible.builtin.import_role"):
-            check_role(where, value["name"], task.get("vars") or {})
+            check_role(location, value["name"], task.get("vars") or {})
 
 
-def check_play(where: str, play: Mapping[str, Any]) -> None:
-    check_task(where, play)
+def check_play(location: str, play: Mapping[str, Any]) -> None:
+    check_task(location, play)
     for entry in play.get("roles") or []:
         role: dict[str, Any] = {"role": entry} if isinstance(entry, str) else entry
-        check_role(where, role["role"], role.get("vars") or {})
-    common = set.intersection(*(option_names(options) for options in load_module_options().values()))
+        check_role(location, role["role"], role.get("vars") or {})
+    common_options = set.intersection(*(list_option_names(options) for options in load_module_options().values()))
     for group, defaults in (play.get("module_defaults") or {}).items():
-        if group.startswith(f"group/{COLLECTION}"):
+        if group.startswith(f"group/{COLLECTION_PREFIX}"):
             groups = yaml.safe_load((REPOSITORY / "meta" / "runtime.yml").read_text())["action_groups"]
-            assert group.removeprefix(f"group/{COLLECTION}") in groups, f"{where}: there is no {group}"
-            assert defaults.keys() <= common, f"{where}: {group} has no option {defaults.keys() - common}"
+            assert group.removeprefix(f"group/{COLLECTION_PREFIX}") in groups, f"{location}: there is no {group}"
+            assert defaults.keys() <= common_options, (
+                f"{location}: {group} has no option {defaults.keys() - common_options}"
+            )
 
 
-@pytest.mark.parametrize("block", blocks_in_languages("yaml", "yml"))
+@pytest.mark.parametrize("block", find_blocks_in_languages("yaml", "yml"))
 def test_plays_use_existing_modules_and_options(block: Block) -> None:
     data = yaml.safe_load(block.text)
     assert isinstance(data, list), f"{block}: this is neither a list of plays nor a list of tasks"
@@ -216,7 +225,7 @@ def test_plays_use_existing_modules_and_options(block: Block) -> None:
 
 
 def test_an_invalid_play_is_detected() -> None:
-    invalid: list[dict[str, Any]] = [
+    invalid_plays: list[dict[str, Any]] = [
         {"grove.sandbox.sandbox": {"name": "a", "colour": "red"}},
         {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
         {"grove.sandbox.sandbox": {"state": "absent"}},
@@ -228,18 +237,18 @@ def test_an_invalid_play_is_detected() -> None:
         {"roles": [{"role": "grove.sandbox.gateway", "vars": {"gateway_config": {"server": {"sockt": "x"}}}}]},
         {"module_defaults": {"group/grove.sandbox.all": {"snapshot": "x"}}},
     ]
-    for item in invalid:
+    for item in invalid_plays:
         with pytest.raises((AssertionError, ValueError)):
             check_play("here", item)
 
 
 # --- names of variables and playbooks ---------------------------------------------------------------------------------
 
-_VARIABLE = re.compile(
+_VARIABLE_PATTERN = re.compile(
     r"(?<![\w.\-/])(gateway|kvm_xfs_host|jail_zfs_host|install|build|nightly|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
 )
 """Matches a variable of a role or of a playbook of the collection, but not a part of a longer name."""
-_OTHER_NAMES = {"gateway_default", "gateway_systemd"}
+_NON_VARIABLES = {"gateway_default", "gateway_systemd"}
 """Names that match but are not variables: a group of an inventory, and a scenario of molecule."""
 
 
@@ -249,28 +258,30 @@ def find_known_variables() -> set[str]:
     names = {
         name
         for options in (*load_role_options().values(), *load_module_options().values())
-        for name in option_names(options)
+        for name in list_option_names(options)
     }
     for path in (REPOSITORY / "roles").glob("*/tasks/*.yml"):
         for task in yaml.safe_load(path.read_text()) or []:
-            names |= set(_set_facts(task))
+            names |= set(_find_set_facts(task))
     for path in (REPOSITORY / "playbooks").rglob("*.yml"):
-        names |= {match[0] for match in _VARIABLE.finditer(path.read_text())}
+        names |= {match[0] for match in _VARIABLE_PATTERN.finditer(path.read_text())}
     return names | {path.stem for path in (REPOSITORY / "playbooks").glob("*.yml")}
 
 
-def _set_facts(task: Mapping[str, Any]) -> Iterator[str]:
+def _find_set_facts(task: Mapping[str, Any]) -> Iterator[str]:
     yield from task.get("ansible.builtin.set_fact") or {}
-    for inner in (*(task.get("block") or []), *(task.get("always") or [])):
-        yield from _set_facts(inner)
+    for inner_task in (*(task.get("block") or []), *(task.get("always") or [])):
+        yield from _find_set_facts(inner_task)
 
 
 def find_unknown_variables(text: str) -> list[str]:
     """Return the variables in the fenced or inline code of ``text`` that nothing reads."""
-    code = [match[2] for match in _FENCE.finditer(text)]
-    code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
+    code_texts = [match[2] for match in _FENCE_PATTERN.finditer(text)]
+    code_texts += re.findall(r"`([^`\n]+)`", _FENCE_PATTERN.sub("", text))
     return sorted(
-        {match[0] for each in code for match in _VARIABLE.finditer(each)} - find_known_variables() - _OTHER_NAMES
+        {match[0] for each in code_texts for match in _VARIABLE_PATTERN.finditer(each)}
+        - find_known_variables()
+        - _NON_VARIABLES
     )
 
 
@@ -279,12 +290,12 @@ def test_variables_named_on_a_page_exist(page: Path) -> None:
     assert find_unknown_variables(page.read_text()) == []
 
 
-def check_ansible(argv: list[str]) -> None:
-    """Raise ValueError if an Ansible command names a playbook, module, role or variable that we do not have."""
+def check_ansible_command(argv: list[str]) -> None:
+    """Raise ValueError if an Ansible command names a playbook, module, role or variable that does not exist."""
     if argv[0] == "ansible-playbook":
         for word in argv[1:]:
-            name = word.removeprefix(COLLECTION).replace(".", "/")
-            if word.startswith(COLLECTION) and not (REPOSITORY / "playbooks" / f"{name}.yml").exists():
+            name = word.removeprefix(COLLECTION_PREFIX).replace(".", "/")
+            if word.startswith(COLLECTION_PREFIX) and not (REPOSITORY / "playbooks" / f"{name}.yml").exists():
                 raise ValueError(f"there is no playbook {word}")
         for option, value in itertools.pairwise(argv):
             name = value.partition("=")[0]
@@ -292,11 +303,11 @@ def check_ansible(argv: list[str]) -> None:
                 raise ValueError(f"no playbook and no role reads the variable {name}")
     elif argv[0] == "ansible-doc":
         for word in argv[1:]:
-            plugins = (REPOSITORY / "plugins").glob(f"*/{word.removeprefix(COLLECTION)}.py")
+            plugin_paths = (REPOSITORY / "plugins").glob(f"*/{word.removeprefix(COLLECTION_PREFIX)}.py")
             if (
-                word.startswith(COLLECTION)
+                word.startswith(COLLECTION_PREFIX)
                 and word not in (*load_module_options(), *load_role_options())
-                and not list(plugins)
+                and not list(plugin_paths)
             ):
                 raise ValueError(f"there is no {word}")
 
@@ -305,17 +316,17 @@ def check_ansible(argv: list[str]) -> None:
 def find_words_in_playbooks() -> set[str]:
     """Return all words in the playbooks of the collection, and the options of roles."""
     texts = [path.read_text() for path in (REPOSITORY / "playbooks").rglob("*.yml")]
-    options = {name for role_options in load_role_options().values() for name in option_names(role_options)}
+    options = {name for role_options in load_role_options().values() for name in list_option_names(role_options)}
     return options | {word for text in texts for word in re.findall(r"\w+", text)}
 
 
-@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash", "text"))
+@pytest.mark.parametrize("block", find_blocks_in_languages("sh", "console", "bash", "text"))
 def test_ansible_commands_name_existing_objects(block: Block) -> None:
     for line in block.text.replace("\\\n", " ").splitlines():
         # The command may be a part of the line, for example in a crontab.
         match = re.search(r"\bansible-(playbook|doc) .*", line)
         if match:
-            check_ansible(shlex.split(match[0], comments=True))
+            check_ansible_command(shlex.split(match[0], comments=True))
 
 
 def test_an_unknown_name_is_detected() -> None:
@@ -324,22 +335,24 @@ def test_an_unknown_name_is_detected() -> None:
     assert (
         find_unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
     )
-    invalid = (
+    invalid_commands = (
         "ansible-playbook grove.sandbox.install_hots",
         "ansible-playbook grove.sandbox.install_host -e install_knd=jail_zfs",
         "ansible-doc --type role grove.sandbox.gatway",
         "ansible-doc grove.sandbox.sandbox_cloud",
     )
-    for line in invalid:
+    for line in invalid_commands:
         with pytest.raises(ValueError, match="no "):
-            check_ansible(line.split())
-    check_ansible(["ansible-playbook", "-i", "hosts.ini", "grove.sandbox.install_host", "-e", "install_kind=jail_zfs"])
+            check_ansible_command(line.split())
+    check_ansible_command(
+        ["ansible-playbook", "-i", "hosts.ini", "grove.sandbox.install_host", "-e", "install_kind=jail_zfs"]
+    )
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", blocks_in_languages("toml"))
+@pytest.mark.parametrize("block", find_blocks_in_languages("toml"))
 def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "name" not in data:
@@ -355,9 +368,9 @@ def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
 
 def split_commands(block: Block) -> Iterator[list[str]]:
     """Yield the simple commands in a shell block, without prompts, assignments or sudo. Pipelines are split."""
-    console = block.language == "console"
+    is_console = block.language == "console"
     for line in block.text.replace("\\\n", " ").splitlines():
-        if console:
+        if is_console:
             if not line.startswith(("$ ", "# ")):
                 continue
             line = line[2:]
@@ -383,33 +396,33 @@ def parse_command(root: typer.Typer, argv: list[str]) -> None:
         if not hasattr(command, "resolve_command"):
             check_values(context.params)
             return
-        remaining = [*context._protected_args, *context.args]
-        if not remaining:
+        remaining_arguments = [*context._protected_args, *context.args]
+        if not remaining_arguments:
             return
-        name, inner, args = command.resolve_command(context, remaining)
-        assert inner is not None, f"there is no command {remaining[0]}"
-        command, parent = inner, context
+        name, subcommand, args = command.resolve_command(context, remaining_arguments)
+        assert subcommand is not None, f"there is no command {remaining_arguments[0]}"
+        command, parent = subcommand, context
 
 
-PARSERS: dict[str, Any] = {
+VALUE_PARSERS: dict[str, Any] = {
     "memory": formats.parse_size,
     "disk": formats.parse_size,
     "size": formats.parse_size,
     "timeout": formats.parse_duration,
     "expires_in": formats.parse_duration,
-    "metadata": lambda given: formats.parse_pairs(given, "metadata"),
-    "env": lambda given: formats.parse_pairs(given, "an environment variable"),
+    "metadata": lambda value: formats.parse_pairs(value, "metadata"),
+    "env": lambda value: formats.parse_pairs(value, "an environment variable"),
     "on_timeout": OnTimeout,
     # Only the option, which is repeatable and therefore a list, and not the argument of a command.
-    "volume": lambda given: [formats.parse_mount(each) for each in given if not isinstance(given, str)],
+    "volume": lambda value: [formats.parse_mount(each) for each in value if not isinstance(value, str)],
 }
 """The program's parsers of values that its command line accepts as any text."""
 
 
 def check_values(params: Mapping[str, Any]) -> None:
-    for name, read in PARSERS.items():
+    for name, parse in VALUE_PARSERS.items():
         if params.get(name):
-            read(params[name])
+            parse(params[name])
 
 
 PROGRAMS = {"sandboxctl": app.app, "sandbox-gateway": daemon.app}
@@ -419,8 +432,8 @@ def check_command(argv: list[str]) -> None:
     """Raise ValueError if a command line calls one of our programs incorrectly. Other programs are ignored."""
     program = Path(argv[0]).name
     if argv[0] == "./dev":
-        commands = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
-        if argv[1] not in commands:
+        command_names = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
+        if argv[1] not in command_names:
             raise ValueError(f"./dev has no command {argv[1]}")
     elif program in PROGRAMS:
         try:
@@ -434,14 +447,14 @@ def check_command(argv: list[str]) -> None:
             raise ValueError(f"{' '.join(argv)}: options go before SANDBOX, the program after --")
 
 
-@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash"))
+@pytest.mark.parametrize("block", find_blocks_in_languages("sh", "console", "bash"))
 def test_commands_are_valid(block: Block) -> None:
     for argv in split_commands(block):
         check_command(argv)
 
 
 def test_an_invalid_command_is_detected() -> None:
-    invalid = (
+    invalid_commands = (
         "sandboxctl fly web",
         "sandboxctl create",
         "sandboxctl create web --colour red",
@@ -458,13 +471,15 @@ def test_an_invalid_command_is_detected() -> None:
         "sandboxctl volume create data --size lots",
         "./dev dance",
     )
-    for line in invalid:
-        (argv,) = split_commands(Block(DOCS, 1, "sh", line))
+    for line in invalid_commands:
+        (argv,) = split_commands(Block(DOCS_DIRECTORY, 1, "sh", line))
         with pytest.raises(ValueError, match=r"."):
             check_command(argv)
-    valid = Block(DOCS, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n")
-    assert [argv[0] for argv in split_commands(valid)] == ["sandboxctl", "sandboxctl"]
-    for argv in split_commands(valid):
+    valid_block = Block(
+        DOCS_DIRECTORY, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n"
+    )
+    assert [argv[0] for argv in split_commands(valid_block)] == ["sandboxctl", "sandboxctl"]
+    for argv in split_commands(valid_block):
         check_command(argv)
 
 
@@ -474,12 +489,14 @@ def test_an_invalid_command_is_detected() -> None:
 @cache
 def list_routes() -> dict[str, set[str]]:
     """Return {path: methods} for all paths in the OpenAPI document."""
-    return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
+    return {
+        path: {method.upper() for method in item} for path, item in serving.build_openapi_document()["paths"].items()
+    }
 
 
-def matches(path: str, method: str) -> bool:
-    for documented, methods in list_routes().items():
-        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented))
+def has_route(path: str, method: str) -> bool:
+    for documented_path, methods in list_routes().items():
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented_path))
         if re.fullmatch(pattern, path) and method in methods:
             return True
     return False
@@ -488,17 +505,17 @@ def matches(path: str, method: str) -> bool:
 def test_documented_routes_exist() -> None:
     for page in PAGES:
         for method, path in re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`?\s]*)(?:\?[^`]*)?`", page.read_text()):
-            assert matches(path, method), f"{page.name}: there is no {method} {path}"
+            assert has_route(path, method), f"{page.name}: there is no {method} {path}"
 
 
 def test_every_route_is_documented() -> None:
-    text = (DOCS / "api.md").read_text()
+    text = (DOCS_DIRECTORY / "api.md").read_text()
     for path, methods in list_routes().items():
         for method in methods:
             assert f"`{method} {path}`" in text, f"api.md does not describe {method} {path}"
 
 
-@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash"))
+@pytest.mark.parametrize("block", find_blocks_in_languages("sh", "console", "bash"))
 def test_example_requests_use_existing_routes(block: Block) -> None:
     for argv in split_commands(block):
         if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
@@ -507,27 +524,34 @@ def test_example_requests_use_existing_routes(block: Block) -> None:
         for word in argv:
             if word.startswith("http://gateway"):
                 path = word.removeprefix("http://gateway").partition("?")[0]
-                assert path == "/openapi.json" or matches(path, method), f"{block}: there is no {method} {path}"
+                assert path == "/openapi.json" or has_route(path, method), f"{block}: there is no {method} {path}"
 
 
 def test_every_error_kind_is_documented() -> None:
     classes = [errors.GatewayError, *errors.GatewayError.__subclasses__()]
-    kinds = {(each.kind, each.status) for each in classes if each.__module__ == errors.__name__}
-    rows = set(re.findall(r"^\| `(\w+)` \| (\d{3}) \|", (DOCS / "api.md").read_text(), re.MULTILINE))
-    assert {(kind, int(status)) for kind, status in rows} == {*kinds, ("internal", 500)}
+    kinds_and_statuses = {(each.kind, each.status) for each in classes if each.__module__ == errors.__name__}
+    rows = set(re.findall(r"^\| `(\w+)` \| (\d{3}) \|", (DOCS_DIRECTORY / "api.md").read_text(), re.MULTILINE))
+    assert {(kind, int(status)) for kind, status in rows} == {*kinds_and_statuses, ("internal", 500)}
 
 
 def test_every_event_is_documented() -> None:
-    events = set()
+    published_events = set()
     for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
-        events |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
-    text = (DOCS / "api.md").read_text()
-    documented = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
-    assert events == documented
+        published_events |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
+    text = (DOCS_DIRECTORY / "api.md").read_text()
+    documented_events = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
+    assert published_events == documented_events
+
+
+def test_the_overview_of_the_engine_lists_every_module() -> None:
+    directory = REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine"
+    overview = ast.get_docstring(ast.parse((directory / "__init__.py").read_text())) or ""
+    module_names = {path.stem for path in directory.glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"``(\w+)``", overview)) == module_names
 
 
 def test_the_security_page_names_existing_tests() -> None:
-    references = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
+    references = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS_DIRECTORY / "security.md").read_text())
     assert len(references) > 50
     for file, test in references:
         path = REPOSITORY / (file if "/" in file else f"tests/security/{file}")
@@ -535,5 +559,5 @@ def test_the_security_page_names_existing_tests() -> None:
 
 
 def test_the_security_page_names_every_attack_file() -> None:
-    text = (DOCS / "security.md").read_text()
+    text = (DOCS_DIRECTORY / "security.md").read_text()
     assert [path.name for path in (REPOSITORY / "tests" / "security").glob("test_*.py") if path.name not in text] == []

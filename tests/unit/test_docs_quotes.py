@@ -14,8 +14,8 @@ import yaml
 
 from tests.support.session import REPOSITORY
 
-ERRORS = REPOSITORY / "docs" / "errors.md"
-CODE = ("gateway/src", "plugins")
+ERRORS_PAGE = REPOSITORY / "docs" / "errors.md"
+CODE_DIRECTORIES = ("gateway/src", "plugins")
 PATH_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "docs/architecture.md", "README.md")]
 # Paths that commands create, or that exist only on a host.
 GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
@@ -23,21 +23,21 @@ GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
 
 def find_quotes() -> list[str]:
     """Return the sentences that errors.md quotes, each on a line of its own."""
-    return re.findall(r"^> (.+)$", ERRORS.read_text(), re.MULTILINE)
+    return re.findall(r"^> (.+)$", ERRORS_PAGE.read_text(), re.MULTILINE)
 
 
 @cache
 def find_sentences() -> frozenset[str]:
     """Return all strings in the code and all messages of roles, with … in place of each value."""
-    python = (path for place in CODE for path in (REPOSITORY / place).rglob("*.py"))
-    texts = {text for path in python for text in _list_texts(path)}
+    python_files = (path for directory in CODE_DIRECTORIES for path in (REPOSITORY / directory).rglob("*.py"))
+    texts = {text for path in python_files for text in _list_texts(path)}
     for path in (REPOSITORY / "roles").rglob("*.yml"):
         texts |= set(_find_messages(yaml.load(path.read_text(), Loader=_Loader)))
     return frozenset(texts)
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads values tagged with !unsafe and the like as plain values."""
+    """A YAML loader that reads values with tags such as !unsafe as plain values."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))
@@ -79,7 +79,7 @@ def _normalize(text: str) -> str:
 
 
 def test_the_guide_quotes_at_least_twenty_errors() -> None:
-    numbers = re.findall(r"^### (\d+)\. ", ERRORS.read_text(), re.MULTILINE)
+    numbers = re.findall(r"^### (\d+)\. ", ERRORS_PAGE.read_text(), re.MULTILINE)
     assert numbers == [str(number) for number in range(1, 21)]
 
 
@@ -96,17 +96,17 @@ def test_an_invented_error_is_detected() -> None:
 
 def find_paths(page: Path) -> list[str]:
     """Return the files and directories that a page names in inline code."""
-    prose = page.read_text()
-    code = re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", re.sub(r"^```.*?^```$", "", prose, flags=re.M | re.S))
-    return sorted({each.rstrip("/") for each in code} - GENERATED_PATHS)
+    page_text = page.read_text()
+    code_spans = re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", re.sub(r"^```.*?^```$", "", page_text, flags=re.M | re.S))
+    return sorted({each.rstrip("/") for each in code_spans} - GENERATED_PATHS)
 
 
 @pytest.mark.parametrize("page", PATH_PAGES, ids=lambda page: page.name)
 def test_named_paths_exist(page: Path) -> None:
     """Paths may be relative to the repository or to one of the packages."""
     roots = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
-    missing = [each for each in find_paths(page) if not any(list(root.glob(each)) for root in roots)]
-    assert missing == []
+    missing_paths = [each for each in find_paths(page) if not any(list(root.glob(each)) for root in roots)]
+    assert missing_paths == []
 
 
 def test_a_missing_path_is_detected(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Check that all that meta/execution-environment.yml names exists, and that the file lacks nothing it needs."""
+"""Check that everything named in meta/execution-environment.yml exists, and that the file is complete."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import yaml
 from requirements import sbom
 from tests.support.session import REPOSITORY
 
-META = REPOSITORY / "meta"
-LIST = "execution-environment.txt"
+META_DIRECTORY = REPOSITORY / "meta"
+REQUIREMENTS_FILE_NAME = "execution-environment.txt"
 SECTIONS = {
     *("version", "build_arg_defaults", "dependencies", "images"),
     *("additional_build_steps", "additional_build_files", "options"),
@@ -27,7 +27,7 @@ STEPS = {f"{when}_{stage}" for when in ("prepend", "append") for stage in ("base
 
 @pytest.fixture
 def definition() -> dict[str, Any]:
-    definition: dict[str, Any] = yaml.safe_load((META / "execution-environment.yml").read_text())
+    definition: dict[str, Any] = yaml.safe_load((META_DIRECTORY / "execution-environment.yml").read_text())
     return definition
 
 
@@ -42,31 +42,33 @@ def test_the_definition_installs_exactly_the_packages_that_the_tests_use(definit
     dependencies = definition["dependencies"]
     assert dependencies["python_interpreter"]["package_system"] in dependencies["python_interpreter"]["python_path"]
     assert not {"ansible_core", "ansible_runner"} & dependencies.keys(), "ansible-builder installs these without hashes"
-    pins = {pin.name: pin for pin in sbom.read_pins(META / LIST)}
+    pins = {pin.name: pin for pin in sbom.read_pins(META_DIRECTORY / REQUIREMENTS_FILE_NAME)}
     assert {"ansible-core", "ansible-runner"} <= pins.keys()
     dev_pins = {pin.name: pin for pin in sbom.read_pins(REPOSITORY / "requirements" / "dev.txt")}
     assert {name: dev_pins[name].version for name in pins} == {name: pin.version for name, pin in pins.items()}
     copy_step, install_step = definition["additional_build_steps"]["append_base"]
-    assert f"_build/python/{LIST} /tmp/" in copy_step
-    assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{LIST}"} <= set(install_step.split())
+    assert f"_build/python/{REQUIREMENTS_FILE_NAME} /tmp/" in copy_step
+    assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{REQUIREMENTS_FILE_NAME}"} <= set(install_step.split())
 
 
 def test_copied_files_exist(definition: dict[str, Any]) -> None:
-    artifact, pins = definition["additional_build_files"]
-    assert artifact["dest"] == "collections"
-    assert pins == {"src": LIST, "dest": "python"}
+    artifact_entry, pins_entry = definition["additional_build_files"]
+    assert artifact_entry["dest"] == "collections"
+    assert pins_entry == {"src": REQUIREMENTS_FILE_NAME, "dest": "python"}
 
 
 def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> None:
-    """The built artifact, the copied one and the installed one must have the same name and path."""
-    galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
-    artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
+    """The built, copied and installed artifacts must have the same file name."""
+    collection_metadata = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
+    artifact_name = (
+        f"{collection_metadata['namespace']}-{collection_metadata['name']}-{collection_metadata['version']}.tar.gz"
+    )
     copied_file, _ = definition["additional_build_files"]
-    assert (META / copied_file["src"]).resolve() == REPOSITORY / artifact
+    assert (META_DIRECTORY / copied_file["src"]).resolve() == REPOSITORY / artifact_name
     (installed_collection,) = definition["dependencies"]["galaxy"]["collections"]
-    assert installed_collection == {"name": f"{copied_file['dest']}/{artifact}", "type": "file"}
-    page = (REPOSITORY / "docs" / "awx.md").read_text()
-    assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page)) == {galaxy["version"]}
+    assert installed_collection == {"name": f"{copied_file['dest']}/{artifact_name}", "type": "file"}
+    page_text = (REPOSITORY / "docs" / "awx.md").read_text()
+    assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page_text)) == {collection_metadata["version"]}
 
 
 def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
@@ -85,11 +87,11 @@ def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) 
     ids=lambda path: str(path.relative_to(REPOSITORY / "plugins")),
 )
 def test_the_collection_needs_no_python_packages(path: Path) -> None:
-    allowed = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
-    assert not {name.partition(".")[0] for name in imported_packages(path)} - allowed
+    allowed_packages = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
+    assert not {name.partition(".")[0] for name in list_imported_packages(path)} - allowed_packages
 
 
-def imported_packages(path: Path) -> Iterator[str]:
+def list_imported_packages(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -12,7 +12,7 @@ from tests.lint.contracts import ImportOnly
 from tests.support.session import REPOSITORY
 
 
-def contract(**options: Any) -> ImportOnly:
+def make_contract(**options: Any) -> ImportOnly:
     return ImportOnly("only", {}, {"modules": ["small"], **options})
 
 
@@ -25,19 +25,19 @@ def graph() -> ImportGraph:
 
 
 def test_the_package_itself_and_the_standard_library_may_be_imported(graph: ImportGraph) -> None:
-    assert contract().check(graph, verbose=False).kept
+    assert make_contract().check(graph, verbose=False).kept
 
 
 def test_other_imports_are_detected(graph: ImportGraph) -> None:
     graph.add_import(importer="small.two", imported="large.part")
-    result = contract().check(graph, verbose=False)
+    result = make_contract().check(graph, verbose=False)
     assert not result.kept
     assert result.metadata["violations"] == [("small.two", "large.part")]
-    assert contract(extra_modules=["large"]).check(graph, verbose=False).kept
-    assert not contract(extra_modules=["larg"]).check(graph, verbose=False).kept
+    assert make_contract(extra_modules=["large"]).check(graph, verbose=False).kept
+    assert not make_contract(extra_modules=["larg"]).check(graph, verbose=False).kept
 
 
-def test_contract_names_are_unique() -> None:
+def test_contract_ids_are_unique() -> None:
     data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
-    names = [each["id"] for each in data["contracts"]]
-    assert len(names) == len(set(names)) >= 6
+    contract_ids = [each["id"] for each in data["contracts"]]
+    assert len(contract_ids) == len(set(contract_ids)) >= 6

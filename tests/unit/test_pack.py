@@ -1,4 +1,4 @@
-"""Tests that the gateway role's pack.py packs the same source into the same bytes, and a changed one into others."""
+"""The gateway role's pack.py creates identical packages from identical sources, and different ones otherwise."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TOP_LEVEL_FILES = (
     "requirements.txt",
     "sbom.cdx.json",
 )
-GUEST = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template/guest"
+GUEST_DIRECTORY = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template/guest"
 GUEST_FILES = {
-    path.relative_to(session.REPOSITORY / "gateway").as_posix() for path in GUEST.rglob("*") if path.is_file()
+    path.relative_to(session.REPOSITORY / "gateway").as_posix() for path in GUEST_DIRECTORY.rglob("*") if path.is_file()
 }
-PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
+PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 
 
 def pack(*arguments: object) -> str:
-    argv = [sys.executable, str(PACK), *map(str, arguments)]
+    argv = [sys.executable, str(PACK_SCRIPT), *map(str, arguments)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
 
 
@@ -54,17 +54,17 @@ def test_the_same_source_gives_the_same_package(source: Path, tmp_path: Path) ->
     assert (tmp_path / "one.tar.gz").read_bytes() == (tmp_path / "two.tar.gz").read_bytes()
 
 
-def test_build_results_are_not_packed(source: Path, tmp_path: Path) -> None:
-    before = pack(source)
+def test_build_artifacts_are_not_packed(source: Path, tmp_path: Path) -> None:
+    digest_before = pack(source)
     for name in ("src/thing/__pycache__/a.cpython-311.pyc", "src/thing.egg-info/PKG-INFO", "build/lib/thing.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("x")
-    assert pack(source) == before
+    assert pack(source) == digest_before
 
 
 def test_the_digest_of_the_file_is_printed(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "one.tar.gz"
-    assert pack(source, out) == hashlib.sha256(out.read_bytes()).hexdigest() != pack(source)
+    package_file = tmp_path / "one.tar.gz"
+    assert pack(source, package_file) == hashlib.sha256(package_file.read_bytes()).hexdigest() != pack(source)
 
 
 def test_any_change_changes_the_digest(source: Path) -> None:

@@ -19,11 +19,11 @@ import sandbox_gateway
 from requirements import sbom
 from tests.support.session import REPOSITORY
 
-GATEWAY = REPOSITORY / "gateway"
-LISTS = sorted(
+GATEWAY_DIRECTORY = REPOSITORY / "gateway"
+PIN_FILES = sorted(
     [
         *(REPOSITORY / "requirements").glob("*.txt"),
-        *GATEWAY.glob("requirements*.txt"),
+        *GATEWAY_DIRECTORY.glob("requirements*.txt"),
         REPOSITORY / "meta" / "execution-environment.txt",
     ]
 )
@@ -31,11 +31,11 @@ LISTS = sorted(
 
 @pytest.fixture(scope="module")
 def sbom_document() -> dict[str, Any]:
-    sbom_document: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
+    sbom_document: dict[str, Any] = json.loads((GATEWAY_DIRECTORY / "sbom.cdx.json").read_text())
     return sbom_document
 
 
-@pytest.mark.parametrize("path", LISTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("path", PIN_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_each_package_has_one_version_and_hashes(path: Path) -> None:
     pins = sbom.read_pins(path)
     assert pins
@@ -47,14 +47,14 @@ def test_each_package_has_one_version_and_hashes(path: Path) -> None:
 
 def test_all_lists_pin_the_same_versions() -> None:
     versions_by_name: dict[str, set[tuple[str, tuple[str, ...]]]] = {}
-    for path in LISTS:
+    for path in PIN_FILES:
         for pin in sbom.read_pins(path):
             versions_by_name.setdefault(pin.name, set()).add((pin.version, pin.hashes))
     assert {name: versions for name, versions in versions_by_name.items() if len(versions) > 1} == {}
 
 
 def test_the_requirements_satisfy_the_gateway_package() -> None:
-    project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())
+    project = tomllib.loads((GATEWAY_DIRECTORY / "pyproject.toml").read_text())
     pins = {pin.name: pin for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])}
     for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:
         requirement = Requirement(text)
@@ -64,25 +64,25 @@ def test_the_requirements_satisfy_the_gateway_package() -> None:
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
 def test_every_host_gets_all_dependencies(sbom_document: dict[str, Any], host: dict[str, str]) -> None:
     """The packages installed on each kind of host include all of their dependencies."""
-    installed_refs = {
+    installed_references = {
         pin.reference
         for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])
         if sbom.is_for_host(pin.marker, host)
     }
-    numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in installed_refs)
-    assert numpy == (host["sys_platform"] == "linux")
+    has_numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in installed_references)
+    assert has_numpy == (host["sys_platform"] == "linux")
     dependencies = {entry["ref"]: set(entry["dependsOn"]) for entry in sbom_document["dependencies"]}
-    assert not set().union(*(dependencies[reference] for reference in installed_refs)) - installed_refs
+    assert not set().union(*(dependencies[reference] for reference in installed_references)) - installed_references
 
 
 def test_the_sbom_lists_exactly_the_pins(sbom_document: dict[str, Any]) -> None:
-    expected = {
+    expected_components = {
         (pin.name, pin.version, pin.hashes, pin.marker, scope)
         for names, scope in (([sbom.RUNTIME_FILE], "required"), (sbom.BUILD_FILES, "optional"))
         for pin in sbom.read_host_pins(names)
     }
-    assert {_describe_component(component) for component in sbom_document["components"]} == expected
-    assert len(sbom_document["components"]) == len(expected)
+    assert {_describe_component(component) for component in sbom_document["components"]} == expected_components
+    assert len(sbom_document["components"]) == len(expected_components)
     assert sbom_document["metadata"]["component"]["version"] == sandbox_gateway.__version__
 
 
@@ -96,16 +96,16 @@ def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(sbom_d
     packages = sbom.find_packages(sys.path)
     pins = {pin.name: pin for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])}
     dependencies = {entry["ref"]: entry["dependsOn"] for entry in sbom_document["dependencies"]}
-    compared_count = 0
+    compared_package_count = 0
     for component in sbom_document["components"]:
         assert component["licenses"], component["name"]
         package = packages.get(component["name"])
         if package is not None and package.version == component["version"]:
-            compared_count += 1
+            compared_package_count += 1
             assert component["licenses"] == sbom.licences_of(package)
             assert dependencies[component["bom-ref"]] == sbom.find_references(package.requires or [], pins)
-    assert compared_count >= len(sbom.read_host_pins([sbom.RUNTIME_FILE])), (
-        "the test environment has other packages than a host"
+    assert compared_package_count >= len(sbom.read_host_pins([sbom.RUNTIME_FILE])), (
+        "the test environment has different packages from a host"
     )
 
 

@@ -24,7 +24,7 @@ def test_rule_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def texts(read: Callable[[str], Iterator[words.Prose]], source: str) -> list[tuple[int, str]]:
+def extract_texts(read: Callable[[str], Iterator[words.Prose]], source: str) -> list[tuple[int, str]]:
     return [(each.line, each.text) for each in read(source)]
 
 
@@ -32,7 +32,7 @@ def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
     source = (
         "# Head\n\nOne\nparagraph with `code`.\n\n* an item\n  of two lines\n* [linked](to.md)\n\n| a | b |\n|--|--|\n"
     )
-    assert texts(words.extract_markdown, source) == [
+    assert extract_texts(words.extract_markdown, source) == [
         (1, "Head"),
         (3, "One paragraph with CODE."),
         (6, "an item of two lines"),
@@ -43,7 +43,7 @@ def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
 
 
 def test_fenced_code_is_not_prose() -> None:
-    assert texts(words.extract_markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [
+    assert extract_texts(words.extract_markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [
         (1, "Before."),
         (5, "After."),
     ]
@@ -61,7 +61,7 @@ def f(x):
     y = "not prose at all"
     z = ["what shall"]
 '''
-    assert sorted(text for _, text in texts(words.extract_python, source)) == [
+    assert sorted(text for _, text in extract_texts(words.extract_python, source)) == [
         "Function docstring.",
         "Module docstring.",
         "an error about CODE: do this",
@@ -76,22 +76,22 @@ def test_documentation_of_modules_is_read() -> None:
     source = (
         'DOCUMENTATION = r"""\nshort_description: Short text\noptions:\n  a:\n    description: Text of C(a).\n"""\n'
     )
-    assert [text for _, text in texts(words.extract_python, source)] == ["Short text", "Text of CODE."]
+    assert [text for _, text in extract_texts(words.extract_python, source)] == ["Short text", "Text of CODE."]
 
 
 def test_messages_of_roles_are_read() -> None:
     source = "- name: Check\n  assert:\n    that: x\n    fail_msg: '{{ x }} is wrong'\n  vars:\n    y: !unsafe z\n"
-    assert [text for _, text in texts(words.extract_yaml, source)] == ["CODE is wrong"]
+    assert [text for _, text in extract_texts(words.extract_yaml, source)] == ["CODE is wrong"]
 
 
-def test_proselint_findings_name_their_text() -> None:
+def test_proselint_findings_have_the_line_of_their_text() -> None:
     pieces = [words.Prose(3, "Nothing is wrong here."), words.Prose(8, "This is very unique.")]
-    findings = list(words.proselint_findings("page.md", pieces))
+    findings = list(words.run_proselint("page.md", pieces))
     assert (8, "uncomparables") in [(each.line, each.rule.split(".")[0]) for each in findings]
     assert {each.line for each in findings} == {8}
 
 
-@pytest.mark.parametrize("path", sorted(words.find_files(words.GUIDES)), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(words.find_files(words.GUIDE_PATHS)), ids=lambda path: path.name)
 def test_guides_have_no_findings(path: Path) -> None:
     assert [str(each) for each in words.check_file(path)] == []
 

@@ -1,4 +1,4 @@
-"""Return the contents of the file SAME_FILE without sending a request, to measure Ansible's own overhead."""
+"""Return the result stored in the file $SAME_FILE without sending a request, to measure Ansible's own overhead."""
 
 from __future__ import annotations
 

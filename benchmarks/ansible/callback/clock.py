@@ -1,6 +1,6 @@
-"""Write the start time of each task and the final statistics of the play to the file CLOCK_FILE, as lines of JSON.
+"""Write the start time of each task and the final statistics of the play to the file $CLOCK_FILE as lines of JSON.
 
-It does not read results, because Ansible copies a result for each callback plugin that reads it.
+The plugin does not read results, because Ansible copies a result for each callback plugin that reads it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class CallbackModule(CallbackBase):
     CALLBACK_NAME = "clock"
     CALLBACK_NEEDS_ENABLED = True
 
-    def _write(self, **data: Any) -> None:
+    def _write_event(self, **data: Any) -> None:
         with Path(os.environ["CLOCK_FILE"]).open("a") as file:
             file.write(json.dumps({"at": time.perf_counter(), **data}) + "\n")
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
-        self._write(task=task.name)
+        self._write_event(task=task.name)
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
-        self._write(hosts={host: stats.summarize(host) for host in stats.processed})
+        self._write_event(hosts={host: stats.summarize(host) for host in stats.processed})

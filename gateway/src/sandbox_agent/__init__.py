@@ -1,4 +1,4 @@
-"""The agent inside a sandbox: it runs commands, transfers files and sets the identity of the sandbox after a fork.
+"""The agent inside a sandbox, which runs commands, transfers files and sets the sandbox's identity after a fork.
 
 It needs only the standard library of Python 3.9 or newer, because a sandbox may have nothing else. Run it with
 ``python3 -m sandbox_agent`` or, if the package was copied to /opt, with ``python3 /opt/sandbox_agent``.

@@ -5,10 +5,11 @@ from os.path import abspath, dirname
 sys.dont_write_bytecode = True
 
 if not __package__:
-    # Run as a folder: import the package from the parent, so that files in the folder do not shadow standard modules.
-    folder = dirname(abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != folder]
-    sys.path.append(dirname(folder))
+    # Run as a directory: import the package from the parent directory, so that the files in this directory do not
+    # shadow standard modules.
+    package_directory = dirname(abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != package_directory]
+    sys.path.append(dirname(package_directory))
 
 from sandbox_agent.agent import main  # noqa: E402
 

@@ -14,7 +14,7 @@ from sandbox_agent.http.server import Route, Server
 from sandbox_agent.machine import system
 from sandbox_agent.machine.freezer import MAX_FREEZE_SECONDS, Freezer
 from sandbox_agent.machine.identity import Identity
-from sandbox_agent.machine.line import PATH, SerialLine
+from sandbox_agent.machine.line import SERIAL_PORT_PATH, SerialLine
 from sandbox_agent.processes.execute import ExecHandler
 from sandbox_agent.processes.process import ProcessTable
 from sandbox_agent.processes.service import ProcessService
@@ -29,8 +29,8 @@ PORT = 49983
 CODE_PORT = 49999
 
 
-class Maintenance:
-    """Handlers for the requests that the gateway sends during a capture.
+class MaintenanceHandlers:
+    """Handlers for health checks, and for the requests that the gateway sends during a capture.
 
     ``managed``: whether the agent may freeze the root file system.
     """
@@ -55,7 +55,10 @@ class Maintenance:
         reply.json({})
 
     def freeze(self, request: Request, reply: Reply) -> None:
-        """``{seconds}`` → ``{frozen, skipped}``. ``skipped``: why the file system was only synced."""
+        """Freeze the root file system, or only sync it if it cannot be frozen.
+
+        ``{seconds}`` → ``{frozen, skipped}``. ``skipped``: why the file system was not frozen.
+        """
         seconds = get_number(request.json(), "seconds", default=10, maximum=MAX_FREEZE_SECONDS)
         try:
             if not self._managed:
@@ -78,7 +81,7 @@ class Maintenance:
 
 
 def make_mounts_handler(identity: Identity, *, managed: bool) -> Handler:
-    """Return the handler of ``/mounts``, which imports its module on demand, because most sandboxes never use it."""
+    """Return a handler for ``/mounts`` that imports its module on demand, because most sandboxes never use it."""
 
     def handle(request: Request, reply: Reply) -> None:
         from sandbox_agent.machine import mounts
@@ -99,56 +102,59 @@ class LazyInterpreter:
 
     def routes(self) -> dict[str, list[Route]]:
         """Return the routes on the agent's port."""
-        return {"/eval": [self._route("evaluate")], "/contexts/{}/start": [self._route("start")]}
+        return {"/eval": [self._make_route("evaluate")], "/contexts/{}/start": [self._make_route("start")]}
 
     def code_routes(self) -> dict[str, list[Route]]:
-        """Return the routes on the port that E2B's clients use for code."""
+        """Return the routes on the port that E2B's clients use to run code."""
         return {
             "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", guarded=False)],
-            "/execute": [self._route("execute")],
-            "/contexts": [self._route("list", "GET"), self._route("create")],
-            "/contexts/{}": [self._route("remove", "DELETE")],
-            "/contexts/{}/restart": [self._route("restart")],
-            "/contexts/{}/start": [self._route("start")],
+            "/execute": [self._make_route("execute")],
+            "/contexts": [self._make_route("list", "GET"), self._make_route("create")],
+            "/contexts/{}": [self._make_route("remove", "DELETE")],
+            "/contexts/{}/restart": [self._make_route("restart")],
+            "/contexts/{}/start": [self._make_route("start")],
         }
 
-    def _route(self, name: str, method: str = "POST") -> Route:
+    def _make_route(self, name: str, method: str = "POST") -> Route:
         def handle(request: Request, reply: Reply) -> None:
             if self._interpreter is None:
-                self._load()
+                self._load_interpreter()
             getattr(self._interpreter, name)(request, reply)
 
         return Route(handle, method=method)
 
-    def _load(self) -> None:
+    def _load_interpreter(self) -> None:
         from sandbox_agent.interpreter.service import Interpreter
 
         with self._lock:
             self._interpreter = self._interpreter or Interpreter(self._identity.environment)
 
 
-def build_servers(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
+def build_servers(
+    address: str, port: int, code_port: int, *, managed: bool, line_path: str
+) -> tuple[Server, Server | None]:
     """Create the servers of the agent and of the code interpreter. The latter is None if its port is in use.
 
-    Both servers already listen, and the identity files are mounted. ``line``: path of the serial port to the host.
+    The returned servers are already listening, and the identity files are mounted. ``line_path``: the path of the
+    serial port to the host.
     """
     identity = Identity(managed=managed)
     interpreter = LazyInterpreter(identity)
-    skipped = identity.mount_files()
-    if managed and skipped:
-        print(f"sandbox-agent: could not mount identity files: {'; '.join(skipped)}", file=sys.stderr)
+    failures = identity.mount_files()
+    if managed and failures:
+        print(f"sandbox-agent: could not mount identity files: {'; '.join(failures)}", file=sys.stderr)
     routes = {
         "/identity": [Route(identity.handle, guarded=False)],
         "/mounts": [Route(make_mounts_handler(identity, managed=managed), guarded=False)],
         "/exec": [Route(ExecHandler(identity.environment).handle)],
-        **Maintenance(Freezer(), managed=managed).routes(),
+        **MaintenanceHandlers(Freezer(), managed=managed).routes(),
         **ProcessService(ProcessTable(), identity.environment).routes(),
         **filesystem.routes(),
         **contents.routes(),
         **interpreter.routes(),
     }
-    if managed and system.LINUX:
-        threading.Thread(target=identity.serve_line, args=(SerialLine(line),), daemon=True).start()
+    if managed and system.IS_LINUX:
+        threading.Thread(target=identity.serve_line, args=(SerialLine(line_path),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
         return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code_port)
@@ -176,7 +182,7 @@ def main() -> int:
         action="store_true",
         help="do not change the name, clock, /etc or root file system of this machine; for tests",
     )
-    parser.add_argument("--line", default=PATH, help="serial port to the host (default %(default)s)")
+    parser.add_argument("--line", default=SERIAL_PORT_PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
     # Child processes inherit ignored signals. Ctrl+C must end commands even if the agent was started with SIGINT
     # ignored.
@@ -188,7 +194,7 @@ def main() -> int:
         code_port = CODE_PORT if options.port else 0
     try:
         server, code_server = build_servers(
-            options.bind, options.port, code_port, managed=not options.unmanaged, line=options.line
+            options.bind, options.port, code_port, managed=not options.unmanaged, line_path=options.line
         )
     except OSError as error:
         print(f"sandbox-agent: cannot listen on {options.bind}:{options.port}: {error}", file=sys.stderr)

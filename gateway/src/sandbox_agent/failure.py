@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 # https://connectrpc.com/docs/protocol#error-codes
-STATUS = {
+STATUS_BY_CODE = {
     "canceled": 499,
     "unknown": 500,
     "invalid_argument": 400,
@@ -24,7 +24,7 @@ STATUS = {
     "unauthenticated": 401,
 }
 
-_ERRNO = {
+_CODE_AND_STATUS_BY_ERRNO = {
     errno.ENOENT: ("not_found", 404),
     errno.EEXIST: ("already_exists", 409),
     errno.EACCES: ("permission_denied", 403),
@@ -55,7 +55,7 @@ class Failure(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.status = status or STATUS[code]
+        self.status = status or STATUS_BY_CODE[code]
 
 
 def invalid(message: str) -> Failure:
@@ -63,8 +63,8 @@ def invalid(message: str) -> Failure:
 
 
 def from_os_error(error: OSError, path: str = "") -> Failure:
-    """Return the Failure for an OSError. ``path`` replaces the file name of the error."""
-    code, status = _ERRNO.get(error.errno or 0, ("internal", 500))
-    name = path or error.filename or ""
+    """Return the Failure for an OSError. ``path`` replaces the file name in the error."""
+    code, status = _CODE_AND_STATUS_BY_ERRNO.get(error.errno or 0, ("internal", 500))
+    file_name = path or error.filename or ""
     reason = error.strerror or str(error)
-    return Failure(code, f"{name}: {reason}" if name else reason, status)
+    return Failure(code, f"{file_name}: {reason}" if file_name else reason, status)

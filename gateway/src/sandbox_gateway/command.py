@@ -19,7 +19,7 @@ _PROXY_VARIABLES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_p
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a child process: a few inherited variables and ``variables``.
+    """Return the environment for a child process: a few inherited variables, the C locale, and ``variables``.
 
     The rest of the gateway's environment is not passed on, because it may contain keys and proxy passwords, and a
     guest may take over a process that serves it.
@@ -43,9 +43,9 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` is added to ``child_environment``.
+    """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` extends ``child_environment``.
 
-    Raises BackendFailed if the program is not installed, times out, or (with ``check``) has a nonzero exit code.
+    Raises BackendFailed if the program is not installed, times out, or (with ``check``) exits with a nonzero code.
     """
     try:
         result = subprocess.run(
@@ -61,7 +61,7 @@ def run(
             check=False,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing_message(argv[0])) from None
+        raise BackendFailed(missing_program_message(argv[0])) from None
     except subprocess.TimeoutExpired:
         raise BackendFailed(_timeout_message(argv, timeout)) from None
     return _check_status(argv, result, check)
@@ -76,7 +76,7 @@ async def run_async(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run a command from a coroutine, like ``run``. If the caller is cancelled, the command is killed."""
+    """Run a command like ``run``, without blocking the event loop. If the caller is cancelled, kill the command."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -88,7 +88,7 @@ async def run_async(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing_message(argv[0])) from None
+        raise BackendFailed(missing_program_message(argv[0])) from None
     try:
         async with asyncio.timeout(timeout):
             stdout, stderr = await process.communicate(None if input is None else input.encode())
@@ -116,7 +116,7 @@ def _check_status(argv: Sequence[str], result: CompletedProcess[str], check: boo
     return result
 
 
-def _missing_message(program: str) -> str:
+def missing_program_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 

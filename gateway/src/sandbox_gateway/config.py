@@ -1,6 +1,6 @@
-"""The gateway's configuration: one TOML file. Each key is described where it is declared.
+"""The gateway's configuration, which is read from one TOML file.
 
-``docs/configuration.md`` is generated from these descriptions. An unknown key is an error that names the key.
+``docs/configuration.md`` is generated from the descriptions of the keys. Unknown keys are rejected by name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.validation import explain
 
 
 class _Section(BaseModel):
@@ -24,10 +25,14 @@ class Server(_Section):
 
     socket: Path | None = Field(
         Path("/run/sandbox-gateway/gateway.sock"),
-        description="Unix socket; anyone who can open it is an administrator. Empty string: none.",
+        description="Path of the Unix socket; anyone who can open it is an administrator. Empty string: no socket.",
     )
-    socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: only root (0600).")
-    listen: str = Field("", description="Additional TCP address `host:port` to listen on. Empty: none.")
+    socket_group: str = Field(
+        "", description="Group that may open the socket (mode 0660). Empty string: only root may open it (0600)."
+    )
+    listen: str = Field(
+        "", description="TCP address `host:port` on which the gateway also listens. Empty string: none."
+    )
     tls_cert: Path | None = Field(None, description="PEM certificate chain for the TCP address.")
     tls_key: Path | None = Field(None, description="PEM private key of that certificate.")
     allow_plaintext: bool = Field(
@@ -35,34 +40,36 @@ class Server(_Section):
     )
     key_file: Path | None = Field(
         None,
-        description="File of API keys, readable only by root. One line per key: `name scope key`; scope is `read`, "
-        "`exec` or `admin`.",
+        description="File of API keys, readable only by root. It has one line per key, `name scope key`, where the "
+        "scope is `read`, `exec` or `admin`.",
     )
     connections: int = Field(
         4096,
         ge=1,
         description="Maximum number of open connections to the TCP address. Further connections are closed "
-        "immediately. The limit of open files may reduce this number.",
+        "immediately. If the service may not open enough files (`LimitNOFILE`), the effective maximum "
+        "is lower.",
     )
     connections_per_address: int = Field(
         512,
         ge=0,
-        description="Maximum number of connections from one address, or from one /64 with IPv6. 0: only the "
-        "total limit applies. Behind a reverse proxy all clients have the proxy's address: set 0 and limit clients in "
-        "the proxy.",
+        description="Maximum number of connections from one IPv4 address, or from one IPv6 /64 network. 0: no such "
+        "limit; only `connections` applies. Behind a reverse proxy, all clients have the proxy's "
+        "address: set 0, and limit clients in the proxy.",
     )
     request_seconds: float = Field(
         30,
         gt=0,
         le=3600,
-        description="Time limit in seconds for clients of the TCP address, each for the TLS handshake, the "
-        "headers of a request, and a body that the gateway itself reads.",
+        description="Time limit, in seconds, for each of three steps of a client at the TCP address: the TLS "
+        "handshake, sending the headers of a request, and sending a body that the gateway itself "
+        "reads.",
     )
     stalled_seconds: float = Field(
         300,
         gt=0,
         le=86_400,
-        description="How long a client may stall an upload or a response, in seconds.",
+        description="How long an upload or a response may stall because of the client, in seconds.",
     )
     domain: str = Field("sandbox.local", description="Domain of the data plane: `{port}-{sandboxID}.{domain}`.")
 
@@ -78,18 +85,21 @@ class HostSection(_Section):
     kind: Literal["kvm_xfs", "jail_zfs"] = Field("kvm_xfs", description="Kind of host.")
     state_root: Path = Field(
         Path("/var/lib/sandbox-gateway"),
-        description="Directory of all state; on `kvm_xfs`, an XFS file system with `reflink=1`.",
+        description="Directory that contains all state. On `kvm_xfs`, it must be on an XFS file system with "
+        "`reflink=1`.",
     )
     cache_root: Path | None = Field(
-        None, description="Directory of cached root file systems, by digest. Default: `state_root`/cache."
+        None, description="Directory in which built root file systems are cached. Default: `state_root`/cache."
     )
 
 
 class KvmXfs(_Section):
-    """`[kvm_xfs]`: QEMU."""
+    """`[kvm_xfs]`: QEMU virtual machines on XFS."""
 
     qemu: str = Field("qemu-system-x86_64", description="QEMU's executable.")
-    machine: str = Field("pc-q35-7.2", description="Versioned machine type; snapshots record it.")
+    machine: str = Field(
+        "pc-q35-7.2", description="Versioned machine type of QEMU. Each snapshot records the type of its machine."
+    )
     accelerator: Literal["auto", "kvm", "tcg"] = Field(
         "auto", description="`auto`: KVM if a test guest boots on it (the result is cached), else TCG."
     )
@@ -102,24 +112,26 @@ class KvmXfs(_Section):
     )
     memory_mode: Literal["auto", "written", "soft_dirty", "compare", "incremental", "full"] = Field(
         "auto",
-        description="How captures find written memory. If a mode does not work, the next one in this list is used. "
-        "`auto`: the first one that works.",
+        description="How captures find the memory pages that were written. If a mode does not work, the next one "
+        "in this list is used. `auto`: the first one that works.",
     )
     page_tracker: Path | None = Field(
         None,
-        description="Socket of the page tracker, which `written` needs. Empty: the gateway starts its own tracker.",
+        description="Socket of the page tracker, which the mode `written` needs. Default: the gateway starts its "
+        "own tracker.",
     )
     memory_root: Path | None = Field(
         None,
-        description="Directory on another file system for the memory images of new snapshots and their machines. It "
-        "must exist; the gateway creates a directory of its own in it. Existing snapshots stay where they are. Empty "
-        "string: memory images are stored in `state_root`.",
+        description="Directory on another file system for the memory images of new snapshots and of the machines "
+        "forked from them. It must exist; the gateway creates a directory of its own in it. Existing "
+        "snapshots stay where they are. Empty string: memory images are stored in `state_root`.",
     )
     uid_base: int = Field(
         1_900_000_000,
         ge=0,
         le=4_000_000_000,
-        description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: QEMU runs as root.",
+        description="The QEMU process of network slot n runs with the user id `uid_base`+n. No such user needs to "
+        "exist. 0: QEMU runs as root.",
     )
 
     @field_validator("memory_root", mode="before")
@@ -141,19 +153,20 @@ class JailZfs(_Section):
     dataset: str = Field(
         "zroot/sandboxes",
         pattern=r"^[A-Za-z][A-Za-z0-9_.:-]*(/[A-Za-z0-9][A-Za-z0-9_.:-]*)*$",
-        description="Dataset of all file systems and snapshots. It must exist, and only this gateway may use it.",
+        description="Parent dataset of all file systems and snapshots. It must exist, and only this gateway may "
+        "use it.",
     )
     bridge: str = Field(
         "",
         pattern=r"^([a-z][a-z0-9_-]{0,14})?$",
-        description="Bridge that connects the jails; created if it is missing. Empty: `network.prefix` followed "
-        "by `br`.",
+        description="Bridge that connects the jails; created if it is missing. Empty string: `network.prefix` "
+        "followed by `br`.",
     )
     egress: str = Field(
         "",
         pattern=r"^([a-z][a-z0-9_.-]{0,14})?$",
-        description="Interface to the internet; outgoing connections of sandboxes use its address. Empty: the "
-        "interface of the default route.",
+        description="Network interface that leads to the internet. Outgoing connections of sandboxes use its "
+        "address. Empty string: the interface of the default route.",
     )
     boot_seconds: float = Field(
         30, gt=0, le=3600, description="How long a starting sandbox may take to respond, in seconds."
@@ -167,27 +180,28 @@ class JailZfs(_Section):
 
 
 class Network(_Section):
-    """`[network]`: how sandboxes are connected."""
+    """`[network]`: the network of sandboxes."""
 
     prefix: str = Field(
         "sbx",
         pattern=r"^[a-z][a-z0-9]{0,5}$",
         description="Prefix of the names of network namespaces, jails and interfaces. Each gateway on a host needs "
-        "its own.",
+        "its own prefix.",
     )
     subnet: str = Field(
         "10.231.0.0/16",
-        description="IPv4 range of the sandboxes' addresses, used only on the host: four per sandbox on `kvm_xfs`, one "
-        "on `jail_zfs`.",
+        description="IPv4 range for the addresses of sandboxes, which are used only on the host. Each sandbox "
+        "needs four addresses on `kvm_xfs`, and one on `jail_zfs`.",
     )
     pool: int = Field(4, ge=0, le=1000, description="Number of network slots to prepare in advance (`kvm_xfs`).")
     dns: list[str] = Field(
-        default_factory=list, description="Name servers of sandboxes. Empty: the host's name servers."
+        default_factory=list, description="Name servers that sandboxes use. Empty list: the host's name servers."
     )
     public_ports: bool = Field(
         False,
         description="Whether anyone who can reach the gateway can connect to the ports of sandboxes, except the "
-        "agent's, without a key or token. Applies to sandboxes that are created without `allowPublicTraffic`.",
+        "agent's, without a key or token. This is the default for sandboxes whose creation request "
+        "does not contain `allowPublicTraffic`.",
     )
 
     @field_validator("subnet")
@@ -204,14 +218,14 @@ class Limits(_Section):
 
     sandboxes: int = Field(1000, ge=1, description="Maximum number of sandboxes on this host, including paused ones.")
     concurrency: int = Field(
-        4, ge=1, le=256, description="Maximum number of forks that one request makes at the same time."
+        4, ge=1, le=256, description="Maximum number of forks that one request creates at the same time."
     )
     starts: int = Field(
         0,
         ge=0,
         le=1024,
-        description="Maximum number of machines that start at the same time. Clients take turns, and so do the "
-        "requests of one client. 0: as many as the host has cores.",
+        description="Maximum number of machines that start at the same time. If more are waiting, clients take "
+        "turns, and so do the requests of each client. 0: as many as the host has cores.",
     )
     connections: int = Field(
         1000, ge=1, description="Maximum number of concurrent requests and WebSockets to one sandbox."
@@ -227,27 +241,27 @@ class Limits(_Section):
     free_disk_mb: int = Field(
         512,
         ge=0,
-        description="Disk space that forks, clones and captures leave free, in MiB, on the file system of `state_root` "
-        "or in the ZFS dataset; captures with memory also leave it free in `kvm_xfs.memory_root`. A request that would "
-        "leave less is refused (507). Machines that stalled on a full disk continue when this much is free. 0: no "
-        "reserve.",
+        description="Disk space, in MiB, that forks, clones and captures must leave free on the file system of "
+        "`state_root` or in the ZFS dataset. Captures with memory must also leave it free in "
+        "`kvm_xfs.memory_root`. A request that would leave less is refused (507). Machines that "
+        "stalled on a full disk continue when this much is free again. 0: no reserve.",
     )
     free_memory_mb: int = Field(
         256,
         ge=0,
-        description="Memory of the host that forks and clones leave free, in MiB. A request that would leave less is "
-        "refused (507); each new machine counts as 64 MiB. 0: no reserve.",
+        description="Host memory, in MiB, that forks and clones must leave free. Each new machine counts as 64 "
+        "MiB. A request that would leave less is refused (507). 0: no reserve.",
     )
 
 
 class PrewarmSection(_Section):
     """`[prewarm]`: forks that are started before anyone requests them (`kvm_xfs`)."""
 
-    maximum: int = Field(64, ge=0, le=1000, description="Maximum number of prewarmed forks of one snapshot.")
+    maximum: int = Field(64, ge=0, le=1000, description="Maximum number of prewarmed forks per snapshot.")
     free_memory_mb: int = Field(
         1024,
         ge=0,
-        description="Memory of the host that prewarmed forks leave free, in MiB. If less is available, the gateway "
+        description="Host memory, in MiB, that prewarmed forks must leave free. When less is free, the gateway "
         "stops prewarmed forks one after another.",
     )
 
@@ -256,11 +270,13 @@ class LogSection(_Section):
     """`[log]`: structured logs."""
 
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest severity to log.")
-    format: Literal["json", "text"] = Field("json", description="One JSON object per line, or text for a terminal.")
+    format: Literal["json", "text"] = Field(
+        "json", description="`json`: one JSON object per line. `text`: text for a terminal."
+    )
     file: Path | None = Field(
         None,
-        description="Log file, readable only by root. At 16 MiB it is renamed to `.1`; three old files are kept. Empty "
-        "string: standard error.",
+        description="Log file, readable only by root. When it reaches 16 MiB, the gateway renames it to `.1` and "
+        "starts a new one. It keeps three old files. Empty string: log to standard error.",
     )
 
     @field_validator("file", mode="before")
@@ -295,23 +311,13 @@ def load(path: Path) -> Config:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise Invalid(
-            f"the configuration {path} does not exist: pass its path with --config, or run the gateway role"
+            f"the configuration file {path} does not exist: pass another file with --config, or run the gateway role"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Invalid(
-            f"the configuration {path} cannot be read: {error}. Correct the file or its permissions"
+            f"the configuration file {path} cannot be read: {error}. Correct the file or its permissions"
         ) from None
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise Invalid(f"the configuration {path} is invalid: {explain(error)}. Correct these keys") from None
-
-
-def explain(error: ValidationError) -> str:
-    """Return one sentence that names each invalid key and the reason."""
-    parts = []
-    for item in error.errors(include_url=False, include_input=False):
-        location = ".".join(str(step) for step in item["loc"]) or "value"
-        reason = item["msg"].removeprefix("Value error, ")
-        parts.append(f"{location}: {'unknown key' if item['type'] == 'extra_forbidden' else reason}")
-    return "; ".join(parts)
+        raise Invalid(f"the configuration file {path} is invalid: {explain(error)}. Correct these keys") from None

@@ -15,10 +15,10 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 def remove_control_characters(text: str) -> str:
-    """Remove terminal control sequences from ``text``."""
+    """Return ``text`` without control sequences and characters that hide or reorder text."""
     return _CONTROL_CHARACTERS.sub("", text)
 
 
 def escape_control_characters(document: str) -> str:
-    """Return an equivalent JSON document in which characters that control terminals are escaped."""
+    """Return an equivalent JSON document in which terminal control sequences are escaped."""
     return _CONTROL_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], document)

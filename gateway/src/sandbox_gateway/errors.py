@@ -14,13 +14,13 @@ from sandbox_gateway.control_characters import remove_control_characters
 
 
 class GatewayError(Exception):
-    """The base class of all errors that callers see. Any other exception is a bug (500)."""
+    """The base class of all errors that callers see. Any other exception is a bug (status 500)."""
 
     kind = "backend_failed"
     status = 500
 
     def __init__(self, message: str, *, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None) -> None:
-        """Create an error. ``message`` may quote a guest, or a program that has read a guest's files."""
+        """Create an error. Control characters are removed from ``message``, because it may quote data of a guest."""
         self.message = remove_control_characters(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
@@ -32,17 +32,17 @@ class NotFound(GatewayError):
     status = 404
 
     def __init__(self, what: str, ref: str, *, message: str = "", resource: str = "", parent: str = "") -> None:
-        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name.
+        """Create an error. ``what``: the kind of object ("sandbox", "template", …). ``ref``: the requested id or name.
 
-        ``message`` replaces the default message. Details: ``resource``, by default the noun, and ``parent``, the name
-        of the object that was searched.
+        ``message`` replaces the default message. ``details`` contains ``resource``, by default ``what``, and
+        ``parent``, the id or name of the object in which ``ref`` was searched for.
         """
         details = {"resource": resource or what, "parent": parent}
         super().__init__(message or f"{what} {ref!r} not found", details=details)
 
 
 class Gone(GatewayError):
-    """The object was deleted while a request used it."""
+    """The object was deleted while a request was using it."""
 
     kind = "gone"
     status = 410
@@ -56,8 +56,8 @@ class InUse(GatewayError):
 class InUseExternally(InUse):
     """A host cannot remove an object, because something that the engine does not manage depends on it.
 
-    The engine catches this error and raises one that names the object. ``users``: for each noun, the names of the users
-    by id. ``remedy``: a sentence.
+    The engine catches this error and raises one that names the object. ``users``: the names of the users by id, for
+    each kind of user. ``remedy``: a sentence that says how to release the object.
     """
 
     def __init__(self, users: Mapping[str, Mapping[str, str]], remedy: str) -> None:

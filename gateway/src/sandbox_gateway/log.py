@@ -1,4 +1,4 @@
-"""Write structured logs: `log.info("forked", sandbox=…, ms=…)` becomes one JSON object, or a line of text."""
+"""Write structured logs. `log.info("forked", sandbox=…, ms=…)` writes one JSON object or one line of text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-_ROOT = "sandbox_gateway"
+_ROOT_LOGGER_NAME = "sandbox_gateway"
 _MAX_FILE_BYTES = 16 << 20
-_ROTATED_FILES = 3
+_ROTATED_FILE_COUNT = 3
 
 
 class Logger:
     """A named logger whose methods take an event and its fields."""
 
     def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(f"{_ROOT}.{name}")
+        self._logger = logging.getLogger(f"{_ROOT_LOGGER_NAME}.{name}")
 
     def debug(self, event: str, **fields: Any) -> None:
         self._logger.debug(event, extra={"fields": fields})
@@ -37,20 +37,23 @@ class Logger:
 
 
 def setup(level: str, style: str, file: Path | None = None) -> None:
-    """Log events of at least ``level`` to ``file`` or standard error. ``style``: "json" or "text". Raises OSError."""
+    """Log events of at least ``level`` to ``file``, or to standard error if it is None.
+
+    ``style``: "json" or "text". Raises OSError if the file cannot be opened.
+    """
     handler = _LogFile(file) if file else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if style == "json" else _TextFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger(_ROOT).setLevel(level.upper())
+    root_logger = logging.getLogger()
+    root_logger.handlers[:] = [handler]
+    root_logger.setLevel(logging.WARNING)
+    logging.getLogger(_ROOT_LOGGER_NAME).setLevel(level.upper())
 
 
 class _LogFile(RotatingFileHandler):
     """A log file that is rotated, because anyone who sends requests can make it grow."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=_MAX_FILE_BYTES, backupCount=_ROTATED_FILES, encoding="utf-8")
+        super().__init__(path, maxBytes=_MAX_FILE_BYTES, backupCount=_ROTATED_FILE_COUNT, encoding="utf-8")
 
     def _open(self) -> io.TextIOWrapper:
         stream = super()._open()
@@ -63,7 +66,7 @@ class _JsonFormatter(logging.Formatter):
         entry = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "from": record.name.removeprefix(f"{_ROOT}."),
+            "from": record.name.removeprefix(f"{_ROOT_LOGGER_NAME}."),
             "event": record.getMessage(),
             **getattr(record, "fields", {}),
         }
@@ -74,9 +77,11 @@ class _JsonFormatter(logging.Formatter):
 
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={_format_value(value)}" for key, value in getattr(record, "fields", {}).items())
+        formatted_fields = " ".join(
+            f"{key}={_format_value(value)}" for key, value in getattr(record, "fields", {}).items()
+        )
         time_of_day = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
-        line = f"{time_of_day} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
+        line = f"{time_of_day} {record.levelname.lower():7} {record.getMessage()} {formatted_fields}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Resources
 
-_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
+_PACKAGE_PATTERN = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
 
 
 class Source(StrEnum):
@@ -23,7 +23,7 @@ class Source(StrEnum):
 
 
 class Recipe(BaseModel):
-    """How to build a template.
+    """A description of how to build a template.
 
     ``setup`` commands and ``start_command`` run as root inside the booted sandbox, through ``/bin/sh -c``. Then
     ``ready_probe`` runs there every half second until its exit code is 0, for at most ``ready_timeout`` seconds.
@@ -55,7 +55,7 @@ class Recipe(BaseModel):
         if self.source is Source.DEBOOTSTRAP and self.path:
             raise ValueError("'path' is valid only with 'from: rootfs': remove 'path', or set 'from: rootfs'")
         for package in self.packages:
-            if not _PACKAGE.fullmatch(package):
+            if not _PACKAGE_PATTERN.fullmatch(package):
                 raise ValueError(
                     f"{package[:80]!r} is not a valid Debian package name: use NAME, NAME:ARCHITECTURE or NAME=VERSION"
                 )
@@ -72,9 +72,10 @@ def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
 
 
 def source_digest(recipe: Recipe) -> str:
-    """Return a digest of the source at ``recipe.path``; empty if the recipe has no path. Raises Invalid.
+    """Return a digest of the source at ``recipe.path``, or "" if the recipe has no path.
 
-    The digest covers the contents of a tarball, or the names, modes, sizes and modification times in a directory.
+    The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything below a
+    directory. Raises Invalid if the source cannot be read.
     """
     if not recipe.path:
         return ""
@@ -92,9 +93,9 @@ def source_digest(recipe: Recipe) -> str:
 
 
 def _tree_digest(root: Path) -> str:
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         stat = path.lstat()
-        digest.update(f"{path.relative_to(root)}\0{stat.st_mode}\0{stat.st_size}\0".encode(errors="surrogateescape"))
-        digest.update(str(stat.st_mtime_ns).encode())
-    return digest.hexdigest()
+        hasher.update(f"{path.relative_to(root)}\0{stat.st_mode}\0{stat.st_size}\0".encode(errors="surrogateescape"))
+        hasher.update(str(stat.st_mtime_ns).encode())
+    return hasher.hexdigest()

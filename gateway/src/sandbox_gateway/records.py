@@ -1,11 +1,11 @@
-"""Records: the metadata of objects, stored with the objects.
+"""Define records, which contain the metadata of objects and are stored with the objects.
 
 A record contains all metadata of an object. A host stores it with the object, in a manifest beside the images or in
-user properties of a dataset, and returns it from a scan. There is no other database.
+user properties of a dataset, and reads it back in a scan. There is no other database.
 
-A record contains its ``format``. Every release reads the records of the release before it, and writes them in its own
-format. A release that only adds fields or values keeps the format: an older release keeps fields that it does not know
-when it saves a record, and does not start if it finds a value that it does not know.
+A record contains its ``format``. Every release reads the records of the previous release, and writes them in its own
+format. A release that only adds fields or values does not change the format: when an older release saves a record, it
+keeps fields that it does not know, and it does not start if it finds a value that it does not know.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT = 1
 Records without a format have format 1.
 """
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-_NAME = re.compile(NAME_PATTERN)
+_NAME_REGEX = re.compile(NAME_PATTERN)
 
 
 def new_id() -> str:
@@ -41,8 +41,8 @@ def now() -> datetime:
 
 
 def check_name(name: str) -> str:
-    """Return ``name``. Raises ValueError, which states the naming rule, if it is not allowed."""
-    if not _NAME.fullmatch(name):
+    """Return ``name`` if it is allowed. Otherwise, raise a ValueError that states the naming rule."""
+    if not _NAME_REGEX.fullmatch(name):
         short_name = name if len(name) <= 80 else name[:77] + "..."
         raise ValueError(
             f"the name {short_name!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
@@ -56,7 +56,7 @@ Id = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 
 
 class _Part(BaseModel):
-    """A record or a part of one. Keeps fields of a newer release, so that saving a record does not lose them."""
+    """A record or a part of one. Keeps fields from newer releases, so that saving a record does not lose them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ class _Record(_Part):
     @model_validator(mode="before")
     @classmethod
     def _upgrade(cls, record: Any) -> Any:
-        """Convert a record of an older format."""
+        """Convert a record in an older format to the current format."""
         if isinstance(record, dict) and isinstance(record.get("format", 1), int):
             record = {**record, "format": FORMAT}
         return record
@@ -76,7 +76,7 @@ class _Record(_Part):
 class Resources(_Part):
     """The resources of a sandbox. Units: whole virtual CPUs, MiB of memory, MiB of disk.
 
-    They cannot be changed in place, because records share equal ones.
+    Instances are immutable, because records with equal resources share one instance.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -87,7 +87,7 @@ class Resources(_Part):
 
 
 class NetworkPolicy(_Part):
-    """Network access of a sandbox. A sandbox can never reach the host's own services or other sandboxes."""
+    """The network access of a sandbox. A sandbox can never reach the host's own services or other sandboxes."""
 
     allow_internet: bool = True
     allow_out: list[str] = Field(default_factory=list)
@@ -108,7 +108,7 @@ class NetworkPolicy(_Part):
 
     @property
     def allows_egress(self) -> bool:
-        """Return whether the sandbox can reach any address. If it cannot, it gets no name servers."""
+        """Return whether the sandbox can reach any address. If not, it is given no name servers."""
         return self.allow_internet or bool(self.allow_out)
 
 
@@ -222,7 +222,7 @@ class Sandbox(_Record):
     @model_validator(mode="before")
     @classmethod
     def _rename_former_fields(cls, record: Any) -> Any:
-        """Rename the field ``life``, the name of ``timeout`` in records of older releases."""
+        """Rename the field ``life`` of records from older releases to ``timeout``."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}
             del record["life"]
@@ -230,7 +230,7 @@ class Sandbox(_Record):
 
     @property
     def hostname(self) -> str:
-        """Return a host name of at most 63 letters, digits and hyphens, derived from the name."""
+        """Return a host name of at most 63 letters, digits and hyphens, derived from the sandbox's name."""
         return "".join(letter if letter.isalnum() else "-" for letter in self.name).strip("-").lower()[:63] or "sandbox"
 
 
@@ -246,10 +246,10 @@ class SnapshotKind(StrEnum):
 
 
 class Memory(StrEnum):
-    """How a snapshot's memory was captured: which pages were compared with which earlier image.
+    """The method by which a snapshot's memory was captured.
 
-    The new image starts as a clone of that image, and only pages that differ are written to it. Every image is
-    therefore complete.
+    Every method except NONE and FULL compares pages with an earlier image. The new image starts as a clone of the
+    earlier one, and only pages that differ are written to it. Every image is therefore complete.
     """
 
     NONE = "none"
@@ -272,10 +272,10 @@ class SnapshotStatus(StrEnum):
 
 
 class Retention(_Part):
-    """A rule that says which snapshots of a sandbox to keep.
+    """A rule that determines which snapshots of a sandbox to keep.
 
-    A snapshot is kept if ``keep_last`` or ``keep_daily`` selects it and it is not older than ``max_age``. If neither of
-    the two is set, only the age counts. The newest snapshot is always kept.
+    A snapshot is kept if ``keep_last`` or ``keep_daily`` selects it and it is not older than ``max_age``. If neither
+    ``keep_last`` nor ``keep_daily`` is set, only the age counts. The newest snapshot is always kept.
     """
 
     keep_last: int | None = Field(default=None, ge=1, le=100_000)
@@ -339,14 +339,20 @@ Record = Sandbox | Snapshot | Volume | VolumeSnapshot
 
 
 class NewerFormat(Exception):
-    """A newer release wrote a record, and this release cannot read it. The message is the reason, as a clause."""
+    """The error for a record from a newer release that this release cannot read.
+
+    The message is a clause that states the reason.
+    """
 
 
 AnyRecord = TypeVar("AnyRecord", bound=_Record)
 
 
 def parse_record(kind: type[AnyRecord], data: Any) -> AnyRecord:
-    """Return the record in ``data``, which was parsed from JSON. Raises NewerFormat, and ValidationError if damaged."""
+    """Return the record in ``data``, which was parsed from JSON.
+
+    Raises NewerFormat if only a newer release can read the record, and ValidationError if it is damaged.
+    """
     record_format = data.get("format") if isinstance(data, dict) else None
     if isinstance(record_format, int) and record_format > FORMAT:
         raise NewerFormat(f"its format is {record_format}, and this release reads formats up to {FORMAT}")
@@ -363,10 +369,10 @@ def parse_record(kind: type[AnyRecord], data: Any) -> AnyRecord:
 
 
 def compact(record: AnyRecord) -> AnyRecord:
-    """Reduce the memory that a record uses by more than half, and return the record. Its values stay the same.
+    """Cut a record's memory use by more than half, and return the record. Its values stay the same.
 
-    The gateway keeps the records of all objects in memory. Without this, each record has its own set of the names of
-    its fields, which is larger than the rest of it, and its own copy of the same resources.
+    The gateway keeps the records of all objects in memory. Without this function, each record would have its own set of
+    field names, which takes more memory than the rest of the record, and its own copy of equal resources.
     """
     if record.__pydantic_fields_set__ is _field_names(type(record)):
         return record  # It is compact already.
@@ -380,13 +386,13 @@ def compact(record: AnyRecord) -> AnyRecord:
             _share_field_names(value)
     if isinstance(record, Sandbox | Snapshot) and not record.resources.model_extra:
         resources = record.resources
-        record.__dict__["resources"] = _share_resources(resources.cpus, resources.memory_mb, resources.disk_mb)
+        record.__dict__["resources"] = _get_shared_resources(resources.cpus, resources.memory_mb, resources.disk_mb)
     _share_keys(record)
     return record
 
 
 def _share_keys(record: _Part) -> None:
-    """Let a record share the keys of its attributes with all others of its kind.
+    """Make a record share its attribute keys with all other records of its class.
 
     Python does this for attributes that are set one by one (PEP 412), but pydantic gives each instance its own
     dictionary. The order of the fields stays the same.
@@ -398,7 +404,7 @@ def _share_keys(record: _Part) -> None:
 
 
 def _share_field_names(part: _Part) -> None:
-    """Let a record share the set of the fields that were set with all others, as if each field had been set."""
+    """Make a record share its set of field names with all others of its class, as if every field had been set."""
     if not part.model_extra:
         object.__setattr__(part, "__pydantic_fields_set__", _field_names(type(part)))
 
@@ -409,22 +415,22 @@ def _field_names(kind: type[_Part]) -> set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _share_resources(cpus: int, memory_mb: int, disk_mb: int) -> Resources:
+def _get_shared_resources(cpus: int, memory_mb: int, disk_mb: int) -> Resources:
     return Resources(cpus=cpus, memory_mb=memory_mb, disk_mb=disk_mb)
 
 
-def refuse_newer(newer_records: Mapping[str, str]) -> None:
+def refuse_newer_records(newer_records: Mapping[str, str]) -> None:
     """Raise BackendFailed if a newer release has written records that this release cannot read.
 
-    ``newer_records``: the reason for each location.
+    ``newer_records`` maps the location of each such record to the reason why it cannot be read.
     """
     if not newer_records:
         return
     location, reason = next(iter(newer_records.items()))
-    others = {1: "", 2: ", as was 1 other record"}.get(
+    others_clause = {1: "", 2: ", as was 1 other record"}.get(
         len(newer_records), f", as were {len(newer_records) - 1} other records"
     )
     raise BackendFailed(
-        f"{location} was written by a newer release of the gateway ({reason}){others}. Nothing was changed. Install "
-        "the newer release again; to use this release, first delete these objects with the newer one"
+        f"{location} was written by a newer release of the gateway ({reason}){others_clause}. Nothing was changed. "
+        "Install the newer release again; to use this release, first delete these objects with the newer one"
     )

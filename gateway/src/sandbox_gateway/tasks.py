@@ -17,22 +17,22 @@ _uninterruptible_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio
 
 
 class BackgroundTasks:
-    """Tasks that no caller has to await. A failure is logged with ``failure`` as the event."""
+    """Tasks that need not be awaited. If a task fails, the event ``failure_event`` is logged."""
 
-    def __init__(self, log: Logger, failure: str = "background task failed") -> None:
+    def __init__(self, log: Logger, failure_event: str = "background task failed") -> None:
         self._log = log
-        self._failure = failure
+        self._failure_event = failure_event
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``work`` in the background and return its task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finish)
+        task.add_done_callback(self._handle_completion)
         return task
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Wait until all tasks have ended, for at most ``seconds``; None: without limit."""
+        """Wait until all tasks have ended, for at most ``seconds`` unless that is None."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._tasks:
@@ -44,10 +44,10 @@ class BackgroundTasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _finish(self, task: asyncio.Task[Any]) -> None:
+    def _handle_completion(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._log.error(self._failure, reason=str(error) or type(error).__name__)
+            self._log.error(self._failure_event, reason=str(error) or type(error).__name__)
 
 
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
@@ -86,7 +86,7 @@ async def wait_for_uninterruptible_tasks(seconds: float) -> bool:
 
 
 async def clean_up(log: Logger, *steps: Awaitable[Any]) -> None:
-    """Await all ``steps`` that undo a failed operation, one after the other, despite failures and cancellation.
+    """Await the ``steps`` that undo a failed operation, one after the other, despite failures and cancellation.
 
     Failures are only logged, so that the caller can raise the error of the operation.
     """

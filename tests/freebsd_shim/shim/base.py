@@ -1,7 +1,7 @@
 """Shared code of the shim's commands: FreeBSD's error handling and getopt, the state directory, and system calls.
 
-This module imports little on purpose: a command must finish in about 10 ms, and importing ``re``, ``json``, ``pathlib``
-or ``subprocess`` takes about half of that.
+This module deliberately imports little: a command must finish in about 10 ms, and importing ``re``, ``json``,
+``pathlib`` or ``subprocess`` takes about half of that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from _json import encode_basestring_ascii, make_scanner  # type: ignore[import-n
 PROG = "freebsd-shim"
 
 # sys/errno.h and lib/libc/gen/errlst.c: messages in which FreeBSD differs from glibc.
-_STRERROR = {
+_ERROR_TEXTS = {
     errno.ENXIO: "Device not configured",
     errno.EBUSY: "Device busy",
     errno.ENODEV: "Operation not supported by device",
@@ -31,7 +31,7 @@ _STRERROR = {
 
 def strerror(number: int) -> str:
     """Return FreeBSD's text for an errno, like strerror(3)."""
-    return _STRERROR.get(number) or os.strerror(number)
+    return _ERROR_TEXTS.get(number) or os.strerror(number)
 
 
 def print_line(line: str) -> None:
@@ -45,7 +45,7 @@ def warnx(message: str) -> None:
 
 
 def errx(code: int, message: str) -> SystemExit:
-    """Print an error and return the exception to raise, like errx(3): ``raise errx(1, "…")``."""
+    """Print an error like errx(3), and return the exception to raise, as in ``raise errx(1, "…")``."""
     warnx(message)
     return SystemExit(code)
 
@@ -55,7 +55,7 @@ def warn(message: str, number: int) -> None:
 
 
 def err(code: int, message: str, number: int) -> SystemExit:
-    """Print an error with the text of an errno and return the exception to raise, like err(3)."""
+    """Print an error with the text of an errno, like err(3), and return the exception to raise."""
     return errx(code, f"{message}: {strerror(number)}")
 
 
@@ -80,7 +80,7 @@ class BadOption(Exception):
 
 
 def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the options and the remaining arguments, like FreeBSD's getopt(3): stop at the first non-option."""
+    """Return the options and the remaining arguments. Like FreeBSD's getopt(3), stop at the first non-option."""
     options: list[tuple[str, str]] = []
     index = 0
     while index < len(argv):
@@ -91,9 +91,9 @@ def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]
         if len(word) < 2 or word[0] != "-":
             break
         index += 1
-        rest = word[1:]
-        while rest:
-            letter, rest = rest[0], rest[1:]
+        letters = word[1:]
+        while letters:
+            letter, letters = letters[0], letters[1:]
             position = spec.find(letter)
             if letter == ":" or position < 0:
                 warnx(f"illegal option -- {letter}")
@@ -101,24 +101,27 @@ def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]
             if spec[position + 1 : position + 2] != ":":
                 options.append((letter, ""))
                 continue
-            if not rest:
+            if not letters:
                 if index >= len(argv):
                     warnx(f"option requires an argument -- {letter}")
                     raise BadOption(letter)
-                rest, index = argv[index], index + 1
-            options.append((letter, rest))
-            rest = ""
+                letters, index = argv[index], index + 1
+            options.append((letter, letters))
+            letters = ""
     return options, argv[index:]
 
 
 def parse_libxo(argv: list[str]) -> tuple[list[str], bool]:
-    """Remove ``--libxo`` from the arguments, like xo_parse_args(3). Returns the rest and whether JSON is requested."""
-    rest, json, index = [], False, 0
+    """Remove ``--libxo`` from the arguments, like xo_parse_args(3).
+
+    Returns the remaining arguments and whether JSON is requested.
+    """
+    remaining, is_json, index = [], False, 0
     while index < len(argv):
         word = argv[index]
         index += 1
         if word == "--":
-            rest += argv[index - 1 :]
+            remaining += argv[index - 1 :]
             break
         if word == "--libxo":
             if index >= len(argv):
@@ -129,12 +132,12 @@ def parse_libxo(argv: list[str]) -> tuple[list[str], bool]:
         elif word.startswith("--libxo:"):
             style = {"J": "json", "T": "text"}.get(word[8:], word[8:])
         else:
-            rest.append(word)
+            remaining.append(word)
             continue
         if style not in ("json", "text"):
             raise unsupported(f"--libxo {style}")
-        json = style == "json"
-    return rest, json
+        is_json = style == "json"
+    return remaining, is_json
 
 
 # JSON without the json package ------------------------------------------------------------------------------------
@@ -176,11 +179,11 @@ def to_json(value: object) -> str:
 
 def state_dir() -> str:
     if "FREEBSD_SHIM_STATE" not in os.environ:
-        _inherit()
+        _inherit_environment()
     return os.environ.setdefault("FREEBSD_SHIM_STATE", "/run/freebsd-shim")
 
 
-def _inherit() -> None:
+def _inherit_environment() -> None:
     """Inherit the environment of the nearest ancestor process that sets FREEBSD_SHIM_STATE.
 
     This is necessary because a gateway gives its child processes a clean environment.
@@ -189,19 +192,21 @@ def _inherit() -> None:
     while pid > 1:
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
-                settings = dict(part.partition("=")[::2] for part in os.fsdecode(file.read()).split("\0") if part)
+                ancestor_environment = dict(
+                    part.partition("=")[::2] for part in os.fsdecode(file.read()).split("\0") if part
+                )
             with open(f"/proc/{pid}/stat") as file:
                 pid = int(file.read().rpartition(") ")[2].split()[1])
         except OSError:
             return
-        if "FREEBSD_SHIM_STATE" in settings:
-            for name, value in settings.items():
+        if "FREEBSD_SHIM_STATE" in ancestor_environment:
+            for name, value in ancestor_environment.items():
                 os.environ.setdefault(name, value)
             return
 
 
 class locked:
-    """Context manager: hold the lock of the state directory. A process may nest it."""
+    """A context manager that holds the lock of the state directory. A process may enter it more than once."""
 
     depth = 0
     handle: int = -1
@@ -219,13 +224,13 @@ class locked:
             os.close(locked.handle)
 
 
-def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
-    """Return the contents of the state file ``name``, or ``empty`` if it does not exist."""
+def load(name: str, default: dict) -> dict:  # type: ignore[type-arg]
+    """Return the contents of the state file ``name``, or ``default`` if it does not exist."""
     try:
         with open(os.path.join(state_dir(), name + ".json")) as file:
             return from_json(file.read())  # type: ignore[return-value]
     except FileNotFoundError:
-        return empty
+        return default
 
 
 def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
@@ -247,8 +252,8 @@ KNOBS = {
 """All knobs, with their defaults. See the README."""
 
 
-def knob(name: str) -> str:
-    """Return a knob's value: the variable ``FREEBSD_SHIM_<NAME>``, or the stored value, or the default."""
+def read_knob(name: str) -> str:
+    """Return a knob's value. The environment variable ``FREEBSD_SHIM_<NAME>`` overrides the stored value."""
     variable = "FREEBSD_SHIM_" + name.upper().replace(".", "_")
     if variable in os.environ:
         return os.environ[variable]
@@ -256,7 +261,7 @@ def knob(name: str) -> str:
 
 
 def osreldate() -> int:
-    return int(knob("kern.osreldate"))
+    return int(read_knob("kern.osreldate"))
 
 
 # system calls that os lacks (before Python 3.12) ------------------------------------------------------------------
@@ -274,7 +279,7 @@ MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 _libc = None
 
 
-def _call(name: str, *args: object) -> int:
+def _call_libc(name: str, *args: object) -> int:
     """Call a libc function that returns -1 and sets errno on failure. Raises OSError."""
     global _libc
     import ctypes
@@ -291,18 +296,22 @@ def _call(name: str, *args: object) -> int:
 def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str = "") -> None:
     import ctypes
 
-    _call("mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None)
+    _call_libc(
+        "mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None
+    )
 
 
 def clone_mount(source: str, attributes: int) -> int:
-    """Return a descriptor of a new, detached mount of ``source``. ``attributes``: its MOUNT_ATTR_… flags."""
+    """Return a descriptor of a new, detached mount of ``source`` with the MOUNT_ATTR_… flags ``attributes``."""
     import ctypes
 
-    mount_fd = _call("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
+    mount_fd = _call_libc("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
     if attributes:
-        cleared = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC | MOUNT_ATTR__ATIME
-        mount_attr = (ctypes.c_uint64 * 4)(attributes, cleared, 0, 0)
-        _call(
+        cleared_attributes = (
+            MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC | MOUNT_ATTR__ATIME
+        )
+        mount_attr = (ctypes.c_uint64 * 4)(attributes, cleared_attributes, 0, 0)
+        _call_libc(
             "syscall",
             SYS_MOUNT_SETATTR,
             mount_fd,
@@ -317,29 +326,29 @@ def clone_mount(source: str, attributes: int) -> int:
 def attach_mount(mount_fd: int, target: int) -> None:
     """Attach a detached mount to the directory with the descriptor ``target``."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-    _call("syscall", SYS_MOVE_MOUNT, mount_fd, b"", target, b"", flags)
+    _call_libc("syscall", SYS_MOVE_MOUNT, mount_fd, b"", target, b"", flags)
 
 
 def umount_syscall(target: str, flags: int) -> None:
-    _call("umount2", os.fsencode(target), flags)
+    _call_libc("umount2", os.fsencode(target), flags)
 
 
 def setns(fd: int, kinds: int) -> None:
-    _call("setns", fd, kinds)
+    _call_libc("setns", fd, kinds)
 
 
 def unshare(kinds: int) -> None:
-    _call("unshare", kinds)
+    _call_libc("unshare", kinds)
 
 
 def prctl(option: int, value: int) -> None:
     import ctypes
 
-    _call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    _call_libc("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 def run(main: object, prog: str) -> None:
-    """Run a command's ``main(argv)``, which returns its exit code. Exit with 70 after an unexpected exception."""
+    """Run a command's ``main(argv)`` and exit with the code that it returns, or 70 after an unexpected exception."""
     global PROG
     PROG = prog
     code = 70
@@ -354,7 +363,7 @@ def run(main: object, prog: str) -> None:
     except Exception:
         import traceback
 
-        sys.stderr.write(f"freebsd-shim: {prog}: a bug of the shim\n")
+        sys.stderr.write(f"freebsd-shim: {prog}: a bug in the shim\n")
         traceback.print_exc()
     try:
         sys.stderr.flush()

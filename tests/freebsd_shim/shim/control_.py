@@ -1,4 +1,4 @@
-"""``freebsd-shim``: a command for tests that sets knobs and removes everything that the shim has created."""
+"""The command ``freebsd-shim``, with which tests set knobs and remove everything that the shim has created."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shim import base, prison
 
 USAGE = """\
 usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, busy, pf.loaded)
-       freebsd-shim purge               remove all jails, mounts, interfaces, limits and rules of the state"""
+       freebsd-shim purge               remove all jails, mounts, interfaces, limits and rules of the shim"""
 
 
 def main(argv: list[str]) -> int:
@@ -29,15 +29,15 @@ def purge() -> None:
     from shim import limits, mount_, net, pf_nft
 
     with base.locked():
-        for jail in prison.table()["jails"]:
-            prison.finish(jail)
+        for jail in prison.load_state()["jails"]:
+            prison.tear_down(jail)
         mount_.purge()
-        names = set(base.load("interfaces", {"names": []})["names"])
+        interface_names = set(base.load("interfaces", {"names": []})["names"])
         netlink = net.NetlinkSocket()
-        for link in netlink.links():
-            if link.driver and f"{link.driver}{link.unit}" in names:
+        for link in netlink.list_links():
+            if link.driver and f"{link.driver}{link.unit}" in interface_names:
                 try:
-                    netlink.delete(link.index)
+                    netlink.delete_link(link.index)
                 except OSError:
                     continue  # it was removed together with its other end
         limits.purge()

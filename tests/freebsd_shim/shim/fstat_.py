@@ -1,4 +1,4 @@
-"""fstat(1). Messages, columns and omissions: usr.bin/fstat/fstat.c, lib/libprocstat/libprocstat.c."""
+"""fstat(1), with the messages, columns and omissions of usr.bin/fstat/fstat.c and lib/libprocstat/libprocstat.c."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     if not devices:
         return 1  # "file(s) specified, but none accessible"
     base.print_line(HEADER)
-    nodes = {each.identity: each.node for each in mount_.table()}
+    nodes = {each.identity: each.node for each in mount_.list_mounts()}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        show(pid, devices, nodes)
+        show_open_files(pid, devices, nodes)
     return 0
 
 
@@ -43,13 +43,13 @@ def find_device(name: str) -> int:
         return 0
 
 
-def show(pid: int, devices: set[int], nodes: dict[int, str]) -> None:
+def show_open_files(pid: int, devices: set[int], nodes: dict[int, str]) -> None:
     """Print a line for each file that a process has open on one of the devices. See dofiles()."""
     directory = f"/proc/{pid}"
     try:
         with open(f"{directory}/comm", errors="replace") as file:
             command = file.read().rstrip("\n")
-        user = user_name(os.stat(directory).st_uid)
+        user = find_user_name(os.stat(directory).st_uid)
         files = [(f"{directory}/{link}", f"{word:>5}") for link, word in LINKS]
         files += [(f"{directory}/fd/{fd}", f" {fd:>4}") for fd in sorted(os.listdir(f"{directory}/fd"), key=int)]
     except OSError:
@@ -72,17 +72,16 @@ def format_vnode(path: str, devices: set[int], nodes: dict[int, str]) -> str:
     except OSError:
         return ""
     try:
-        node = nodes.get(mount_.mount_of(f"/proc/self/fdinfo/{fd}"))
+        node = nodes.get(mount_.mount_number_of(f"/proc/self/fdinfo/{fd}"))
     finally:
         os.close(fd)
     if node is None:
         return ""
-    return (
-        f" {node:<8} {status.st_ino:>6} {stat.filemode(status.st_mode):>10} {status.st_size:>6} {access_mode(path):>2}"
-    )
+    mode, access_mode = stat.filemode(status.st_mode), read_access_mode(path)
+    return f" {node:<8} {status.st_ino:>6} {mode:>10} {status.st_size:>6} {access_mode:>2}"
 
 
-def access_mode(path: str) -> str:
+def read_access_mode(path: str) -> str:
     """Return a file's access mode. Entries that are not descriptors are read-only. See print_access_flags()."""
     if "/fd/" not in path:
         return "r"
@@ -94,7 +93,7 @@ def access_mode(path: str) -> str:
     return {os.O_RDONLY: "r", os.O_WRONLY: "w"}.get(flags & os.O_ACCMODE, "rw")
 
 
-def user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     """Return the name of a user, or the uid if the user has no name. See user_from_uid()."""
     try:
         return pwd.getpwuid(uid).pw_name

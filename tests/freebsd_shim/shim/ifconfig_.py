@@ -1,4 +1,7 @@
-"""ifconfig(8) for epair(4), bridge(4), lo(4) and existing interfaces. Messages: sbin/ifconfig/*.c of FreeBSD 14."""
+"""ifconfig(8) for epair(4), bridge(4), lo(4) and existing interfaces.
+
+The messages are those of sbin/ifconfig/*.c in FreeBSD 14.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ PARAMETERS_WITH_ARGUMENT = {
     "prefixlen",
 }
 # Other parameters of FreeBSD's ifconfig. Without this list, they would be mistaken for addresses.
-UNSUPPORTED = (
+UNSUPPORTED_PARAMETERS = (
     "arp -arp debug -debug promisc -promisc monitor -monitor staticarp -staticarp rxcsum -rxcsum txcsum -txcsum tso "
     "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn "
     "-learn discover -discover sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout "
@@ -57,13 +60,13 @@ class InterfaceChange:
     def __init__(self, netlink: net.NetlinkSocket, name: str, family: str) -> None:
         self.net, self.name = netlink, name
         self.family = family or "inet"
-        self.print_name = ""
+        self.name_to_print = ""
         self.address = self.netmask = self.broadcast = ""
         self.alias = 0  # doalias: 1 alias, -1 -alias
         self.prefix: int | None = None
 
     def link(self) -> net.Link:
-        link = self.net.link(self.name)
+        link = self.net.find_link(self.name)
         if link is None:
             raise base.errx(1, f"interface {self.name} does not exist")
         return link
@@ -71,7 +74,7 @@ class InterfaceChange:
 
 def main(argv: list[str]) -> int:
     try:
-        options, rest = base.getopt(argv, "aCdDf:G:g:j:klLmnuv")
+        options, arguments = base.getopt(argv, "aCdDf:G:g:j:klLmnuv")
     except base.BadOption:
         raise base.usage(USAGE) from None
     option_letters = {letter for letter, _ in options}
@@ -80,24 +83,24 @@ def main(argv: list[str]) -> int:
     if ("l" in option_letters and "a" in option_letters) or {"u", "d"} <= option_letters:
         raise base.usage(USAGE)
     values = dict(options)
-    netlink = jail_netlink(values["j"]) if "j" in option_letters else net.NetlinkSocket()
+    netlink = open_jail_netlink(values["j"]) if "j" in option_letters else net.NetlinkSocket()
     if "C" in option_letters:
         base.print_line(" ".join(("lo", *CLONERS)))
         return 0
     if "g" in option_letters and not option_letters & {"a", "l"}:
-        return list_group(netlink, values["g"])
-    if option_letters & {"a", "l"} or not rest:
-        if len(rest) > 1:
+        return show_group_members(netlink, values["g"])
+    if option_letters & {"a", "l"} or not arguments:
+        if len(arguments) > 1:
             raise base.usage(USAGE)
-        if rest and rest[0] not in FAMILIES:
-            base.warnx(f"Address family '{rest[0]}' unknown.")
+        if arguments and arguments[0] not in FAMILIES:
+            base.warnx(f"Address family '{arguments[0]}' unknown.")
             raise base.usage(USAGE)
-        return list_interfaces(netlink, option_letters, values.get("g", ""), rest[0] if rest else "")
-    return handle_interface(netlink, rest[0], rest[1:])
+        return show_matching_interfaces(netlink, option_letters, values.get("g", ""), arguments[0] if arguments else "")
+    return handle_interface(netlink, arguments[0], arguments[1:])
 
 
-def jail_netlink(key: str) -> net.NetlinkSocket:
-    """Open a socket in the vnet of a jail (-j). Fails like Perror() with the errno of jail_getid()."""
+def open_jail_netlink(key: str) -> net.NetlinkSocket:
+    """Open a socket in the vnet of a jail (-j). On failure, exit with jail_getid()'s error, like Perror()."""
     try:
         return net.open_netlink(prison.find(key)["holder"])
     except prison.JailError:
@@ -106,18 +109,18 @@ def jail_netlink(key: str) -> net.NetlinkSocket:
 
 def handle_interface(netlink: net.NetlinkSocket, name: str, words: list[str]) -> int:
     """Show or change one interface, like main() of ifconfig.c."""
-    first = words[0] if words else ""
-    if netlink.link(name) is None:
-        if first in ("create", "plumb"):
+    keyword = words[0] if words else ""
+    if netlink.find_link(name) is None:
+        if keyword in ("create", "plumb"):
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: cloning name too long")
-            return apply(netlink, name, words[1:], "", create=True)
-        if first == "-vnet":
+            return apply_parameters(netlink, name, words[1:], "", create=True)
+        if keyword == "-vnet":
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: interface name too long")
-            return apply(netlink, name, words, "")
+            return apply_parameters(netlink, name, words, "")
         raise base.errx(1, f"interface {name} does not exist")
-    if first in ("create", "plumb"):
+    if keyword in ("create", "plumb"):
         if len(words) == 1:
             raise base.errx(1, f"interface {name} already exists")
         words = words[1:]
@@ -125,12 +128,14 @@ def handle_interface(netlink: net.NetlinkSocket, name: str, words: list[str]) ->
     if words and words[0] in FAMILIES:
         family, words = words[0], words[1:]
     if not words:
-        return show(netlink, netlink.links(), [name], family)
-    return apply(netlink, name, words, family)
+        return show_interfaces(netlink, netlink.list_links(), [name], family)
+    return apply_parameters(netlink, name, words, family)
 
 
-def apply(netlink: net.NetlinkSocket, name: str, words: list[str], family: str, *, create: bool = False) -> int:
-    """Apply the parameters in order, and addresses last. At the end, print the interface's name if it has changed."""
+def apply_parameters(
+    netlink: net.NetlinkSocket, name: str, words: list[str], family: str, *, create: bool = False
+) -> int:
+    """Apply the parameters in order, but addresses last. At the end, print the interface's name if it has changed."""
     change = InterfaceChange(netlink, name, family)
     try:
         with base.locked():
@@ -143,8 +148,8 @@ def apply(netlink: net.NetlinkSocket, name: str, words: list[str], family: str, 
                 index += apply_parameter(change, words, index)
             apply_addresses(change)
     finally:
-        if change.print_name:
-            base.print_line(change.print_name)
+        if change.name_to_print:
+            base.print_line(change.name_to_print)
     return 0
 
 
@@ -157,7 +162,7 @@ def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> in
         apply_argument(change, word, words[index + 1])
         return 2
     if word in ("up", "down"):
-        set_up(change, word == "up")
+        set_link_state(change, word == "up")
     elif word in ("destroy", "unplumb"):
         destroy_interface(change)
     elif word in ("alias", "add"):
@@ -166,7 +171,7 @@ def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> in
         change.alias = -1
     elif word in ("-description", "-descr"):
         set_alias_data(change, description="")
-    elif word in UNSUPPORTED:
+    elif word in UNSUPPORTED_PARAMETERS:
         raise base.unsupported(word)
     elif change.address:
         raise base.unsupported("a destination address")
@@ -202,7 +207,7 @@ def apply_argument(change: InterfaceChange, word: str, value: str) -> None:
 
 
 def try_or_exit(operation: str, action: object) -> None:
-    """Call ``action``. If the kernel returns an error, exit with err(1, what)."""
+    """Call ``action``. If the kernel returns an error, exit with err(1, operation)."""
     try:
         action()  # type: ignore[operator]
     except OSError as error:
@@ -212,7 +217,7 @@ def try_or_exit(operation: str, action: object) -> None:
 def set_mtu(change: InterfaceChange, index: int, value: str) -> None:
     if not value.isdigit():
         raise OSError(errno.EINVAL, "")
-    change.net.change(index, net.number(net.LINK_MTU, int(value)))
+    change.net.change_link(index, net.pack_number(net.LINK_MTU, int(value)))
 
 
 # ---- cloning: ifclone.c, sys/net/if_clone.c, sys/net/if_epair.c, sys/net/if_bridge.c ------------------------------
@@ -223,7 +228,7 @@ def create_interface(change: InterfaceChange) -> None:
     digits = change.name[len(driver) :]
     if driver not in CLONERS:
         raise base.err(1, f"SIOCIFCREATE2 ({change.name})", errno.EINVAL)
-    links = change.net.links()
+    links = change.net.list_links()
     used_units = {link.unit for link in links if link.driver == driver}
     existing_names = {link.name for link in links}
     if digits:
@@ -238,25 +243,25 @@ def create_interface(change: InterfaceChange) -> None:
     if driver == "epair":
         change.net.create_veth(*new_names)
     else:
-        change.net.create(new_names[0], "bridge")
+        change.net.create_link(new_names[0], "bridge")
     for name, end in zip(new_names, "ab", strict=False):
-        link = change.net.link(name)
+        link = change.net.find_link(name)
         assert link is not None
         link.driver, link.unit, link.end, link.groups = driver, unit, end, [driver]
-        change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
+        change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.alias()))
     record_interface(f"{driver}{unit}", True)
     if change.name != new_names[0]:  # "If we get a different name back than we put in, … print it later"
-        change.name = change.print_name = new_names[0]
+        change.name = change.name_to_print = new_names[0]
 
 
 def interface_names(driver: str, unit: int) -> list[str]:
     return [f"epair{unit}a", f"epair{unit}b"] if driver == "epair" else [f"{driver}{unit}"]
 
 
-def record_interface(unit: str, exists: bool) -> None:
+def record_interface(interface: str, exists: bool) -> None:
     """Record whether an interface exists, so that ``freebsd-shim purge`` can remove it."""
     state = base.load("interfaces", {"names": []})
-    state["names"] = [name for name in state["names"] if name != unit] + ([unit] if exists else [])
+    state["names"] = [name for name in state["names"] if name != interface] + ([interface] if exists else [])
     base.save("interfaces", state)
 
 
@@ -265,7 +270,7 @@ def destroy_interface(change: InterfaceChange) -> None:
     link = change.link()
     if not link.driver:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)
-    try_or_exit("SIOCIFDESTROY", lambda: change.net.delete(link.index))
+    try_or_exit("SIOCIFDESTROY", lambda: change.net.delete_link(link.index))
     record_interface(f"{link.driver}{link.unit}", False)
 
 
@@ -281,20 +286,20 @@ def rename_interface(change: InterfaceChange, name: str) -> None:
     if not name or name == "lo0" or link.linux_name == "lo":
         raise base.err(1, operation, errno.EINVAL)
     if name != link.name:
-        if change.net.link(name) is not None:
+        if change.net.find_link(name) is not None:
             raise base.err(1, operation, errno.EEXIST)
         try_or_exit(operation, lambda: set_name(change, link, name))
-    change.name = change.print_name = name
+    change.name = change.name_to_print = name
 
 
 def set_name(change: InterfaceChange, link: net.Link, name: str) -> None:
     try:
-        change.net.change(link.index, net.string(net.LINK_NAME, name))
+        change.net.change_link(link.index, net.pack_string(net.LINK_NAME, name))
     except OSError as error:
         if error.errno != errno.EBUSY or not link.flags & net.IFF_UP:
             raise
-        change.net.change(link.index, up=False)  # Older kernels cannot rename an interface that is up.
-        change.net.change(link.index, net.string(net.LINK_NAME, name), up=True)
+        change.net.change_link(link.index, up=False)  # Older kernels cannot rename an interface that is up.
+        change.net.change_link(link.index, net.pack_string(net.LINK_NAME, name), up=True)
 
 
 def set_alias_data(change: InterfaceChange, *, description: str | None = None, groups: list[str] | None = None) -> None:
@@ -309,7 +314,7 @@ def set_alias_data(change: InterfaceChange, *, description: str | None = None, g
 def write_alias(change: InterfaceChange, link: net.Link) -> None:
     if not link.driver:
         raise base.unsupported("a description or group of an interface that the shim did not create")
-    change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
+    change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.alias()))
 
 
 def add_group(change: InterfaceChange, name: str) -> None:
@@ -330,18 +335,18 @@ def remove_group(change: InterfaceChange, name: str) -> None:
     set_alias_data(change, groups=[each for each in groups if each != name])
 
 
-def set_up(change: InterfaceChange, is_up: bool) -> None:
+def set_link_state(change: InterfaceChange, is_up: bool) -> None:
     link = change.link()
-    try_or_exit("up" if is_up else "down", lambda: change.net.change(link.index, up=is_up))
+    try_or_exit("up" if is_up else "down", lambda: change.net.change_link(link.index, up=is_up))
     if is_up and link.flags & net.IFF_LOOPBACK and not link.flags & net.IFF_UP and change.name == "lo0":
         # Linux adds 127.0.0.1 to a loopback interface that is set up; on FreeBSD it has only configured addresses.
-        drop_loopback(change, link)
+        remove_loopback_address(change, link)
 
 
-def drop_loopback(change: InterfaceChange, link: net.Link) -> None:
-    for address in change.net.addresses():
+def remove_loopback_address(change: InterfaceChange, link: net.Link) -> None:
+    for address in change.net.list_addresses():
         if address.index == link.index and address.family == _socket.AF_INET and address.text == "127.0.0.1":
-            change.net.address(net.DELADDR, link.index, address.family, address.prefix, address.address)
+            change.net.change_address(net.DELADDR, link.index, address.family, address.prefix, address.address)
 
 
 # ---- vnet: sys/net/if.c if_vmove_loan(), if_vmove_reclaim() --------------------------------------------------------
@@ -357,9 +362,11 @@ def find_jail(key: str) -> prison.Jail:
 def move_to_jail(change: InterfaceChange, key: str) -> None:
     jail, link = find_jail(key), change.link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
-    if not jail["vnet"] or net.open_netlink(jail["holder"]).link(link.name) is not None:
+    if not jail["vnet"] or net.open_netlink(jail["holder"]).find_link(link.name) is not None:
         raise base.err(1, "SIOCSIFVNET", errno.EEXIST)
-    try_or_exit("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
+    try_or_exit(
+        "SIOCSIFVNET", lambda: change.net.change_link(link.index, net.pack_number(net.LINK_NS_PID, jail["holder"]))
+    )
 
 
 def take_from_jail(change: InterfaceChange, key: str) -> None:
@@ -368,22 +375,22 @@ def take_from_jail(change: InterfaceChange, key: str) -> None:
     if not jail["vnet"]:
         raise base.err(1, operation, errno.EEXIST)
     jail_socket = net.open_netlink(jail["holder"])
-    link = jail_socket.link(change.name)
+    link = jail_socket.find_link(change.name)
     if link is None:
         raise base.err(1, operation, errno.ENXIO)
-    home_fd = net.own_namespace()
-    move = net.attribute(net.LINK_NS_FD, home_fd.to_bytes(4, "little"))
-    try_or_exit(operation, lambda: jail_socket.change(link.index, move))
-    os.close(home_fd)
+    own_namespace_fd = net.open_own_namespace()
+    namespace_attribute = net.pack_attribute(net.LINK_NS_FD, own_namespace_fd.to_bytes(4, "little"))
+    try_or_exit(operation, lambda: jail_socket.change_link(link.index, namespace_attribute))
+    os.close(own_namespace_fd)
 
 
 # ---- bridge: ifbridge.c, sys/net/if_bridge.c ----------------------------------------------------------------------
 
 
 def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
-    bridge, member = change.link(), change.net.link(value)
-    code = {"addm": "BRDGADD", "deletem": "BRDGDEL"}.get(word, "")
-    operation = f"{code} {value}" if code else "unable to get bridge flags"
+    bridge, member = change.link(), change.net.find_link(value)
+    ioctl_name = {"addm": "BRDGADD", "deletem": "BRDGDEL"}.get(word, "")
+    operation = f"{ioctl_name} {value}" if ioctl_name else "unable to get bridge flags"
     if bridge.driver != "bridge":
         raise base.err(1, operation, errno.EINVAL)
     if member is None:
@@ -394,14 +401,16 @@ def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
             raise base.err(1, operation, errno.EEXIST if member.master == bridge.index else errno.EBUSY)
         if member.index == bridge.index or member.driver == "bridge" or member.flags & net.IFF_LOOPBACK:
             raise base.err(1, operation, errno.EINVAL)
-        try_or_exit(operation, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, bridge.index)))
+        try_or_exit(
+            operation, lambda: change.net.change_link(member.index, net.pack_number(net.LINK_MASTER, bridge.index))
+        )
         return
     if member.master != bridge.index:
         raise base.err(1, operation, errno.ENOENT)
     if word == "deletem":
-        try_or_exit(operation, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, 0)))
+        try_or_exit(operation, lambda: change.net.change_link(member.index, net.pack_number(net.LINK_MASTER, 0)))
     else:
-        try_or_exit("unable to set bridge flags", lambda: change.net.isolate(member.index, word == "private"))
+        try_or_exit("unable to set bridge flags", lambda: change.net.set_isolated(member.index, word == "private"))
 
 
 # ---- addresses: af_inet.c, af_inet6.c, af_link.c --------------------------------------------------------------------
@@ -416,34 +425,42 @@ def apply_addresses(change: InterfaceChange) -> None:
     link = change.link()
     if change.family in ("ether", "link", "lladdr"):
         mac = parse_mac(change.address)
-        try_or_exit("ioctl (SIOCAIFADDR)", lambda: change.net.change(link.index, net.attribute(net.LINK_ADDRESS, mac)))
+        try_or_exit(
+            "ioctl (SIOCAIFADDR)", lambda: change.net.change_link(link.index, net.pack_attribute(net.LINK_ADDRESS, mac))
+        )
         return
     family, size = (_socket.AF_INET, 32) if change.family == "inet" else (_socket.AF_INET6, 128)
     address, prefix = parse_address(change, family, size)
-    existing = [each for each in change.net.addresses() if each.index == link.index and each.family == family]
+    existing_addresses = [
+        each for each in change.net.list_addresses() if each.index == link.index and each.family == family
+    ]
     if change.alias < 0:
-        matching = [each for each in existing if each.address == address]
-        if not matching:
+        matching_addresses = [each for each in existing_addresses if each.address == address]
+        if not matching_addresses:
             raise base.err(1, "ioctl (SIOCDIFADDR)", errno.EADDRNOTAVAIL)
-        change.net.address(net.DELADDR, link.index, family, matching[0].prefix, address)
+        change.net.change_address(net.DELADDR, link.index, family, matching_addresses[0].prefix, address)
         return
-    if change.alias == 0 and family == _socket.AF_INET and existing:
+    if change.alias == 0 and family == _socket.AF_INET and existing_addresses:
         # "clearaddr": without alias the first address is replaced
-        change.net.address(net.DELADDR, link.index, family, existing[0].prefix, existing[0].address)
+        change.net.change_address(
+            net.DELADDR, link.index, family, existing_addresses[0].prefix, existing_addresses[0].address
+        )
     broadcast = broadcast_of(change, address, prefix) if family == _socket.AF_INET else b""
-    loopback = bool(link.flags & net.IFF_LOOPBACK)
+    is_loopback = bool(link.flags & net.IFF_LOOPBACK)
     try_or_exit(
         "ioctl (SIOCAIFADDR)",
-        lambda: change.net.address(net.NEWADDR, link.index, family, prefix, address, b"" if loopback else broadcast),
+        lambda: change.net.change_address(
+            net.NEWADDR, link.index, family, prefix, address, b"" if is_loopback else broadcast
+        ),
     )
     if not link.flags & net.IFF_UP:  # Setting an address sets the interface up: ether_ioctl(SIOCSIFADDR).
-        change.net.change(link.index, up=True)
-        if loopback and address != b"\x7f\0\0\1":
-            drop_loopback(change, link)
+        change.net.change_link(link.index, up=True)
+        if is_loopback and address != b"\x7f\0\0\1":
+            remove_loopback_address(change, link)
 
 
 def parse_mac(text: str) -> bytes:
-    """Parse six groups of one or two hexadecimal digits. See af_link.c and link_addr(3)."""
+    """Parse a MAC address of six groups of one or two hexadecimal digits. See af_link.c and link_addr(3)."""
     try:
         parts = text.replace("-", ":").split(":")
         if len(parts) == 6 and all(0 < len(part) < 3 for part in parts):
@@ -479,9 +496,9 @@ def parse_address(change: InterfaceChange, family: int, size: int) -> tuple[byte
 
 def parse_mask(text: str) -> int:
     try:
-        number = int(text, 16) if text.startswith("0x") else int.from_bytes(_socket.inet_aton(text), "big")
-        prefix = bin(number).count("1")
-        if number == (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF:
+        mask = int(text, 16) if text.startswith("0x") else int.from_bytes(_socket.inet_aton(text), "big")
+        prefix = bin(mask).count("1")
+        if mask == (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF:
             return prefix
     except (OSError, ValueError):
         pass
@@ -494,16 +511,16 @@ def broadcast_of(change: InterfaceChange, address: bytes, prefix: int) -> bytes:
             return bytes(_socket.inet_aton(change.broadcast))
         except OSError:
             raise base.errx(1, f"{change.broadcast}: bad value") from None
-    number = int.from_bytes(address, "big") | (0xFFFFFFFF >> prefix)
-    return number.to_bytes(4, "big") if prefix < 31 else b""
+    broadcast = int.from_bytes(address, "big") | (0xFFFFFFFF >> prefix)
+    return broadcast.to_bytes(4, "big") if prefix < 31 else b""
 
 
 # ---- listing --------------------------------------------------------------------------------------------------------
 
 
-def list_group(netlink: net.NetlinkSocket, name: str) -> int:
+def show_group_members(netlink: net.NetlinkSocket, name: str) -> int:
     """Print the members of a group, one per line. See printgroup() in ifgroup.c."""
-    members = [link.name for link in netlink.links() if name in ("all", *link.groups)]
+    members = [link.name for link in netlink.list_links() if name in ("all", *link.groups)]
     if not members:
         raise SystemExit(1)  # "if (errno == EINVAL || errno == ENOTTY || errno == ENOENT) exit(exit_code)"
     for member in members:
@@ -511,26 +528,26 @@ def list_group(netlink: net.NetlinkSocket, name: str) -> int:
     return 0
 
 
-def list_interfaces(netlink: net.NetlinkSocket, option_letters: set[str], group_: str, family: str) -> int:
-    links = netlink.links()
+def show_matching_interfaces(netlink: net.NetlinkSocket, option_letters: set[str], group: str, family: str) -> int:
+    links = netlink.list_links()
     names = []
     for link in links:
         is_up = bool(link.flags & net.IFF_UP)
         if ("u" in option_letters and not is_up) or ("d" in option_letters and is_up):
             continue
-        if group_ and group_ not in ("all", *link.groups):
+        if group and group not in ("all", *link.groups):
             continue
         if family in ("ether", "link", "lladdr") and link.flags & net.IFF_LOOPBACK and family == "ether":
             continue
         names.append(link.name)
     if family in ("inet", "inet6"):
         address_family = _socket.AF_INET if family == "inet" else _socket.AF_INET6
-        indexes = {address.index for address in netlink.addresses() if address.family == address_family}
+        indexes = {address.index for address in netlink.list_addresses() if address.family == address_family}
         names = [link.name for link in links if link.name in names and link.index in indexes]
     if "l" in option_letters:
         base.print_line(" ".join(names))
         return 0
-    return show(netlink, links, names, family)
+    return show_interfaces(netlink, links, names, family)
 
 
 # sys/net/if.h IFF_*, in the order of IFFBITS
@@ -548,21 +565,21 @@ FLAGS = [
 
 def flags_of(link: net.Link) -> int:
     is_up = bool(link.flags & net.IFF_UP)
-    value = (0x1 | 0x40 if is_up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
-    value |= 0x100 if link.master else 0
-    return value | (0x1000000 if link.flags & net.IFF_LOWER_UP else 0)
+    flags = (0x1 | 0x40 if is_up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
+    flags |= 0x100 if link.master else 0
+    return flags | (0x1000000 if link.flags & net.IFF_LOWER_UP else 0)
 
 
-def show(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], family: str) -> int:
-    """Print the interfaces ``names``. See status() in ifconfig.c."""
-    addresses = netlink.addresses()
-    isolated = netlink.isolated_members()
+def show_interfaces(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], family: str) -> int:
+    """Print the interfaces with these names. See status() in ifconfig.c."""
+    addresses = netlink.list_addresses()
+    isolated_indexes = netlink.list_isolated_member_indexes()
     for link in links:
         if link.name not in names:
             continue
         flags = flags_of(link)
-        words = ",".join(word for bit, word in FLAGS if flags & bit)
-        base.print_line(f"{link.name}: flags={flags:x}<{words}> metric 0 mtu {link.mtu}")
+        flag_names = ",".join(flag_name for bit, flag_name in FLAGS if flags & bit)
+        base.print_line(f"{link.name}: flags={flags:x}<{flag_names}> metric 0 mtu {link.mtu}")
         if link.description:
             base.print_line(f"\tdescription: {link.description}")
         if not link.flags & net.IFF_LOOPBACK and link.mac and family not in ("inet", "inet6"):
@@ -573,7 +590,7 @@ def show(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], fa
         if family:
             continue
         if link.driver == "bridge":
-            show_bridge(link, links, isolated)
+            show_bridge(link, links, isolated_indexes)
         if link.groups:
             base.print_line("\tgroups: " + " ".join(link.groups))
         if link.driver == "epair":
@@ -590,22 +607,22 @@ def show_address(address: net.Address, link: net.Link, family: str) -> None:
             line += f" broadcast {_socket.inet_ntop(address.family, address.broadcast)}"
         base.print_line(line)
     elif address.family == _socket.AF_INET6 and family in ("", "inet6"):
-        local = address.text.startswith("fe80:")
-        scope = f"%{link.name}" if local else ""
+        is_link_local = address.text.startswith("fe80:")
+        scope = f"%{link.name}" if is_link_local else ""
         base.print_line(
             f"\tinet6 {address.text}{scope} prefixlen {address.prefix}"
-            + (f" scopeid 0x{link.index:x}" if local else "")
+            + (f" scopeid 0x{link.index:x}" if is_link_local else "")
         )
 
 
-def show_bridge(link: net.Link, links: list[net.Link], isolated: set[int]) -> None:
+def show_bridge(link: net.Link, links: list[net.Link], isolated_indexes: set[int]) -> None:
     """Print the status and the members of a bridge. See bridge_status() and bridge_interfaces()."""
     base.print_line("\tid 00:00:00:00:00:00 priority 32768 hellotime 2 fwddelay 15")
     base.print_line("\tmaxage 20 holdcnt 6 proto rstp maxaddr 2000 timeout 1200")
     base.print_line("\troot id 00:00:00:00:00:00 priority 32768 ifcost 0 port 0")
     for member in links:
         if member.master == link.index:
-            is_private = member.index in isolated
-            words = "LEARNING,DISCOVER,AUTOEDGE,AUTOPTP" + (",PRIVATE" if is_private else "")
-            base.print_line(f"\tmember: {member.name} flags={0x143 | (0x800 if is_private else 0):x}<{words}>")
+            is_private = member.index in isolated_indexes
+            flag_names = "LEARNING,DISCOVER,AUTOEDGE,AUTOPTP" + (",PRIVATE" if is_private else "")
+            base.print_line(f"\tmember: {member.name} flags={0x143 | (0x800 if is_private else 0):x}<{flag_names}>")
             base.print_line(f"\t        ifmaxaddr 0 port {member.index} priority 128 path cost 2000")

@@ -1,4 +1,4 @@
-"""jail(8), without support for jail.conf. Order and messages: usr.sbin/jail/{jail,config,command,state}.c."""
+"""jail(8) without jail.conf, with the order and messages of usr.sbin/jail/{jail,config,command,state}.c."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class JailConfig:
                 return
         self.settings[name] = [value] if equals else []
 
-    def last(self, name: str) -> str | None:
+    def last_value(self, name: str) -> str | None:
         values = self.settings.get(name)
         return values[-1] if values else None
 
@@ -115,7 +115,7 @@ class JailConfig:
             option = name if name in PSEUDO_PARAMETERS else prison.strip_no(name) or name
             if option not in PSEUDO_PARAMETERS:
                 try:
-                    key, value = prison.convert(name, values[-1] if values else None)
+                    key, value = prison.convert_parameter(name, values[-1] if values else None)
                     self.values[key] = value
                 except prison.JailError as error:
                     base.warnx(str(error))
@@ -134,15 +134,15 @@ class JailConfig:
             raise StepFailed
 
     def find_running(self) -> prison.Jail | None:
-        """Return the running jail with this jid or name. See running_jid()."""
-        key = self.last("jid") or self.last("name")
+        """Return the running jail with this jid or name, or None if there is none. See running_jid()."""
+        key = self.last_value("jid") or self.last_value("name")
         try:
             return prison.find(key) if key else None
         except prison.JailError:
             return None
 
     def label(self) -> str:
-        return self.last("jid") or self.last("name") or ""
+        return self.last_value("jid") or self.last_value("name") or ""
 
 
 def is_boolean(value: str) -> bool:
@@ -150,13 +150,13 @@ def is_boolean(value: str) -> bool:
 
 
 def is_same_option(first: str, second: str) -> bool:
-    """Return whether two names mean the same option, with or without "no". See equalopts() in config.c."""
+    """Return whether two names denote the same option, with or without "no". See equalopts() in config.c."""
     return first == second or prison.strip_no(first) == second or prison.strip_no(second) == first
 
 
 def main(argv: list[str]) -> int:
     try:
-        options, rest = base.getopt(argv, "cde:f:hiJ:lmn:p:qrRs:u:U:v")
+        options, arguments = base.getopt(argv, "cde:f:hiJ:lmn:p:qrRs:u:U:v")
     except base.BadOption:
         raise base.usage(USAGE) from None
     option_letters = [letter for letter, _ in options]
@@ -172,22 +172,22 @@ def main(argv: list[str]) -> int:
     operations = {letter for letter in option_letters if letter in "cmrR"}
     if "d" in option_letters:
         base.warnx("the 'allow.dying' parameter and '-d' flag are deprecated and have no effect.")
-    quiet = -1 if "i" in option_letters or "q" in option_letters else 0
+    verbosity = -1 if "i" in option_letters or "q" in option_letters else 0
     if operations and operations <= {"r", "R"}:
-        return stop(rest, may_use_jail_conf, "R" in operations, quiet)
+        return stop(arguments, may_use_jail_conf, "R" in operations, verbosity)
     if not operations:
-        if len(rest) < 4 or not rest[0].startswith("/"):
+        if len(arguments) < 4 or not arguments[0].startswith("/"):
             raise base.usage(USAGE)
         raise base.unsupported("the old command line with fixed parameters")
     if operations - {"c"} and operations - {"m"}:
         raise base.unsupported("-" + "".join(sorted(operations)) + " together")
-    if not (len(rest) > 1 or (len(rest) == 1 and "=" in rest[0])):
+    if not (len(arguments) > 1 or (len(arguments) == 1 and "=" in arguments[0])):
         if not may_use_jail_conf:
             raise base.usage(USAGE)
         # "From the config file": config.c load_config() → err(1, "%s", cfname)
         raise base.err(1, "/etc/jail.conf", 2)
     try:
-        collect_settings(config, rest)
+        collect_settings(config, arguments)
         if operations == {"c"}:
             return start(config, "i" in option_letters)
         return update(config)
@@ -220,7 +220,7 @@ def start(config: JailConfig, print_jid: bool) -> int:
         ("", lambda _: create_jail(config, print_jid)),
         ("vnet.interface", lambda value: move_interface(config, value)),
         ("exec.start", lambda value: run_command(config, value, inside=True)),
-        ("command", lambda _: run_command_words(config)),
+        ("command", lambda _: run_command_parameter(config)),
         ("exec.poststart", lambda value: run_command(config, value, inside=False)),
     ]
     completed_steps: list[tuple[str, str]] = []
@@ -263,12 +263,12 @@ def mount_fstab_line(config: JailConfig, line: str) -> None:
 def mount_devfs(config: JailConfig) -> None:
     from shim import mount_
 
-    path = config.last("path")
+    path = config.last_value("path")
     if path is None:
         base.warnx("mount.devfs: no jail root path defined")
         raise StepFailed
     check_path(config, "mount.devfs", f"{path}/dev")
-    ruleset = config.last("devfs_ruleset") or "4"  # "devfsrules_jail"
+    ruleset = config.last_value("devfs_ruleset") or "4"  # "devfsrules_jail"
     run_shim_command(mount_.main, "mount", "/sbin/mount", ["-t", "devfs", f"-oruleset={ruleset}", ".", f"{path}/dev"])
 
 
@@ -277,25 +277,25 @@ def check_path(config: JailConfig, name: str, path: str) -> None:
     if not path.startswith("/"):
         base.warnx(f"{name}: {path}: not an absolute pathname")
         raise StepFailed
-    root = config.last("path") or ""
+    root = config.last_value("path") or ""
     if not path.startswith(root + "/"):
         return
-    current = root
+    current_path = root
     for part in path[len(root) + 1 :].split("/"):
-        current += "/" + part
+        current_path += "/" + part
         try:
-            mode = os.lstat(current).st_mode
+            mode = os.lstat(current_path).st_mode
         except OSError as error:
-            base.warnx(f"{name}: {current}: {base.strerror(error.errno or 0)}")
+            base.warnx(f"{name}: {current_path}: {base.strerror(error.errno or 0)}")
             raise StepFailed from None
         if stat.S_ISLNK(mode):
-            base.warnx(f"{name}: {current} is a symbolic link")
+            base.warnx(f"{name}: {current_path} is a symbolic link")
             raise StepFailed
 
 
 def create_jail(config: JailConfig, print_jid: bool) -> None:
     """Create the jail. See create_jail() in jail.c."""
-    path = config.last("path")
+    path = config.last_value("path")
     if path is not None:
         try:
             if not stat.S_ISDIR(os.stat(path).st_mode):
@@ -327,7 +327,7 @@ def move_interface(config: JailConfig, name: str) -> None:
 
 
 def run_shim_command(main_function: object, prog: str, display_name: str, arguments: list[str]) -> None:
-    """Run another command of the shim in this process. Reports failures as if the command ran in a separate process."""
+    """Run another command of the shim in this process. Reports failures like those of a separate process."""
     own_program, base.PROG = base.PROG, prog
     try:
         code = main_function(arguments)  # type: ignore[operator]
@@ -343,31 +343,31 @@ def run_shim_command(main_function: object, prog: str, display_name: str, argume
 
 
 def run_command(config: JailConfig, line: str, *, inside: bool) -> None:
-    """Run a command, with a shell only if necessary. See run_command() in command.c.
+    """Run a command, using a shell only if necessary. See run_command() in command.c.
 
     If "&" at the end is the only special character, run the command in the background without a shell.
     """
     index = next((index for index, letter in enumerate(line) if letter in SHELL_CHARACTERS), -1)
     background = index >= 0 and line[index:] == "&"
-    plain = (line[:index] if background else line).split()
-    words = ["/bin/sh", "-c", line] if index >= 0 and not background else plain
+    plain_words = (line[:index] if background else line).split()
+    words = ["/bin/sh", "-c", line] if index >= 0 and not background else plain_words
     if words:
         execute(config, words, inside=inside, background=background)
 
 
-def run_command_words(config: JailConfig) -> None:
+def run_command_parameter(config: JailConfig) -> None:
     execute(config, config.settings["command"], inside=True, background=False)
 
 
 def execute(config: JailConfig, words: list[str], *, inside: bool, background: bool) -> None:
-    limit = int(config.last("exec.timeout") or 0)
+    timeout = int(config.last_value("exec.timeout") or 0)
     display_name = " ".join(words)
     child = os.fork()
     if child == 0:
         run_in_child(config, words, inside, background)
     if background:
         return
-    status = wait_for_child(child, limit)
+    status = wait_for_child(child, timeout)
     if status is None:
         base.warnx(f"{display_name}: timed out")
         raise StepFailed
@@ -379,18 +379,21 @@ def execute(config: JailConfig, words: list[str], *, inside: bool, background: b
         raise StepFailed
 
 
-def wait_for_child(child: int, limit: int) -> int | None:
-    """Return the wait status of a child process, or None if it runs longer than ``limit`` seconds (0: no limit)."""
-    if not limit:
+def wait_for_child(child: int, timeout: int) -> int | None:
+    """Return the wait status of a child process, or None if it runs longer than ``timeout`` seconds.
+
+    A timeout of 0 means that there is no limit.
+    """
+    if not timeout:
         return os.waitpid(child, 0)[1]
     import select
 
     fd = os.pidfd_open(child)
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    ready = poll.poll(limit * 1000)
+    events = poll.poll(timeout * 1000)
     os.close(fd)
-    return os.waitpid(child, 0)[1] if ready else None
+    return os.waitpid(child, 0)[1] if events else None
 
 
 def run_in_child(config: JailConfig, words: list[str], inside: bool, background: bool) -> None:
@@ -435,8 +438,8 @@ def undo_step(config: JailConfig, name: str, value: str) -> None:
             prison.remove(config.jail)
         elif name == "vnet.interface" and config.jail is not None:
             run_shim_command(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [value, "-vnet", config.label()])
-        elif name == "mount.devfs" and mount_.is_mounted(f"{config.last('path')}/dev", "devfs"):
-            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [f"{config.last('path')}/dev"])
+        elif name == "mount.devfs" and mount_.is_mounted(f"{config.last_value('path')}/dev", "devfs"):
+            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [f"{config.last_value('path')}/dev"])
         elif name == "mount" and mount_.is_mounted(value.split()[1], value.split()[2]):
             run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [value.split()[1]])
     except (StepFailed, IndexError):
@@ -449,12 +452,12 @@ def clear_persist(config: JailConfig) -> None:
     if config.values.get("persist"):
         return
     with base.locked():
-        state = prison.table()
+        state = prison.load_state()
         for jail in state["jails"]:
             if jail["jid"] == config.jail["jid"]:
                 jail["params"]["persist"] = False
         base.save("jails", state)
-        prison.table()
+        prison.load_state()
 
 
 # ---- jail -m ----------------------------------------------------------------------------------------------------
@@ -469,17 +472,17 @@ def update(config: JailConfig) -> int:
         return 1
     changes = {key: value for key, value in config.values.items() if key != "jid"}
     for key, value in changes.items():
-        current = jail["path"] if key == "path" else jail["params"].get(key)
-        if prison.PARAMS.get(key, "").endswith("+") and value != current:
+        current_value = jail["path"] if key == "path" else jail["params"].get(key)
+        if prison.PARAMS.get(key, "").endswith("+") and value != current_value:
             base.warnx(f"{key} cannot be changed after creation")
             return 1
     try:
-        prison.check(changes)
+        prison.check_parameters(changes)
     except prison.JailError as error:
         base.warnx(str(error))
         return 1
     with base.locked():
-        state = prison.table()
+        state = prison.load_state()
         for each in state["jails"]:
             if each["jid"] == jail["jid"]:
                 each["name"] = changes.pop("name", each["name"])
@@ -509,21 +512,21 @@ def rename_host(jail: prison.Jail, hostname: str) -> None:
 # ---- jail -r, -R ------------------------------------------------------------------------------------------------
 
 
-def stop(names: list[str], may_use_jail_conf: bool, force: bool, quiet: int) -> int:
+def stop(names: list[str], may_use_jail_conf: bool, force: bool, verbosity: int) -> int:
     """Remove jails. Without jail.conf, jail(8) no longer knows exec.stop, so -r and -R do the same."""
     if not may_use_jail_conf or not names:
         raise base.usage(USAGE)
     if not force and any("=" in name for name in names):
         raise base.usage(USAGE)
-    show_names = len(names) > 1 or "*" in names
+    should_show_names = len(names) > 1 or "*" in names
     status, jails = 0, []
     for name in names:
         if name == "*":
             # state.c start_state(): -r matches "*" against jail.conf, -R against running jails
-            jails += [jail for jail in prison.table()["jails"] if force and not jail["dying"]]
+            jails += [jail for jail in prison.load_state()["jails"] if force and not jail["dying"]]
             continue
         try:
-            jails.append(prison.find(name, dying=True))
+            jails.append(prison.find(name, include_dying=True))
         except prison.JailError:
             base.warnx(f'"{name}" not found')
             status = 1
@@ -531,6 +534,6 @@ def stop(names: list[str], may_use_jail_conf: bool, force: bool, quiet: int) -> 
         if not jail["dying"]:
             prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT, because stop.timeout is not stored in the kernel.
             prison.remove(jail)
-        if show_names and quiet == 0:
+        if should_show_names and verbosity == 0:
             base.print_line(f"{jail['name']}: removed")
     return status

@@ -1,4 +1,4 @@
-"""jexec(8). Messages and order: usr.sbin/jexec/jexec.c."""
+"""jexec(8), with the messages and order of usr.sbin/jexec/jexec.c."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def groups_of(user: User) -> list[int]:
 
 def main(argv: list[str]) -> int:
     try:
-        options, rest = base.getopt(argv, "d:lnu:U:")
+        options, arguments = base.getopt(argv, "d:lnu:U:")
     except base.BadOption:
         raise base.usage(USAGE) from None
     values = dict(options)
     clean_environment, directory = "l" in values, values.get("d", "/")
-    if not rest or ("u" in values and "U" in values):
+    if not arguments or ("u" in values and "U" in values):
         raise base.usage(USAGE)
     user = groups = None
     if "u" in values or (clean_environment and "U" not in values):
         user = find_user(values.get("u", ""))  # "User info from the home environment"
         groups = groups_of(user)
     try:
-        jail = prison.find(rest[0])
+        jail = prison.find(arguments[0])
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
     old_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED_SIGNALS)
@@ -87,11 +87,11 @@ def main(argv: list[str]) -> int:
         groups = groups_of(user)
     if user is not None:
         switch_user(user, groups or [], clean_environment, "u" in values or "U" in values, keep_directory="d" in values)
-    words = rest[1:] or [os.environ.get("SHELL", "/bin/sh"), "-i"]
+    words = arguments[1:] or [os.environ.get("SHELL", "/bin/sh"), "-i"]
     try:
         os.execvp(words[0], words)
     except OSError as error:
-        raise base.err(1, f"{'execvp' if rest[1:] else 'execlp'}: {words[0]}", error.errno or 0) from None
+        raise base.err(1, f"{'execvp' if arguments[1:] else 'execlp'}: {words[0]}", error.errno or 0) from None
 
 
 def switch_user(
@@ -121,7 +121,7 @@ def proxy_process(child: int) -> None:
     On FreeBSD, jexec itself becomes the command. On Linux, a process cannot enter a pid namespace; only its child can.
     """
     for number in FORWARDED_SIGNALS:
-        _signal.signal(number, lambda signal_number, _: forward(child, signal_number))
+        _signal.signal(number, lambda signal_number, _: forward_signal(child, signal_number))
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _, status = os.waitpid(child, 0)
     sys.stdout.flush()
@@ -137,7 +137,7 @@ def proxy_process(child: int) -> None:
     os._exit(128 + number)
 
 
-def forward(child: int, number: int) -> None:
+def forward_signal(child: int, number: int) -> None:
     try:
         os.kill(child, number)
     except ProcessLookupError:

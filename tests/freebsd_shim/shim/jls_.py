@@ -1,11 +1,11 @@
-"""jls(8). Output: usr.sbin/jls/jls.c; JSON as libxo writes it."""
+"""jls(8), with the text output of usr.sbin/jls/jls.c and the JSON output of libxo."""
 
 from __future__ import annotations
 
 from shim import base, prison
 
 USAGE = "usage: jls [-dhNnqsv] [-j jail] [param ...]"
-DEFAULTS = {
+DEFAULT_VALUES = {
     "securelevel": -1,
     "enforce_statfs": 2,
     "devfs_ruleset": 0,
@@ -35,14 +35,14 @@ def format_value(jail: prison.Jail, name: str) -> str:
     elif parameter == "dying":
         result = bool(jail["dying"])
     elif parameter in ("osrelease", "osreldate"):
-        date = base.osreldate()
-        release = f"{date // 100000}.{date // 1000 % 100}-RELEASE"
-        result = jail["params"].get(parameter, date if parameter == "osreldate" else release)
+        osreldate = base.osreldate()
+        release = f"{osreldate // 100000}.{osreldate // 1000 % 100}-RELEASE"
+        result = jail["params"].get(parameter, osreldate if parameter == "osreldate" else release)
     elif parameter in ("ip4", "ip6"):
         result = jail["params"].get(parameter, "inherit" if not jail["vnet"] else "new")
     else:
         result = jail["params"].get(
-            parameter, DEFAULTS.get(parameter, parameter in prison.DEFAULT_ALLOW if kind[0] == "B" else "")
+            parameter, DEFAULT_VALUES.get(parameter, parameter in prison.DEFAULT_ALLOW if kind[0] == "B" else "")
         )
     if kind[0] == "B":
         return "true" if bool(result) != is_negated else "false"
@@ -58,7 +58,7 @@ def quote(text: str, enabled: bool) -> str:
 
 
 def main(argv: list[str]) -> int:
-    argv, json = base.parse_libxo(argv)
+    argv, is_json = base.parse_libxo(argv)
     try:
         options, names = base.getopt(argv, "adj:hNnqsv")
     except base.BadOption:
@@ -77,17 +77,17 @@ def main(argv: list[str]) -> int:
         key = dict(options).get("j")
         include_dying = bool(option_letters & {"a", "d"})
         if key is not None:
-            jails = [prison.find(key, dying=include_dying)]
+            jails = [prison.find(key, include_dying=include_dying)]
         else:
-            jails = [jail for jail in prison.table()["jails"] if include_dying or not jail["dying"]]
+            jails = [jail for jail in prison.load_state()["jails"] if include_dying or not jail["dying"]]
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
-    if json:
+    if is_json:
         show_json(jails, names, "N" in option_letters)
     elif names:
-        show_names(jails, names, option_letters)
+        show_parameters(jails, names, option_letters)
     else:
-        show(jails, "N" in option_letters)
+        show_table(jails, "N" in option_letters)
     return 0
 
 
@@ -98,14 +98,14 @@ def show_json(jails: list[prison.Jail], names: list[str], by_name: bool) -> None
         if names:
             fields = ",".join(f"{base.quote_json(name)}:{base.quote_json(format_value(jail, name))}" for name in names)
         else:
-            first = f'"name":{base.quote_json(jail["name"])}' if by_name else f'"jid":{jail["jid"]}'
+            identity_field = f'"name":{base.quote_json(jail["name"])}' if by_name else f'"jid":{jail["jid"]}'
             hostname, path = base.quote_json(format_value(jail, "host.hostname")), base.quote_json(jail["path"])
-            fields = f'{first},"ipv4":"","hostname":{hostname},"path":{path}'
+            fields = f'{identity_field},"ipv4":"","hostname":{hostname},"path":{path}'
         rows.append("{" + fields + "}")
     base.print_line('{"__version": "2", "jail-information": {"jail": [' + ", ".join(rows) + "]}}")
 
 
-def show_names(jails: list[prison.Jail], names: list[str], option_letters: set[str]) -> None:
+def show_parameters(jails: list[prison.Jail], names: list[str], option_letters: set[str]) -> None:
     if "h" in option_letters:
         base.print_line(" ".join(names))
     for jail in jails:
@@ -124,12 +124,12 @@ def show_names(jails: list[prison.Jail], names: list[str], option_letters: set[s
         base.print_line(" ".join(words))
 
 
-def show(jails: list[prison.Jail], by_name: bool) -> None:
+def show_table(jails: list[prison.Jail], by_name: bool) -> None:
     if by_name:
         base.print_line(f" {'JID':<15} {'IP Address':<15} {'Hostname':<29} Path")
     else:
         base.print_line("   JID  IP Address      Hostname                      Path")
     for jail in jails:
-        first = f" {jail['name']:<15} " if by_name else f"{jail['jid']:>6}  "
+        identity_cell = f" {jail['name']:<15} " if by_name else f"{jail['jid']:>6}  "
         hostname = format_value(jail, "host.hostname")[:29]
-        base.print_line(f"{first}{'':<15} {hostname:<29} {jail['path'][:74]}")
+        base.print_line(f"{identity_cell}{'':<15} {hostname:<29} {jail['path'][:74]}")

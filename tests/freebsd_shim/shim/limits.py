@@ -6,9 +6,9 @@ import os
 
 from shim import base
 
-ROOT = "/sys/fs/cgroup"
+CGROUP_ROOT = "/sys/fs/cgroup"
 CONTROLLERS = ("pids", "memory", "cpu")
-UNLIMITED = {
+UNLIMITED_VALUES = {
     "pids/pids.max": "max",
     "memory/memory.limit_in_bytes": "-1",
     "memory/memory.soft_limit_in_bytes": "-1",
@@ -17,7 +17,7 @@ UNLIMITED = {
 
 
 def cgroup_path(controller: str, jail: str) -> str:
-    return os.path.join(ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
+    return os.path.join(CGROUP_ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
 
 
 def open_cgroups(jail: str) -> list[int]:
@@ -39,42 +39,42 @@ def enter_cgroups(cgroup_fds: list[int]) -> None:
 
 
 def cgroup_values(rules: list[list[str]]) -> dict[str, str]:
-    """Return the contents of the cgroup files for a jail's rules, which are (resource, action, amount)."""
-    files = dict(UNLIMITED)
+    """Return the contents of the cgroup files that enforce ``rules``. Each rule is [resource, action, amount]."""
+    values = dict(UNLIMITED_VALUES)
     for resource, action, amount in rules:
         if action != "deny":
             continue
         if resource == "maxproc":
-            files["pids/pids.max"] = amount
+            values["pids/pids.max"] = amount
         elif resource == "vmemoryuse":
-            files["memory/memory.limit_in_bytes"] = amount
+            values["memory/memory.limit_in_bytes"] = amount
         elif resource == "memoryuse":
-            files["memory/memory.soft_limit_in_bytes"] = amount
+            values["memory/memory.soft_limit_in_bytes"] = amount
         elif resource == "pcpu":
-            files["cpu/cpu.cfs_quota_us"] = str(max(1000, int(amount) * 1000))
-    return files
+            values["cpu/cpu.cfs_quota_us"] = str(max(1000, int(amount) * 1000))
+    return values
 
 
-def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
-    """Replace the limits of a jail with these rules. If there are none, remove its cgroups."""
+def apply_rules(jail: str, rules: list[list[str]], pids: list[int]) -> None:
+    """Replace the limits of a jail with those of ``rules``. If there are no rules, remove its cgroups."""
     if not rules:
         remove_limits(jail)
         return
-    files = cgroup_values(rules)
+    values = cgroup_values(rules)
     for controller in CONTROLLERS:
-        if not os.path.exists(os.path.join(ROOT, controller, "cgroup.procs")):
+        if not os.path.exists(os.path.join(CGROUP_ROOT, controller, "cgroup.procs")):
             raise base.unsupported(f"limits without the cgroup (version 1) controller {controller}")
         is_new = not os.path.isdir(cgroup_path(controller, jail))
         os.makedirs(cgroup_path(controller, jail), exist_ok=True)
-        for file, value in files.items():
-            if file.startswith(controller + "/") and not (is_new and value == UNLIMITED[file]):
+        for file, value in values.items():
+            if file.startswith(controller + "/") and not (is_new and value == UNLIMITED_VALUES[file]):
                 with open(os.path.join(cgroup_path(controller, jail), file.partition("/")[2]), "w") as target:
                     target.write(value)
         if is_new:
-            move(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), pids)
+            move_processes(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), pids)
 
 
-def move(procs: str, pids: list[int]) -> None:
+def move_processes(procs: str, pids: list[int]) -> None:
     for pid in pids:
         try:
             with open(procs, "w") as file:
@@ -91,12 +91,12 @@ def remove_limits(jail: str) -> None:
                 pids = [int(line) for line in file]
         except FileNotFoundError:
             continue
-        move(os.path.join(ROOT, controller, "cgroup.procs"), pids)
+        move_processes(os.path.join(CGROUP_ROOT, controller, "cgroup.procs"), pids)
         remove_empty_cgroups(path)
 
 
 def purge() -> None:
-    """Remove every limit of this state directory."""
+    """Remove the limits of all jails of this state directory."""
     names = set()
     for controller in CONTROLLERS:
         path = cgroup_path(controller, "")

@@ -25,19 +25,19 @@ BRPORT_ISOLATED = 33
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING, IFF_LOWER_UP = 0x1, 0x8, 0x40, 0x10000
 
 
-def attribute(kind: int, value: bytes) -> bytes:
+def pack_attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("=HH", len(value) + 4, kind) + value + b"\0" * (-len(value) % 4)
 
 
-def string(kind: int, value: str) -> bytes:
-    return attribute(kind, value.encode() + b"\0")
+def pack_string(kind: int, value: str) -> bytes:
+    return pack_attribute(kind, value.encode() + b"\0")
 
 
-def number(kind: int, value: int) -> bytes:
-    return attribute(kind, struct.pack("=I", value))
+def pack_number(kind: int, value: int) -> bytes:
+    return pack_attribute(kind, struct.pack("=I", value))
 
 
-def attributes(data: bytes) -> dict[int, bytes]:
+def parse_attributes(data: bytes) -> dict[int, bytes]:
     values, offset = {}, 0
     while offset + 4 <= len(data):
         size, kind = struct.unpack_from("=HH", data, offset)
@@ -58,12 +58,14 @@ class Link:
         self.mtu = struct.unpack("=I", values.get(LINK_MTU, b"\0\0\0\0"))[0]
         self.mac = ":".join(f"{byte:02x}" for byte in values.get(LINK_ADDRESS, b""))
         self.master = struct.unpack("=I", values.get(LINK_MASTER, b"\0\0\0\0"))[0]
-        self.kind = attributes(values.get(LINK_INFO, b"")).get(1, b"").rstrip(b"\0").decode()
-        tag = values.get(LINK_ALIAS, b"").rstrip(b"\0").decode("utf-8", "replace").split("|", 5)
-        is_own = len(tag) == 6 and tag[0] == "freebsd_shim"
-        self.driver, self.unit, self.end = (tag[1], int(tag[2]), tag[3]) if is_own else ("", -1, "")
-        self.groups = [group for group in tag[4].split(",") if group] if is_own else []
-        self.description = tag[5] if is_own else ""
+        self.kind = parse_attributes(values.get(LINK_INFO, b"")).get(1, b"").rstrip(b"\0").decode()
+        alias_fields = values.get(LINK_ALIAS, b"").rstrip(b"\0").decode("utf-8", "replace").split("|", 5)
+        is_own = len(alias_fields) == 6 and alias_fields[0] == "freebsd_shim"
+        self.driver, self.unit, self.end = (
+            (alias_fields[1], int(alias_fields[2]), alias_fields[3]) if is_own else ("", -1, "")
+        )
+        self.groups = [group for group in alias_fields[4].split(",") if group] if is_own else []
+        self.description = alias_fields[5] if is_own else ""
         if self.linux_name == "lo":
             self.groups = ["lo"]
 
@@ -116,70 +118,82 @@ class NetlinkSocket:
 
     # links
 
-    def links(self) -> list[Link]:
+    def list_links(self) -> list[Link]:
         links = []
         for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 0, 0, 0, 0, 0)):
             _, type_, index, flags, _ = struct.unpack_from("=BxHiII", body)
-            links.append(Link(index, type_, flags, attributes(body[16:])))
+            links.append(Link(index, type_, flags, parse_attributes(body[16:])))
         return links
 
-    def link(self, name: str) -> Link | None:
+    def find_link(self, name: str) -> Link | None:
         """Return the interface with this FreeBSD name, or None if it does not exist."""
         try:
             messages = self.request(
-                GETLINK, ACK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, "lo" if name == "lo0" else name)
+                GETLINK,
+                ACK,
+                struct.pack("=BxHiII", 0, 0, 0, 0, 0) + pack_string(LINK_NAME, "lo" if name == "lo0" else name),
             )
         except OSError:
             return None
         _, type_, index, flags, _ = struct.unpack_from("=BxHiII", messages[0][1])
-        return Link(index, type_, flags, attributes(messages[0][1][16:]))
+        return Link(index, type_, flags, parse_attributes(messages[0][1][16:]))
 
-    def create(self, name: str, kind: str, data: bytes = b"") -> None:
-        info = string(1, kind) + (attribute(2 | NESTED, data) if data else b"")
-        payload = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, name) + attribute(LINK_INFO | NESTED, info)
+    def create_link(self, name: str, kind: str, data: bytes = b"") -> None:
+        info = pack_string(1, kind) + (pack_attribute(2 | NESTED, data) if data else b"")
+        payload = (
+            struct.pack("=BxHiII", 0, 0, 0, 0, 0)
+            + pack_string(LINK_NAME, name)
+            + pack_attribute(LINK_INFO | NESTED, info)
+        )
         self.request(NEWLINK, ACK | CREATE | EXCL, payload)
 
     def create_veth(self, name: str, peer_name: str) -> None:
-        self.create(name, "veth", attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, peer_name)))
+        self.create_link(
+            name, "veth", pack_attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + pack_string(LINK_NAME, peer_name))
+        )
 
-    def change(self, index: int, *attrs: bytes, up: bool | None = None) -> None:
+    def change_link(self, index: int, *attrs: bytes, up: bool | None = None) -> None:
         flags, mask = (0, 0) if up is None else (IFF_UP if up else 0, IFF_UP)
         self.request(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
 
-    def isolate(self, index: int, on: bool) -> None:
-        port = attribute(LINK_PROTINFO | NESTED, attribute(BRPORT_ISOLATED, bytes([on])))
-        self.request(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port)
+    def set_isolated(self, index: int, is_isolated: bool) -> None:
+        port_attribute = pack_attribute(LINK_PROTINFO | NESTED, pack_attribute(BRPORT_ISOLATED, bytes([is_isolated])))
+        self.request(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port_attribute)
 
-    def delete(self, index: int) -> None:
+    def delete_link(self, index: int) -> None:
         self.request(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
 
-    def isolated_members(self) -> set[int]:
+    def list_isolated_member_indexes(self) -> set[int]:
         """Return the indexes of isolated bridge members, which cannot reach each other."""
         indexes = set()
         for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
-            port = attributes(attributes(body[16:]).get(LINK_PROTINFO, b""))
-            if port.get(BRPORT_ISOLATED, b"\0") != b"\0":
+            port_attributes = parse_attributes(parse_attributes(body[16:]).get(LINK_PROTINFO, b""))
+            if port_attributes.get(BRPORT_ISOLATED, b"\0") != b"\0":
                 indexes.add(struct.unpack_from("=BxHi", body)[2])
         return indexes
 
     # addresses
 
-    def addresses(self) -> list[Address]:
+    def list_addresses(self) -> list[Address]:
         addresses = []
         for _, body in self.request(GETADDR, DUMP, struct.pack("=BBBBi", 0, 0, 0, 0, 0)):
             family, prefix, _, _, index = struct.unpack_from("=BBBBi", body)
-            attrs = attributes(body[8:])
+            attrs = parse_attributes(body[8:])
             addresses.append(Address(index, family, prefix, attrs.get(2) or attrs.get(1, b""), attrs.get(4, b"")))
         return addresses
 
-    def address(self, kind: int, index: int, family: int, prefix: int, address: bytes, broadcast: bytes = b"") -> None:
+    def change_address(
+        self, kind: int, index: int, family: int, prefix: int, address: bytes, broadcast: bytes = b""
+    ) -> None:
         flags = ACK | (CREATE | REPLACE if kind == NEWADDR else 0)
-        payload = struct.pack("=BBBBi", family, prefix, 0, 0, index) + attribute(2, address) + attribute(1, address)
-        self.request(kind, flags, payload + (attribute(4, broadcast) if broadcast else b""))
+        payload = (
+            struct.pack("=BBBBi", family, prefix, 0, 0, index) + pack_attribute(2, address) + pack_attribute(1, address)
+        )
+        self.request(kind, flags, payload + (pack_attribute(4, broadcast) if broadcast else b""))
 
     # routes
 
-    def route(
+    def change_route(
         self, kind: int, family: int, to: bytes, prefix: int, gateway: bytes = b"", index: int = 0
     ) -> list[tuple[int, bytes]]:
         flags = ACK | (CREATE | EXCL if kind == NEWROUTE else 0)
@@ -187,42 +201,42 @@ class NetlinkSocket:
         if kind == DELROUTE:
             scope = 255
         header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 254, 4 if kind != DELROUTE else 0, scope, 1, 0)
-        payload = header + (attribute(1, to) if prefix else b"")
-        payload += (attribute(5, gateway) if gateway else b"") + (number(4, index) if index else b"")
+        payload = header + (pack_attribute(1, to) if prefix else b"")
+        payload += (pack_attribute(5, gateway) if gateway else b"") + (pack_number(4, index) if index else b"")
         return self.request(kind, flags, payload)
 
-    def route_for(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
-        """Return the attributes and prefix of the route that the kernel chooses for ``to``, or None."""
-        size = len(to) * 8
+    def look_up_route(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
+        """Return the attributes and prefix of the route that the kernel chooses for ``to``, or None without a match."""
+        prefix = len(to) * 8
         try:
-            header = struct.pack("=BBBBBBBBI", family, size, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
-            messages = self.request(GETROUTE, ACK, header + attribute(1, to))
+            header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
+            messages = self.request(GETROUTE, ACK, header + pack_attribute(1, to))
         except OSError:
             return None
-        return attributes(messages[0][1][12:]), messages[0][1][1]
+        return parse_attributes(messages[0][1][12:]), messages[0][1][1]
 
-    def default_route(self, family: int) -> dict[int, bytes] | None:
+    def find_default_route(self, family: int) -> dict[int, bytes] | None:
         for _, body in self.request(GETROUTE, DUMP, struct.pack("=BBBBBBBBI", family, 0, 0, 0, 0, 0, 0, 0, 0)):
             if body[0] == family and body[1] == 0 and body[4] in (0, 254) and body[7] == 1:
-                return attributes(body[12:])
+                return parse_attributes(body[12:])
         return None
 
 
-def own_namespace() -> int:
+def open_own_namespace() -> int:
     """Return a descriptor of this process's network namespace."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def open_netlink(holder: int) -> NetlinkSocket:
     """Open a netlink socket in the network namespace of the process ``holder``, without moving this process there."""
-    home_fd = own_namespace()
-    target_fd = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    own_namespace_fd = open_own_namespace()
+    target_namespace_fd = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        base.setns(target_fd, base.CLONE_NEWNET)
+        base.setns(target_namespace_fd, base.CLONE_NEWNET)
         try:
             return NetlinkSocket()
         finally:
-            base.setns(home_fd, base.CLONE_NEWNET)
+            base.setns(own_namespace_fd, base.CLONE_NEWNET)
     finally:
-        os.close(target_fd)
-        os.close(home_fd)
+        os.close(target_namespace_fd)
+        os.close(own_namespace_fd)

@@ -1,6 +1,7 @@
 """Parse and print the part of pf.conf(5) that the gateway and its host role use, with the strictness of pfctl(8).
 
-Grammar: pf.conf(5) "GRAMMAR" and sbin/pfctl/parse.y; printing: sbin/pfctl/pfctl_parser.c print_rule().
+The grammar follows pf.conf(5) "GRAMMAR" and sbin/pfctl/parse.y. The output follows print_rule() in
+sbin/pfctl/pfctl_parser.c.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shim import base
 Rule = dict  # what, direction, drop, quick, on, af, proto, source, sport, target, dport, state, flags, to, toport, …
 
 # Keywords of pf.conf(5) that the shim does not support. They are not reported as syntax errors.
-UNSUPPORTED = set(
+UNSUPPORTED_KEYWORDS = set(
     "log user group os match scrub altq queue table antispoof load binat binat-anchor route-to reply-to dup-to "
     "tag tagged probability rtable received-on max-mss set-tos allow-opts fragment icmp-type icmp6-type dnpipe dnqueue "
     "return-rst return-icmp return-icmp6 ether include synproxy modulate static-port bitmask random source-hash "
@@ -23,7 +24,7 @@ KEYWORDS = set(
     "in out quick on inet inet6 proto from to port all any keep no state flags label pass block drop return nat rdr "
     "anchor nat-anchor rdr-anchor set skip".split()
 )
-SECTION_ORDER = {
+SECTION_RANKS = {
     "set": 0,
     "nat": 3,
     "rdr": 3,
@@ -37,7 +38,7 @@ SECTION_ORDER = {
 
 
 class RuleSyntaxError(Exception):
-    """A syntax error in a file of rules. See yyerror()."""
+    """A syntax error in a rules file. See yyerror()."""
 
     def __init__(self, line: int, message: str = "syntax error") -> None:
         super().__init__(message)
@@ -47,7 +48,7 @@ class RuleSyntaxError(Exception):
 class Ruleset:
     """The rules of a file, in order, and the options of the main file.
 
-    ``nat``: nat and rdr rules and their anchors. ``filter``: the other rules and anchors.
+    ``nat`` contains the nat and rdr rules and their anchors, and ``filter`` contains the other rules and anchors.
     """
 
     def __init__(self) -> None:
@@ -61,12 +62,12 @@ def tokenize(line: str, line_number: int) -> list[str]:
     """Split a line into words, strings (as ``"text``), and the symbols ``{ } ( ) , ! = < > ->``."""
     tokens, index = [], 0
     while index < len(line):
-        letter = line[index]
-        if letter in " \t":
+        character = line[index]
+        if character in " \t":
             index += 1
-        elif letter == "#":
+        elif character == "#":
             break
-        elif letter == '"':
+        elif character == '"':
             end = line.find('"', index + 1)
             if end < 0:
                 raise RuleSyntaxError(line_number)
@@ -75,8 +76,8 @@ def tokenize(line: str, line_number: int) -> list[str]:
         elif line.startswith("->", index):
             tokens.append("->")
             index += 2
-        elif letter in "{}(),!=<>":
-            tokens.append(letter)
+        elif character in "{}(),!=<>":
+            tokens.append(character)
             index += 1
         else:
             end = index
@@ -87,9 +88,9 @@ def tokenize(line: str, line_number: int) -> list[str]:
     return tokens
 
 
-def parse(text: str, *, main: bool) -> Ruleset:
-    """Parse a file of rules. ``main``: whether these are the main rules. Raises RuleSyntaxError."""
-    result, macros, last_rank = Ruleset(), {}, 0
+def parse_rules(text: str, *, is_main: bool) -> Ruleset:
+    """Parse the text of a rules file. ``is_main`` tells whether it is the main file. Raises RuleSyntaxError."""
+    ruleset, macros, last_rank = Ruleset(), {}, 0
     lines = text.split("\n")
     index = 0
     while index < len(lines):
@@ -107,9 +108,9 @@ def parse(text: str, *, main: bool) -> Ruleset:
         ]
         if not words:
             continue
-        rank = SECTION_ORDER.get(words[0])
+        rank = SECTION_RANKS.get(words[0])
         if rank is None:
-            if words[0] in UNSUPPORTED:
+            if words[0] in UNSUPPORTED_KEYWORDS:
                 raise base.unsupported(f"{words[0]} in pf rules")
             raise RuleSyntaxError(line_number)
         if rank < last_rank:
@@ -119,8 +120,8 @@ def parse(text: str, *, main: bool) -> Ruleset:
                 "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering",
             )
         last_rank = rank
-        parse_statement(result, TokenStream(words, line_number), main)
-    return result
+        parse_statement(ruleset, TokenStream(words, line_number), is_main)
+    return ruleset
 
 
 def expand_macro(word: str, macros: dict[str, list[str]], line_number: int) -> list[str]:
@@ -131,16 +132,16 @@ def expand_macro(word: str, macros: dict[str, list[str]], line_number: int) -> l
 
 class TokenStream:
     def __init__(self, words: list[str], line: int) -> None:
-        self.words, self.line, self.at = words, line, 0
+        self.words, self.line, self.position = words, line, 0
 
     def peek(self) -> str:
-        return self.words[self.at] if self.at < len(self.words) else ""
+        return self.words[self.position] if self.position < len(self.words) else ""
 
     def next(self) -> str:
         word = self.peek()
         if not word:
             raise self.syntax_error()
-        self.at += 1
+        self.position += 1
         return word
 
     def take(self, *choices: str) -> str:
@@ -154,7 +155,7 @@ class TokenStream:
             raise self.syntax_error()
 
     def syntax_error(self, message: str = "syntax error") -> RuleSyntaxError:
-        if self.peek() in UNSUPPORTED:
+        if self.peek() in UNSUPPORTED_KEYWORDS:
             raise base.unsupported(f"{self.peek()} in pf rules")
         return RuleSyntaxError(self.line, message)
 
@@ -169,117 +170,117 @@ class TokenStream:
         return items
 
 
-def parse_statement(result: Ruleset, words: TokenStream, main: bool) -> None:
-    first = words.next()
-    if first == "set":
-        parse_option(result, words, main)
-    elif first in ("anchor", "nat-anchor", "rdr-anchor"):
-        name = words.next()
+def parse_statement(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> None:
+    keyword = tokens.next()
+    if keyword == "set":
+        parse_option(ruleset, tokens, is_main)
+    elif keyword in ("anchor", "nat-anchor", "rdr-anchor"):
+        name = tokens.next()
         if not name.startswith('"') and not name[0].isalpha():
-            raise words.syntax_error()
-        rule = {"what": first, "anchor": name.removeprefix('"')}
-        words.take("all")
-        (result.filter if first == "anchor" else result.nat).append(rule)
-    elif first in ("pass", "block"):
-        result.filter += parse_filter_rule(result, first, words)
+            raise tokens.syntax_error()
+        rule = {"what": keyword, "anchor": name.removeprefix('"')}
+        tokens.take("all")
+        (ruleset.filter if keyword == "anchor" else ruleset.nat).append(rule)
+    elif keyword in ("pass", "block"):
+        ruleset.filter += parse_filter_rule(ruleset, keyword, tokens)
     else:
-        is_negated = first == "no"
-        kind = words.next() if is_negated else first
+        is_negated = keyword == "no"
+        kind = tokens.next() if is_negated else keyword
         if kind not in ("nat", "rdr"):
-            raise words.syntax_error()
-        result.nat += parse_translation(kind, is_negated, words)
-    if words.peek():
-        raise words.syntax_error()
+            raise tokens.syntax_error()
+        ruleset.nat += parse_translation(kind, is_negated, tokens)
+    if tokens.peek():
+        raise tokens.syntax_error()
 
 
-def parse_option(result: Ruleset, words: TokenStream, main: bool) -> None:
-    if not main:
+def parse_option(ruleset: Ruleset, tokens: TokenStream, is_main: bool) -> None:
+    if not is_main:
         raise base.unsupported("set in an anchor")
-    name = words.next()
+    name = tokens.next()
     if name == "skip":
-        words.expect("on")
-        result.skip = words.take_list(lambda each: each.next())
+        tokens.expect("on")
+        ruleset.skip = tokens.take_list(lambda each: each.next())
     elif name == "block-policy":
-        policy = words.next()
+        policy = tokens.next()
         if policy not in ("drop", "return"):
-            raise words.syntax_error()
-        result.block_return = policy == "return"
-    elif name in UNSUPPORTED:
+            raise tokens.syntax_error()
+        ruleset.block_return = policy == "return"
+    elif name in UNSUPPORTED_KEYWORDS:
         raise base.unsupported(f"set {name} in pf rules")
     else:
-        raise words.syntax_error()
+        raise tokens.syntax_error()
 
 
-def parse_filter_rule(result: Ruleset, action: str, words: TokenStream) -> list[Rule]:
+def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> list[Rule]:
     """Parse ``action [in|out] [quick] [on if] [af] [proto p] [hosts] [options]``, in this order, as parse.y does."""
     rule: Rule = {"what": action, "drop": ""}
     if action == "block":
-        rule["drop"] = words.take("drop", "return") or ("return" if result.block_return else "drop")
-    rule["direction"] = words.take("in", "out")
-    rule["quick"] = bool(words.take("quick"))
-    rules = parse_match(rule, words)
+        rule["drop"] = tokens.take("drop", "return") or ("return" if ruleset.block_return else "drop")
+    rule["direction"] = tokens.take("in", "out")
+    rule["quick"] = bool(tokens.take("quick"))
+    rules = parse_match(rule, tokens)
     state, flags = "keep" if action == "pass" else "", ""
-    while words.peek():
-        word = words.next()
-        if word in ("keep", "no") and words.take("state"):
+    while tokens.peek():
+        word = tokens.next()
+        if word in ("keep", "no") and tokens.take("state"):
             state = word
         elif word == "flags":
-            flags = words.next()
+            flags = tokens.next()
             if flags not in ("S/SA", "any"):
                 raise base.unsupported(f"flags {flags} in pf rules")
         elif word == "label":
-            words.next()
+            tokens.next()
         else:
-            words.at -= 1
-            raise words.syntax_error()
+            tokens.position -= 1
+            raise tokens.syntax_error()
     for each in rules:
         each["state"] = "" if action == "block" else state
         each["flags"] = flags or ("S/SA" if each["state"] == "keep" and each["proto"] in ("", "tcp") else "")
     return rules
 
 
-def parse_translation(kind: str, is_negated: bool, words: TokenStream) -> list[Rule]:
+def parse_translation(kind: str, is_negated: bool, tokens: TokenStream) -> list[Rule]:
     """Parse ``[no] nat|rdr [pass] [on if] [af] [proto p] hosts [-> address [port n]]``."""
-    rule: Rule = {"what": kind, "no": is_negated, "pass": bool(words.take("pass"))}
+    rule: Rule = {"what": kind, "no": is_negated, "pass": bool(tokens.take("pass"))}
     if rule["pass"] and kind == "nat":
         raise base.unsupported("nat pass in pf rules")
-    rules = parse_match(rule, words)
+    rules = parse_match(rule, tokens)
     target, port = "", ""
     if is_negated:
-        if words.peek() == "->":
-            raise words.syntax_error()
+        if tokens.peek() == "->":
+            raise tokens.syntax_error()
     else:
-        words.expect("->")
-        target = "(" + words.next() + ")" if words.take("(") else words.next()
+        tokens.expect("->")
+        target = "(" + tokens.next() + ")" if tokens.take("(") else tokens.next()
         if target.startswith("("):
-            words.expect(")")
+            tokens.expect(")")
         elif not family_of(target.partition("/")[0]):
-            raise words.syntax_error()
-        if words.take("port"):
-            port = words.next()
+            raise tokens.syntax_error()
+        if tokens.take("port"):
+            port = tokens.next()
             if kind == "nat" or ":" in port:
                 raise base.unsupported("this port of a translation")
-            parse_number(words, port)
+            parse_port_number(tokens, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
-            raise words.syntax_error("port only applies to tcp/udp")
+            raise tokens.syntax_error("port only applies to tcp/udp")
         each["to"], each["toport"] = target, port
         if target and not target.startswith("("):
             each["af"] = each["af"] or family_of(target.partition("/")[0])
     return rules
 
 
-def parse_match(rule: Rule, words: TokenStream) -> list[Rule]:
+def parse_match(rule: Rule, tokens: TokenStream) -> list[Rule]:
     """Parse the common part of filter and translation rules. Lists expand to one rule per item (expand_rule())."""
-    interfaces = words.take_list(parse_interface) if words.take("on") else [""]
-    af = words.take("inet", "inet6")
-    protocols = words.take_list(parse_protocol) if words.take("proto") else [""]
+    interfaces = tokens.take_list(parse_interface) if tokens.take("on") else [""]
+    af = tokens.take("inet", "inet6")
+    protocols = tokens.take_list(parse_protocol) if tokens.take("proto") else [""]
     sources, sports, targets, dports = ["any"], [""], ["any"], [""]
-    if not words.take("all"):
-        if words.take("from"):
-            sources, sports = words.take_list(parse_host), parse_ports(words)
-        if words.take("to"):
-            targets, dports = words.take_list(parse_host), parse_ports(words)
+    if not tokens.take("all"):
+        if tokens.take("from"):
+            sources, sports = tokens.take_list(parse_host), parse_ports(tokens)
+        if tokens.take("to"):
+            targets, dports = tokens.take_list(parse_host), parse_ports(tokens)
     rules = []
     for interface in interfaces:
         for proto in protocols:
@@ -288,17 +289,17 @@ def parse_match(rule: Rule, words: TokenStream) -> list[Rule]:
                     for target in targets:
                         for dport in dports:
                             if (sport or dport) and proto not in ("tcp", "udp"):
-                                raise words.syntax_error("port only applies to tcp/udp")
+                                raise tokens.syntax_error("port only applies to tcp/udp")
                             fields = {"on": interface, "af": af, "proto": proto, "source": source, "sport": sport}
                             fields |= {"target": target, "dport": dport}
-                            if adopt_family(fields, words):
+                            if set_address_family(fields, tokens):
                                 rules.append({**rule, **fields})
     if not rules:
-        raise words.syntax_error("rule expands to no valid combination")
+        raise tokens.syntax_error("rule expands to no valid combination")
     return rules
 
 
-def adopt_family(fields: Rule, words: TokenStream) -> bool:
+def set_address_family(fields: Rule, tokens: TokenStream) -> bool:
     """Set the rule's address family to that of its addresses. Returns False if the families conflict."""
     families = {family_of(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
@@ -309,20 +310,20 @@ def adopt_family(fields: Rule, words: TokenStream) -> bool:
     return True
 
 
-def parse_interface(words: TokenStream) -> str:
-    negation = "! " if words.take("!") else ""
-    name = words.next()
+def parse_interface(tokens: TokenStream) -> str:
+    negation = "! " if tokens.take("!") else ""
+    name = tokens.next()
     if name == "any":
         raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
-        raise words.syntax_error()
+        raise tokens.syntax_error()
     return negation + name
 
 
-def parse_protocol(words: TokenStream) -> str:
-    name = words.next()
+def parse_protocol(tokens: TokenStream) -> str:
+    name = tokens.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
-        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.syntax_error()
+        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else tokens.syntax_error()
     return name
 
 
@@ -337,15 +338,15 @@ def family_of(text: str) -> str:
     return ""
 
 
-def parse_host(words: TokenStream) -> str:
-    negation = "! " if words.take("!") else ""
-    word = words.next()
+def parse_host(tokens: TokenStream) -> str:
+    negation = "! " if tokens.take("!") else ""
+    word = tokens.next()
     if word == "any":
         if negation:
-            raise words.syntax_error()
+            raise tokens.syntax_error()
         return "any"
-    if word == "(" and words.take("self"):
-        words.expect(")")  # All addresses that this machine has when a packet arrives.
+    if word == "(" and tokens.take("self"):
+        tokens.expect(")")  # All addresses that this machine has when a packet arrives.
         return negation + "(self)"
     if word in ("<", "("):
         raise base.unsupported("tables and interface addresses in pf rules")
@@ -353,10 +354,10 @@ def parse_host(words: TokenStream) -> str:
     af = family_of(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
-            raise words.syntax_error()
+            raise tokens.syntax_error()
         raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
-        raise words.syntax_error("illegal netmask")
+        raise tokens.syntax_error("illegal netmask")
     return negation + (apply_mask(text, af, int(length)) if slash else text)
 
 
@@ -368,38 +369,38 @@ def apply_mask(text: str, af: str, length: int) -> str:
     return address if length == 8 * size else f"{address}/{length}"
 
 
-def parse_ports(words: TokenStream) -> list[str]:
-    return words.take_list(parse_port) if words.take("port") else [""]
+def parse_ports(tokens: TokenStream) -> list[str]:
+    return tokens.take_list(parse_port) if tokens.take("port") else [""]
 
 
-def parse_port(words: TokenStream) -> str:
+def parse_port(tokens: TokenStream) -> str:
     """Parse a port or a range of ports. Returns ``= 80`` for 80, and ``80:90`` for a range."""
-    if words.peek() in ("!", "<", ">"):
+    if tokens.peek() in ("!", "<", ">"):
         raise base.unsupported("port comparisons in pf rules")
-    words.take("=")
-    word = words.next()
+    tokens.take("=")
+    word = tokens.next()
     low, colon, high = word.partition(":")
     if colon:
-        return f"{parse_number(words, low)}:{parse_number(words, high)}"
-    return f"= {parse_number(words, low)}"
+        return f"{parse_port_number(tokens, low)}:{parse_port_number(tokens, high)}"
+    return f"= {parse_port_number(tokens, low)}"
 
 
-def parse_number(words: TokenStream, text: str) -> int:
+def parse_port_number(tokens: TokenStream, text: str) -> int:
     if text.isdigit():
         if int(text) > 65535:
-            raise words.syntax_error("illegal port value " + text)
+            raise tokens.syntax_error("illegal port value " + text)
         return int(text)
     try:
         return int(_socket.getservbyname(text))
     except OSError:
-        raise words.syntax_error(f"unknown port {text}") from None
+        raise tokens.syntax_error(f"unknown port {text}") from None
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------
 
 
 def format_port(text: str, proto: str, numeric: bool) -> str:
-    """Return the name of a port's service, unless ``numeric`` (-P). See print_port()."""
+    """Return the name of a port's service, unless ``numeric`` (-P) is set. See print_port()."""
     if numeric or not text.startswith("= "):
         return text
     try:
@@ -408,7 +409,7 @@ def format_port(text: str, proto: str, numeric: bool) -> str:
         return text
 
 
-def show(rule: Rule, numeric: bool) -> str:
+def format_rule(rule: Rule, numeric: bool) -> str:
     if "anchor" in rule:
         return f'{rule["what"]} "{rule["anchor"]}" all'
     words = ["no"] if rule.get("no") else []

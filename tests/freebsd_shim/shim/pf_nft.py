@@ -16,7 +16,7 @@ from shim import base, pf
 
 BLOCK, KEEP, RETURN, REDIRECTED = 0x40000000, 0x20000000, 0x10000000, 0x08000000
 STATE_IN, STATE_OUT = 0x40000000, 0x20000000
-ALL_MARKS = BLOCK | KEEP | RETURN | REDIRECTED
+ALL_MARK_BITS = BLOCK | KEEP | RETURN | REDIRECTED
 NFT_PATHS = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
 
 
@@ -57,55 +57,55 @@ def match_expressions(rule: pf.Rule, interface_key: str) -> list[str]:
 
 def expand_anchors(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
     """Return the rules of a ruleset, with each anchor replaced by its rules."""
-    expanded: list[pf.Rule] = []
+    expanded_rules: list[pf.Rule] = []
     for rule in rulesets.get(path, {}).get(kind, []):
         if "anchor" not in rule:
-            expanded.append(rule)
+            expanded_rules.append(rule)
             continue
         if rule["what"] not in anchors:
             continue
-        name = "/".join(part for part in (path, rule["anchor"]) if part)
-        children = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2])
-        paths = children if name.endswith("/*") else [name]
+        anchor_path = "/".join(part for part in (path, rule["anchor"]) if part)
+        child_paths = sorted(each for each in rulesets if each.rpartition("/")[0] == anchor_path[:-2])
+        paths = child_paths if anchor_path.endswith("/*") else [anchor_path]
         for each in paths:
-            expanded += expand_anchors(rulesets, kind, anchors, each)
-    return expanded
+            expanded_rules += expand_anchors(rulesets, kind, anchors, each)
+    return expanded_rules
 
 
 def format_filter_rules(rules: list[pf.Rule], direction: str) -> list[str]:
-    state = STATE_IN if direction == "in" else STATE_OUT
+    state_bit = STATE_IN if direction == "in" else STATE_OUT
     lines = []
     for rule in rules:
         if rule["direction"] not in ("", direction):
             continue
-        start = match_expressions(rule, "iifname" if direction == "in" else "oifname")
+        matches = match_expressions(rule, "iifname" if direction == "in" else "oifname")
         if rule["what"] == "block":
             if rule["drop"] == "return" and direction == "out":
                 if rule["direction"] == "out":
                     raise base.unsupported("block return out")
-                action = "drop" if rule["quick"] else set_mark(BLOCK)
+                action = "drop" if rule["quick"] else mark_statement(BLOCK)
             elif rule["drop"] == "return":
-                action = reject_statement(rule) if rule["quick"] else set_mark(BLOCK | RETURN)
+                action = reject_statement(rule) if rule["quick"] else mark_statement(BLOCK | RETURN)
             else:
-                action = "drop" if rule["quick"] else set_mark(BLOCK)
-            lines.append(" ".join([*start, action]))
+                action = "drop" if rule["quick"] else mark_statement(BLOCK)
+            lines.append(" ".join([*matches, action]))
             continue
         if rule["quick"]:
-            action = (f"ct mark set ct mark or {state:#x} " if rule["state"] == "keep" else "") + "accept"
+            action = (f"ct mark set ct mark or {state_bit:#x} " if rule["state"] == "keep" else "") + "accept"
         else:
-            action = set_mark(KEEP if rule["state"] == "keep" else 0)
+            action = mark_statement(KEEP if rule["state"] == "keep" else 0)
         if rule["flags"] == "S/SA" and rule["proto"] == "":
-            lines.append(" ".join([*start, "meta l4proto != tcp", action]))
-        syn = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
-        lines.append(" ".join([*start, *syn, action]))
+            lines.append(" ".join([*matches, "meta l4proto != tcp", action]))
+        syn_match = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
+        lines.append(" ".join([*matches, *syn_match, action]))
     return lines
 
 
-def set_mark(bits: int) -> str:
+def mark_statement(bits: int) -> str:
     return (
-        f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x}"
+        f"meta mark set meta mark and {~ALL_MARK_BITS & 0xFFFFFFFF:#x}"
         if not bits
-        else (f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}")
+        else (f"meta mark set meta mark and {~ALL_MARK_BITS & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}")
     )
 
 
@@ -149,41 +149,41 @@ def format_rdr_rules(rules: list[pf.Rule]) -> list[str]:
 def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
     """Return the nft(8) script that applies the state atomically."""
     name = table_name()
-    head = f"table inet {name}\ndelete table inet {name}\n"
+    header = f"table inet {name}\ndelete table inet {name}\n"
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
-        return head
-    rules = expand_anchors(state["rules"], "filter", ("anchor",))
-    nat = expand_anchors(state["rules"], "nat", ("nat-anchor",))
-    rdr = expand_anchors(state["rules"], "nat", ("rdr-anchor",))
+        return header
+    filter_rules = expand_anchors(state["rules"], "filter", ("anchor",))
+    nat_rules = expand_anchors(state["rules"], "nat", ("nat-anchor",))
+    rdr_rules = expand_anchors(state["rules"], "nat", ("rdr-anchor",))
     chains = [
-        ("rdr", "type nat hook prerouting priority -100", format_rdr_rules(rdr)),
-        ("in", "type filter hook prerouting priority -90", format_filter_chain(state, rules, "in")),
-        ("nat", "type nat hook postrouting priority 100", format_nat_rules(nat)),
-        ("out", "type filter hook postrouting priority 110", format_filter_chain(state, rules, "out")),
+        ("rdr", "type nat hook prerouting priority -100", format_rdr_rules(rdr_rules)),
+        ("in", "type filter hook prerouting priority -90", format_filter_chain(state, filter_rules, "in")),
+        ("nat", "type nat hook postrouting priority 100", format_nat_rules(nat_rules)),
+        ("out", "type filter hook postrouting priority 110", format_filter_chain(state, filter_rules, "out")),
     ]
     body = "".join(
         f"  chain pf_{key} {{\n    {hook}; policy accept;\n" + "".join(f"    {line}\n" for line in lines) + "  }\n"
         for key, hook, lines in chains
         if lines
     )
-    return f"{head}table inet {name} {{\n{body}}}\n" if body else head
+    return f"{header}table inet {name} {{\n{body}}}\n" if body else header
 
 
 def format_filter_chain(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
-    """Return the chain for one direction of the filter rules. It is empty if there are no rules."""
+    """Return the lines of the chain for one direction of the filter rules, or [] if there are no rules."""
     if not rules:
         return []
-    key, own_state, reply_state = (
+    key, own_state_bit, reply_state_bit = (
         ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
     )
     lines = [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
     lines += [
-        f"ct direction original ct state established,related ct mark and {own_state:#x} != 0 accept",
-        f"ct direction reply ct state established,related ct mark and {reply_state:#x} != 0 accept",
+        f"ct direction original ct state established,related ct mark and {own_state_bit:#x} != 0 accept",
+        f"ct direction reply ct state established,related ct mark and {reply_state_bit:#x} != 0 accept",
     ]
     if direction == "in":
-        lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own_state:#x} accept")
-    lines.append(f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x}")
+        lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own_state_bit:#x} accept")
+    lines.append(f"meta mark set meta mark and {~ALL_MARK_BITS & 0xFFFFFFFF:#x}")
     lines += format_filter_rules(rules, direction)
     if direction == "in":
         lines.append(f"meta mark and {RETURN:#x} != 0 meta l4proto tcp reject with tcp reset")
@@ -191,7 +191,7 @@ def format_filter_chain(state: dict, rules: list[pf.Rule], direction: str) -> li
     return [
         *lines,
         f"meta mark and {BLOCK:#x} != 0 drop",
-        f"meta mark and {KEEP:#x} != 0 ct mark set ct mark or {own_state:#x}",
+        f"meta mark and {KEEP:#x} != 0 ct mark set ct mark or {own_state_bit:#x}",
     ]
 
 
@@ -205,8 +205,8 @@ def remove_ruleset() -> None:
 
 def run_nft(script: str) -> None:
     """Run a script with nft(8). An error is a bug in this module and raises RuntimeError."""
-    nft = next((path for path in NFT_PATHS if os.access(path, os.X_OK)), "")
-    if not nft:
+    nft_path = next((path for path in NFT_PATHS if os.access(path, os.X_OK)), "")
+    if not nft_path:
         raise base.unsupported("pf without nftables")
     input_read, input_write = os.pipe()
     output_read, output_write = os.pipe()
@@ -216,7 +216,7 @@ def run_nft(script: str) -> None:
         os.dup2(output_write, 1)
         os.dup2(output_write, 2)
         try:
-            os.execv(nft, [nft, "-f", "-"])
+            os.execv(nft_path, [nft_path, "-f", "-"])
         finally:
             os._exit(127)
     os.close(input_read)

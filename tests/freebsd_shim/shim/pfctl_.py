@@ -1,4 +1,4 @@
-"""pfctl(8). Messages and order: sbin/pfctl/pfctl.c, sbin/pfctl/parse.y."""
+"""pfctl(8), with the messages and order of sbin/pfctl/pfctl.c and sbin/pfctl/parse.y."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MODIFIERS = (
 
 def main(argv: list[str]) -> int:
     try:
-        options, rest = base.getopt(argv, "a:AdD:eqf:F:ghi:k:K:mMnNOo:Pp:rRs:S:t:T:vx:z")
+        options, arguments = base.getopt(argv, "a:AdD:eqf:F:ghi:k:K:mMnNOo:Pp:rRs:S:t:T:vx:z")
     except base.BadOption:
         raise base.usage(USAGE) from None
     values = dict(options)
     for letter in values:
         if letter not in "adeqfFknPsv":
             raise base.unsupported(f"-{letter}")
-    if rest or not (set(values) & set("edfFks")):
+    if arguments or not (set(values) & set("edfFks")):
         raise base.usage(USAGE)
     anchor = values.get("a", "").strip("/")
     if any(len(part) >= 64 for part in anchor.split("/")):  # PF_ANCHOR_NAME_SIZE
         raise base.errx(1, f"anchor name '{anchor}' too long")
     shown_modifier = find_modifier(values, "s", SHOW_MODIFIERS)
     flushed_modifier = find_modifier(values, "F", FLUSH_MODIFIERS)
-    if base.knob("pf.loaded") != "1":
+    if base.read_knob("pf.loaded") != "1":
         raise base.err(1, "/dev/pf", errno.ENOENT)
     quiet = "q" in values
     with base.locked():
@@ -45,19 +45,19 @@ def main(argv: list[str]) -> int:
         if shown_modifier:
             show(state, anchor, shown_modifier, "P" in values)
         if flushed_modifier:
-            flush(state, anchor, flushed_modifier, quiet)
+            flush_rules(state, anchor, flushed_modifier, quiet)
         if "k" in values:
             kill_states([value for letter, value in options if letter == "k"], quiet)
         if "f" in values:
-            load(state, anchor, values["f"], "n" in values)
+            load_rules(state, anchor, values["f"], "n" in values)
         for letter, should_enable in (("e", True), ("d", False)):
             if letter in values:
-                enable(state, should_enable, quiet)
+                set_enabled(state, should_enable, quiet)
     return 0
 
 
 def kill_states(addresses: list[str], quiet: bool) -> None:
-    """Delete the states from the first address to the second one. See pfctl_net_kill_states()."""
+    """Delete the states from the first address to the second, or to any address. See pfctl_net_kill_states()."""
     if len(addresses) > 2:
         raise base.usage(USAGE)  # main(): "if (state_killers >= 2) usage()"
     ranges = []
@@ -66,9 +66,9 @@ def kill_states(addresses: list[str], quiet: bool) -> None:
             ranges.append(states.AddressRange(address))
         except OSError:
             raise base.unsupported(f"-k {address}") from None
-    killed = states.kill(ranges[0], ranges[1] if len(ranges) > 1 else None)
+    killed_count = states.delete_states(ranges[0], ranges[1] if len(ranges) > 1 else None)
     if not quiet:
-        sys.stderr.write(f"killed {killed} states from 1 sources and {len(ranges) - 1} destinations\n")
+        sys.stderr.write(f"killed {killed_count} states from 1 sources and {len(ranges) - 1} destinations\n")
 
 
 def find_modifier(values: dict[str, str], letter: str, supported: tuple[str, ...]) -> str:
@@ -85,13 +85,13 @@ def find_modifier(values: dict[str, str], letter: str, supported: tuple[str, ...
 
 
 def commit(state: dict) -> None:  # type: ignore[type-arg]
-    """Apply and save the state without empty anchors. See pf_remove_if_empty_ruleset()."""
+    """Remove empty anchors from the state, then apply and save it. See pf_remove_if_empty_ruleset()."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
     pf_nft.apply_ruleset(state)
     base.save("pf", state)
 
 
-def load(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # type: ignore[type-arg]
+def load_rules(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # type: ignore[type-arg]
     name = "stdin" if path == "-" else path
     try:
         if path == "-":
@@ -104,7 +104,7 @@ def load(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # type: i
         base.warn("cannot open the main config file!", error.errno or 0)
         raise load_failure(dry_run) from None
     try:
-        ruleset = pf.parse(text, main=not anchor)
+        ruleset = pf.parse_rules(text, is_main=not anchor)
     except pf.RuleSyntaxError as problem:
         sys.stderr.write(f"{name}:{problem.line}: {problem.message}\n")
         raise load_failure(dry_run) from None
@@ -122,7 +122,7 @@ def load_failure(dry_run: bool) -> SystemExit:
     return SystemExit(1) if dry_run else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
 
-def flush(state: dict, anchor: str, modifier: str, quiet: bool) -> None:  # type: ignore[type-arg]
+def flush_rules(state: dict, anchor: str, modifier: str, quiet: bool) -> None:  # type: ignore[type-arg]
     rules = state["rules"].setdefault(anchor, {"nat": [], "filter": []})
     messages = []
     if modifier in ("rules", "all"):
@@ -144,18 +144,20 @@ def show(state: dict, anchor: str, modifier: str, numeric: bool) -> None:  # typ
         return
     if modifier == "Anchors":
         prefix = anchor + "/" if anchor else ""
-        below = {name[len(prefix) :].partition("/")[0] for name in state["rules"] if name and name.startswith(prefix)}
-        for name in sorted(below):
+        child_names = {
+            name[len(prefix) :].partition("/")[0] for name in state["rules"] if name and name.startswith(prefix)
+        }
+        for name in sorted(child_names):
             base.print_line(f"  {prefix}{name}")
         return
     rules = state["rules"].get(anchor, {"nat": [], "filter": []})
     if anchor and anchor not in state["rules"] and not any(n.startswith(anchor + "/") for n in state["rules"]):
         raise base.err(1, "DIOCGETRULES", errno.EINVAL)  # pfctl_show_rules()
     for rule in rules["filter" if modifier == "rules" else "nat"]:
-        base.print_line(pf.show(rule, numeric))
+        base.print_line(pf.format_rule(rule, numeric))
 
 
-def enable(state: dict, should_enable: bool, quiet: bool) -> None:  # type: ignore[type-arg]
+def set_enabled(state: dict, should_enable: bool, quiet: bool) -> None:  # type: ignore[type-arg]
     """Enable or disable pf. Fails if there is nothing to change, like pfctl_enable() and pfctl_disable()."""
     if state["enabled"] == should_enable:
         raise base.errx(1, "pf already enabled" if should_enable else "pf not enabled")

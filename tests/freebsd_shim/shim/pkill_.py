@@ -1,4 +1,4 @@
-"""pkill(1) and pgrep(1). Messages, order and exit status: usr.bin/pkill/pkill.c (bin/pkill since 13)."""
+"""pkill(1) and pgrep(1), with the messages, order and exit status of usr.bin/pkill/pkill.c (since 13: bin/pkill)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
             number, argv = int(word), argv[1:]
         elif name in SIGNALS:
             number, argv = int(SIGNALS[name]), argv[1:]
-    return select(argv, "fij:nxv", lambda pid: kill(pid, number))
+    return run_on_matches(argv, "fij:nxv", lambda pid: kill(pid, number))
 
 
 def pgrep_main(argv: list[str]) -> int:
-    return select(argv, "fij:lnxv", lambda pid: base.print_line(str(pid)))
+    return run_on_matches(argv, "fij:lnxv", lambda pid: base.print_line(str(pid)))
 
 
 def kill(pid: int, number: int) -> None:
@@ -47,7 +47,7 @@ def kill(pid: int, number: int) -> None:
         raise base.err(ERROR, f"signalling pid {pid}", error.errno or 0) from None
 
 
-def select(argv: list[str], supported: str, action: object) -> int:
+def run_on_matches(argv: list[str], supported: str, action: object) -> int:
     try:
         options, patterns = base.getopt(argv, "DF:G:ILM:N:P:SU:ac:d:fg:ij:lnoqs:t:u:vx")
     except base.BadOption:
@@ -59,42 +59,42 @@ def select(argv: list[str], supported: str, action: object) -> int:
     jail_arguments = [value for letter, value in options if letter == "j"]
     if not jail_arguments and not patterns:
         raise usage()
-    candidates = jail_processes(jail_arguments) if jail_arguments else all_processes()
-    pids = [pid for pid in candidates if not patterns or matches(pid, patterns, option_letters)]
+    candidate_pids = list_jail_processes(jail_arguments) if jail_arguments else list_all_processes()
+    pids = [pid for pid in candidate_pids if not patterns or matches(pid, patterns, option_letters)]
     for pid in pids:
         action(pid)  # type: ignore[operator]
     sys.stdout.flush()
     return MATCH if pids else NO_MATCH
 
 
-def jail_processes(arguments: list[str]) -> list[int]:
-    """Return the processes of jails, given by jid or name, separated by commas. See makelist(LT_JID).
+def list_jail_processes(arguments: list[str]) -> list[int]:
+    """Return the pids of the processes in the given jails. See makelist(LT_JID).
 
-    0 and "any" mean all jails.
+    Each argument is a comma-separated list of jids and names. 0 and "any" mean all jails.
     """
     jails = []
     for word in ",".join(arguments).split(","):
         if not word:
             raise usage()
         if word in ("0", "any"):
-            jails += prison.table()["jails"]
+            jails += prison.load_state()["jails"]
             continue
         if word == "none":
             raise base.unsupported("-j none")
         if word.isdigit():
             # A number may be that of a jail that does not exist.
-            jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]
+            jails += [jail for jail in prison.load_state()["jails"] if jail["jid"] == int(word)]
             continue
         try:
             jails.append(prison.find(word))
         except prison.JailError:
             raise base.errx(BAD_USAGE, f"Invalid jail ID or name `{word}'") from None
-    return sorted({pid for jail in jails for pid in prison.processes(jail)})
+    return sorted({pid for jail in jails for pid in prison.list_processes(jail)})
 
 
-def all_processes() -> list[int]:
-    holders = {jail["holder"] for jail in prison.table()["jails"]}
-    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holders)
+def list_all_processes() -> list[int]:
+    holder_pids = {jail["holder"] for jail in prison.load_state()["jails"]}
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holder_pids)
 
 
 def matches(pid: int, patterns: list[str], option_letters: set[str]) -> bool:

@@ -55,16 +55,16 @@ PARAMS = {
     "sysvsem": "J",
     "sysvshm": "J",
 }
-ALLOW = (
+ALLOW_NAMES = (
     "set_hostname reserved_ports unprivileged_proc_debug suser sysvipc raw_sockets chflags mount quotas socket_af "
     "mlock read_msgbuf nfsd extattr adjtime settime mount.devfs mount.fdescfs mount.fusefs mount.nullfs mount.procfs "
     "mount.tmpfs mount.zfs"
 ).split()
-PARAMS.update({f"allow.{name}": "B" for name in ALLOW})
+PARAMS.update({f"allow.{name}": "B" for name in ALLOW_NAMES})
 # kern_jail.c JAIL_DEFAULT_ALLOW
 DEFAULT_ALLOW = {"allow.set_hostname", "allow.reserved_ports", "allow.unprivileged_proc_debug", "allow.suser"}
 
-JAILSYS = ["disable", "new", "inherit"]
+JAILSYS_VALUES = ["disable", "new", "inherit"]
 JAIL_MAX = 999999
 
 
@@ -93,7 +93,7 @@ def look_up_parameter(name: str) -> tuple[str, str, bool]:
     raise JailError(f"unknown parameter: {name}")
 
 
-def convert(name: str, text: str | None) -> tuple[str, object]:
+def convert_parameter(name: str, text: str | None) -> tuple[str, object]:
     """Return a parameter's name and converted value. Raises JailError with the messages of jailparam_import()."""
     parameter, kind, is_negated = look_up_parameter(name)
     if kind[0] == "B":
@@ -107,13 +107,13 @@ def convert(name: str, text: str | None) -> tuple[str, object]:
     if kind[0] == "J":
         if not text:  # "Allow setting a jailsys parameter to "new" in a booleanesque fashion."
             return parameter, "new"
-        if text.lower() in JAILSYS:
+        if text.lower() in JAILSYS_VALUES:
             return parameter, text.lower()
         if not is_integer(text):
             raise JailError(f'{name}: unknown jailsys value "{text}"')
-        if not 0 <= int(text) < len(JAILSYS):
+        if not 0 <= int(text) < len(JAILSYS_VALUES):
             raise JailError(f"jail_set: {base.strerror(errno.EINVAL)}")
-        return parameter, JAILSYS[int(text)]
+        return parameter, JAILSYS_VALUES[int(text)]
     if kind[0] == "I":
         if not is_integer(text or ""):
             raise JailError(f'{name}: non-integer value "{text or ""}"')
@@ -142,26 +142,26 @@ def start_time(pid: int) -> int:
         return 0
 
 
-def table() -> dict:  # type: ignore[type-arg]
+def load_state() -> dict:  # type: ignore[type-arg]
     """Return the state without jails that have ended. Saves the state if it changed and this process holds the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
-    remaining, changed = [], False
+    remaining_jails, has_changed = [], False
     for jail in state["jails"]:
         if start_time(jail["holder"]) != jail["born"]:
             continue  # the machine was restarted, or the holder was killed
         if jail["dying"] and has_finished_dying(jail):
-            finish(jail)
+            tear_down(jail)
             continue
-        if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
+        if not jail["dying"] and not jail["params"]["persist"] and not list_processes(jail):
             # A jail without persist begins to die when its last process exits (jail(8) "persist").
             jail["dying"] = end_of_dying()
             if not jail["dying"]:
-                finish(jail)
+                tear_down(jail)
                 continue
-            changed = True
-        remaining.append(jail)
-    if changed or len(remaining) != len(state["jails"]):
-        state["jails"] = remaining
+            has_changed = True
+        remaining_jails.append(jail)
+    if has_changed or len(remaining_jails) != len(state["jails"]):
+        state["jails"] = remaining_jails
         if base.locked.depth:
             base.save("jails", state)
     return state
@@ -169,35 +169,35 @@ def table() -> dict:  # type: ignore[type-arg]
 
 def end_of_dying() -> str:
     """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed at once."""
-    duration = base.knob("dying")
+    duration = base.read_knob("dying")
     return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 
 
 def has_finished_dying(jail: Jail) -> bool:
     """Return whether a dying jail can be removed now."""
     if jail["dying"] == "forever":
-        return base.knob("dying") == "0"
+        return base.read_knob("dying") == "0"
     return float(jail["dying"]) <= time.time()
 
 
-def find(key: str, *, dying: bool = False) -> Jail:
+def find(key: str, *, include_dying: bool = False) -> Jail:
     """Return the jail with this jid or name, like jail_getid(3). Raises JailError with the texts of kern_jail_get()."""
     is_number = key.isascii() and key.isdigit()
     description = key if is_number else f'"{key}"'
     dying_jail = None
-    for jail in table()["jails"]:
+    for jail in load_state()["jails"]:
         if (jail["jid"] == int(key)) if is_number else (jail["name"] == key):
             if not jail["dying"]:
                 return jail
             dying_jail = jail
     if dying_jail is not None:
-        if dying:
+        if include_dying:
             return dying_jail
         raise JailError(f"jail {description} is dying")
     raise JailError(f"jail {description} not found")
 
 
-def processes(jail: Jail) -> list[int]:
+def list_processes(jail: Jail) -> list[int]:
     """Return the pids of the jail's processes in the host's namespace, without the holder."""
     try:
         namespace = os.readlink(f"/proc/{jail['holder']}/ns/pid")
@@ -216,7 +216,7 @@ def processes(jail: Jail) -> list[int]:
 
 def create(settings: dict[str, object]) -> Jail:
     """Create a jail, like jail_set(JAIL_CREATE). Raises JailError with the messages of kern_jail_set()."""
-    check(settings)
+    check_parameters(settings)
     if not settings.get("persist"):
         raise JailError("new jail must persist or attach")
     if settings.get("vnet") == "new" and any(name in settings for name in ("ip4", "ip4.addr", "ip6", "ip6.addr")):
@@ -230,7 +230,7 @@ def create(settings: dict[str, object]) -> Jail:
     if not os.path.isdir(path):
         raise JailError(f"jail_set: {base.strerror(errno.ENOTDIR)}")
     with base.locked():
-        state = table()
+        state = load_state()
         if jid < 0:
             raise JailError("negative jid")
         if any(jail["jid"] == jid for jail in state["jails"]):
@@ -255,12 +255,12 @@ def create(settings: dict[str, object]) -> Jail:
     return jail
 
 
-def check(settings: dict[str, object]) -> None:
+def check_parameters(settings: dict[str, object]) -> None:
     """Raise JailError for values that kern_jail_set() rejects. Checks them in the same order."""
 
-    def check_range(key: str, low: int, high: int, number: int) -> None:
+    def check_range(key: str, low: int, high: int, error_number: int) -> None:
         if key in settings and not low <= int(settings[key]) <= high:  # type: ignore[call-overload]
-            raise JailError(f"jail_set: {base.strerror(number)}")
+            raise JailError(f"jail_set: {base.strerror(error_number)}")
 
     check_range("enforce_statfs", 0, 2, errno.EINVAL)
     for key in ("name", "host.hostname", "host.domainname", "host.hostuuid"):
@@ -275,7 +275,7 @@ def check(settings: dict[str, object]) -> None:
 
 
 def next_jid(state: dict) -> int:  # type: ignore[type-arg]
-    """Return the next unused jid after the last one. See get_next_prid() in kern_jail.c."""
+    """Return the next unused jid after the most recent one. See get_next_prid() in kern_jail.c."""
     used_jids = {jail["jid"] for jail in state["jails"]}
     jid = state["last"] % JAIL_MAX + 1
     while jid in used_jids:
@@ -286,13 +286,13 @@ def next_jid(state: dict) -> int:  # type: ignore[type-arg]
 
 def start_holder(path: str, name: str, params: dict[str, object]) -> int:
     """Start the holder process of a jail, and return its pid."""
-    kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
-    kinds |= base.CLONE_NEWNET if params.get("vnet") == "new" else 0
+    namespace_flags = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
+    namespace_flags |= base.CLONE_NEWNET if params.get("vnet") == "new" else 0
     read_end, write_end = os.pipe()
-    intermediate = os.fork()
-    if intermediate == 0:
+    intermediate_pid = os.fork()
+    if intermediate_pid == 0:
         try:
-            base.unshare(kinds)
+            base.unshare(namespace_flags)
             _socket.sethostname(str(params.get("host.hostname", ""))[:64])
             holder = os.fork()
             if holder == 0:
@@ -300,7 +300,7 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
             os.write(write_end, b"%d" % holder)
         finally:
             os._exit(0)
-    os.waitpid(intermediate, 0)
+    os.waitpid(intermediate_pid, 0)
     os.close(write_end)
     holder_pid = os.read(read_end, 32)
     # The holder's end of the pipe closes when the holder executes sleep(1); on failure it writes "!".
@@ -316,12 +316,12 @@ def become_holder(path: str, write_end: int) -> None:
     try:
         os.setsid()
         os.chdir(path)
-        null = os.open("/dev/null", os.O_RDWR)
+        null_fd = os.open("/dev/null", os.O_RDWR)
         for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        limit = os.sysconf("SC_OPEN_MAX")
+            os.dup2(null_fd, fd)
+        descriptor_limit = os.sysconf("SC_OPEN_MAX")
         os.closerange(3, write_end)
-        os.closerange(write_end + 1, min(limit, 1 << 16))
+        os.closerange(write_end + 1, min(descriptor_limit, 1 << 16))
         os.set_inheritable(write_end, False)
         # Orphans in the pid namespace become children of the holder. SIG_IGN, which exec keeps, makes the kernel reap
         # them.
@@ -362,19 +362,19 @@ def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
     """Fork a child process in the jail, like jail_attach(2). Returns 0 in the child, and the child's pid in the caller.
 
     Afterwards, the caller is also in the jail's namespaces and root directory, so it cannot do anything on the host.
-    ``end_with_caller``: kill the child when the caller exits.
+    With ``end_with_caller``, the kernel kills the child when the caller exits.
     """
     from shim import limits
 
     cgroup_fds = limits.open_cgroups(jail["name"])
-    root = os.open(f"/proc/{jail['holder']}/cwd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    holder = os.pidfd_open(jail["holder"])
-    kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
-    base.setns(holder, kinds | (base.CLONE_NEWNET if jail["vnet"] else 0))
-    os.close(holder)
-    os.fchdir(root)
+    root_fd = os.open(f"/proc/{jail['holder']}/cwd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    holder_fd = os.pidfd_open(jail["holder"])
+    namespace_flags = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
+    base.setns(holder_fd, namespace_flags | (base.CLONE_NEWNET if jail["vnet"] else 0))
+    os.close(holder_fd)
+    os.fchdir(root_fd)
     os.chroot(".")
-    os.close(root)
+    os.close(root_fd)
     child = os.fork()
     if child == 0:
         if end_with_caller:
@@ -392,13 +392,13 @@ def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
 
 
 def terminate(jail: Jail, timeout: float) -> None:
-    """Send SIGTERM to all processes, and wait at most ``timeout`` seconds until they exit. See term_procs()."""
-    signal_all(jail, _signal.SIGTERM, timeout)
+    """Send SIGTERM to all processes, and wait up to ``timeout`` seconds for them to exit. See term_procs()."""
+    signal_and_wait(jail, _signal.SIGTERM, timeout)
 
 
-def signal_all(jail: Jail, number: int, timeout: float) -> None:
+def signal_and_wait(jail: Jail, number: int, timeout: float) -> None:
     pidfds, poll = [], select.poll()
-    for pid in processes(jail):
+    for pid in list_processes(jail):
         try:
             fd = os.pidfd_open(pid)
             os.kill(pid, number)
@@ -407,11 +407,11 @@ def signal_all(jail: Jail, number: int, timeout: float) -> None:
         pidfds.append(fd)
         poll.register(fd, select.POLLIN)
     deadline = time.monotonic() + timeout
-    pending = set(pidfds)
-    while pending and time.monotonic() < deadline:
+    pending_fds = set(pidfds)
+    while pending_fds and time.monotonic() < deadline:
         for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             poll.unregister(fd)
-            pending.discard(fd)
+            pending_fds.discard(fd)
     for fd in pidfds:
         os.close(fd)
 
@@ -422,21 +422,21 @@ def remove(jail: Jail) -> None:
     The knob ``dying`` determines how long the jail stays dying.
     """
     with base.locked():
-        state = table()
-        matches = [each for each in state["jails"] if each["jid"] == jail["jid"]]
-        if not matches or matches[0]["dying"]:
+        state = load_state()
+        matching_jails = [each for each in state["jails"] if each["jid"] == jail["jid"]]
+        if not matching_jails or matching_jails[0]["dying"]:
             return
-        dying = end_of_dying()
-        if not dying:
-            finish(matches[0])
-            state["jails"].remove(matches[0])
+        dying_until = end_of_dying()
+        if not dying_until:
+            tear_down(matching_jails[0])
+            state["jails"].remove(matching_jails[0])
         else:
-            signal_all(matches[0], _signal.SIGKILL, 5.0)
-            matches[0]["dying"] = dying
+            signal_and_wait(matching_jails[0], _signal.SIGKILL, 5.0)
+            matching_jails[0]["dying"] = dying_until
         base.save("jails", state)
 
 
-def finish(jail: Jail) -> None:
+def tear_down(jail: Jail) -> None:
     """Return the jail's interfaces to the host, like vnet_if_return() in sys/net/if.c, and kill the holder."""
     if jail["vnet"]:
         return_interfaces(jail["holder"])
@@ -459,12 +459,14 @@ def return_interfaces(holder: int) -> None:
         jail_socket = net.open_netlink(holder)
     except OSError:
         return
-    home_fd = net.own_namespace()
-    for link in jail_socket.links():
+    own_namespace_fd = net.open_own_namespace()
+    for link in jail_socket.list_links():
         if link.driver == "epair":
             try:
-                jail_socket.change(link.index, net.attribute(net.LINK_NS_FD, home_fd.to_bytes(4, "little")))
+                jail_socket.change_link(
+                    link.index, net.pack_attribute(net.LINK_NS_FD, own_namespace_fd.to_bytes(4, "little"))
+                )
             except OSError as error:
                 base.warnx(f"{link.name} cannot be returned to the host: {base.strerror(error.errno or 0)}")
     jail_socket.socket.close()
-    os.close(home_fd)
+    os.close(own_namespace_fd)

@@ -1,4 +1,4 @@
-"""rctl(8). Messages: usr.bin/rctl/rctl.c; rules: sys/kern/kern_rctl.c; usage: sys/kern/kern_racct.c."""
+"""rctl(8), with the messages of usr.bin/rctl/rctl.c and the semantics of sys/kern/kern_{rctl,racct}.c."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MalformedRule(Exception):
 
 
 class Rule:
-    """A rule, or a filter, whose empty fields match all values."""
+    """A rule, or a filter whose empty fields match all values."""
 
     def __init__(self, text: str) -> None:
         """Parse a rule. Raises RuleRefused(EINVAL). See rctl_string_to_rule()."""
@@ -71,9 +71,9 @@ class Rule:
         return all(not pattern or pattern == value for pattern, value in zip(self.fields(), fields, strict=True))
 
 
-def format_rule(fields: list[str], human: bool) -> str:
+def format_rule(fields: list[str], human_readable: bool) -> str:
     subject, name, resource, action, amount, per = fields
-    amount_text = humanize(int(amount)) if human else amount
+    amount_text = humanize(int(amount)) if human_readable else amount
     return f"{subject}:{name}:{resource}:{action}={amount_text}" + (f"/{per}" if per != subject else "")
 
 
@@ -88,7 +88,7 @@ def humanize(number: int) -> str:
 
 
 def expand_number(text: str, rule: str) -> str:
-    """Expand a number with a suffix k, m, g, t, p or e, which are powers of 1024. See expand_number(3)."""
+    """Expand a number with a suffix k, m, g, t, p or e, which stands for a power of 1024. See expand_number(3)."""
     digits = text.rstrip("kKmMgGtTpPeEbB")
     suffix = text[len(digits) :].lower().removesuffix("b")
     if not digits.isdigit() or len(suffix) > 1:
@@ -97,20 +97,20 @@ def expand_number(text: str, rule: str) -> str:
     return str(int(digits) << (10 * (" kmgtpe".index(suffix) if suffix else 0)))
 
 
-def expand(rule: str) -> str:
+def expand_rule(rule: str) -> str:
     """Expand abbreviated subjects and amounts. See expand_rule()."""
-    subject, colon, rest = rule.partition(":")
+    subject, colon, remainder = rule.partition(":")
     if not colon:
         base.warnx(f"malformed rule '{rule}': missing subject")
         raise MalformedRule
     subject = ABBREVIATIONS.get(subject.lower(), "jail" if subject.lower() == "j" else subject)
     if subject in ("user", "group"):
         raise base.unsupported(f"the subject {subject}")
-    head, equals, amount = rest.partition("=")
+    head, equals, amount = remainder.partition("=")
     if equals and amount.partition("/")[0]:
         number, slash, per = amount.partition("/")
-        rest = f"{head}={expand_number(number, rule)}{slash}{per}"
-    return f"{subject}:{rest}"
+        remainder = f"{head}={expand_number(number, rule)}{slash}{per}"
+    return f"{subject}:{remainder}"
 
 
 def main(argv: list[str]) -> int:
@@ -129,43 +129,43 @@ def main(argv: list[str]) -> int:
     mode = modes[0] if modes else ""
     if mode == "l":
         raise base.unsupported("-l")
-    failures = 0
+    failure_count = 0
     for rule in rules:
         try:
-            expanded = expand(rule)
+            expanded_rule = expand_rule(rule)
             require_enabled()
-            run_rule(mode, expanded, "h" in option_letters)
+            run_rule(mode, expanded_rule, "h" in option_letters)
         except MalformedRule:
-            failures += 1
+            failure_count += 1
         except RuleRefused as refusal:
-            action = {"a": "failed to add rule", "r": "failed to remove rule"}.get(mode, "failed to show rules for")
-            action = "failed to show resource consumption for" if mode == "u" else action
-            base.warn(f"{action} '{rule}'", refusal.number)
-            failures += 1
-    return failures
+            message = {"a": "failed to add rule", "r": "failed to remove rule"}.get(mode, "failed to show rules for")
+            message = "failed to show resource consumption for" if mode == "u" else message
+            base.warn(f"{message} '{rule}'", refusal.number)
+            failure_count += 1
+    return failure_count
 
 
 def require_enabled() -> None:
     """Exit with an error if rctl is disabled. See enosys()."""
-    if base.knob("kern.racct.enable") != "1":
+    if base.read_knob("kern.racct.enable") != "1":
         raise base.errx(1, "RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable")
 
 
-def run_rule(mode: str, text: str, human: bool) -> None:
+def run_rule(mode: str, text: str, human_readable: bool) -> None:
     rule = Rule(text)
     if mode == "a":
-        add(rule)
+        add_rule(rule)
     elif mode == "r":
-        remove(rule)
+        remove_rules(rule)
     elif mode == "u":
-        usage(rule, human)
+        print_usage(rule, human_readable)
     else:
         for fields in base.load("rctl", {"rules": []})["rules"]:
             if rule.matches([*fields]):
-                base.print_line(format_rule(fields, human))
+                base.print_line(format_rule(fields, human_readable))
 
 
-def add(rule: Rule) -> None:
+def add_rule(rule: Rule) -> None:
     """Add a rule. A deny rule replaces one that differs only in the amount. See rctl_rule_add()."""
     rule.per = rule.per or rule.subject
     if not rule.is_complete() or not rule.amount.isdigit():
@@ -179,66 +179,66 @@ def add(rule: Rule) -> None:
     with base.locked():
         state = base.load("rctl", {"rules": []})
         new_fields = [*rule.fields()]
-        remaining = []
+        remaining_rules = []
         for fields in state["rules"]:
             is_same_limit = fields[:4] == new_fields[:4] and fields[5] == new_fields[5]
             if not (is_same_limit and (rule.action == "deny" or fields[4] == new_fields[4])):
-                remaining.append(fields)
-        state["rules"] = [*remaining, new_fields]
+                remaining_rules.append(fields)
+        state["rules"] = [*remaining_rules, new_fields]
         base.save("rctl", state)
-        enforce(rule.name, state["rules"])
+        enforce_rules(rule.name, state["rules"])
 
 
-def remove(rule: Rule) -> None:
+def remove_rules(rule: Rule) -> None:
     """Remove all rules that match. Raises RuleRefused(ESRCH) if there are none. See sys_rctl_remove_rule()."""
     with base.locked():
         state = base.load("rctl", {"rules": []})
-        removed = [fields for fields in state["rules"] if rule.matches(fields)]
-        if not removed:
+        removed_rules = [fields for fields in state["rules"] if rule.matches(fields)]
+        if not removed_rules:
             raise RuleRefused(errno.ESRCH)
-        state["rules"] = [fields for fields in state["rules"] if fields not in removed]
+        state["rules"] = [fields for fields in state["rules"] if fields not in removed_rules]
         base.save("rctl", state)
-        for name in {fields[1] for fields in removed}:
-            enforce(name, state["rules"])
+        for name in {fields[1] for fields in removed_rules}:
+            enforce_rules(name, state["rules"])
 
 
-def enforce(name: str, rules: list[list[str]]) -> None:
-    limits_of_jail = [fields[2:5] for fields in rules if fields[1] == name]
+def enforce_rules(name: str, rules: list[list[str]]) -> None:
+    jail_limits = [fields[2:5] for fields in rules if fields[1] == name]
     try:
-        pids = prison.processes(prison.find(name))
+        pids = prison.list_processes(prison.find(name))
     except prison.JailError:
         pids = []  # A rule may be created before its jail, and remain after the jail is removed.
-    limits.apply(name, limits_of_jail, pids)
+    limits.apply_rules(name, jail_limits, pids)
 
 
 # ---- usage ----------------------------------------------------------------------------------------------------------
 
 
-def usage(rule: Rule, human: bool) -> None:
-    """Print the usage of all resources of a jail; all are 0 if it does not exist. See sys_rctl_get_racct()."""
+def print_usage(rule: Rule, human_readable: bool) -> None:
+    """Print a jail's usage of every resource, which is 0 if the jail does not exist. See sys_rctl_get_racct()."""
     if rule.subject != "jail" or not rule.name:
         raise RuleRefused(errno.EINVAL) if rule.subject in ("", "jail") else base.unsupported(f"-u {rule.subject}")
     amounts = dict.fromkeys(RESOURCES, 0)
     try:
         jail = prison.find(rule.name)
-        amounts.update(measure(jail))
+        amounts.update(measure_usage(jail))
     except prison.JailError:
         pass
     for resource in RESOURCES:
-        base.print_line(f"{resource}={humanize(amounts[resource]) if human else amounts[resource]}")
+        base.print_line(f"{resource}={humanize(amounts[resource]) if human_readable else amounts[resource]}")
 
 
-def measure(jail: prison.Jail) -> dict[str, int]:
+def measure_usage(jail: prison.Jail) -> dict[str, int]:
     """Add up the resource usage of the jail's processes, according to /proc."""
     ticks_per_second, page_size = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     totals = dict.fromkeys(("cputime", "maxproc", "memoryuse", "vmemoryuse", "nthr", "openfiles", "wallclock"), 0)
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     cpu_percent = 0.0
-    for pid in prison.processes(jail):
+    for pid in prison.list_processes(jail):
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-            files = len(os.listdir(f"/proc/{pid}/fd"))
+            file_count = len(os.listdir(f"/proc/{pid}/fd"))
         except OSError:
             continue
         cpu, age = (int(fields[11]) + int(fields[12])) / ticks_per_second, now - int(fields[19]) / ticks_per_second
@@ -247,7 +247,7 @@ def measure(jail: prison.Jail) -> dict[str, int]:
         totals["nthr"] += int(fields[17])
         totals["vmemoryuse"] += int(fields[20])
         totals["memoryuse"] += int(fields[21]) * page_size
-        totals["openfiles"] += files
+        totals["openfiles"] += file_count
         totals["wallclock"] += int(age)
         cpu_percent += 100 * cpu / age if age > 0.1 else 0
     return {**totals, "pcpu": int(cpu_percent)}

@@ -1,4 +1,7 @@
-"""route(8): add, delete, get. Messages and exit status: sbin/route/{route,route_netlink}.c of FreeBSD 14."""
+"""The commands add, delete and get of route(8).
+
+The messages and exit status are those of sbin/route/{route,route_netlink}.c in FreeBSD 14.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,9 @@ def main(argv: list[str]) -> int:
     if not words:
         raise usage(None)
     if words[0] in ("add", "delete", "del"):
-        return change(netlink, words[0], words[1:], "q" in values)
+        return change_route(netlink, words[0], words[1:], "q" in values)
     if words[0] in ("get", "show"):
-        return get(netlink, words[1:])
+        return print_route(netlink, words[1:])
     if words[0] in ("change", "monitor", "flush"):
         raise base.unsupported(words[0])
     raise usage(words[0])
@@ -59,7 +62,7 @@ class Request:
         self.net = self.host = self.interface = False
 
 
-def parse(words: list[str]) -> Request:
+def parse_request(words: list[str]) -> Request:
     request, index = Request(), 0
     while index < len(words):
         word = words[index]
@@ -126,12 +129,12 @@ def parse_destination(request: Request) -> tuple[bytes, int, bool]:
     return target, 32, True
 
 
-def change(netlink: net.NetlinkSocket, command: str, words: list[str], quiet: bool) -> int:
-    request = parse(words)
+def change_route(netlink: net.NetlinkSocket, command: str, words: list[str], quiet: bool) -> int:
+    request = parse_request(words)
     target, prefix, is_host = parse_destination(request)
     gateway, index = b"", 0
     if request.gateway and request.interface:
-        link = netlink.link(request.gateway)
+        link = netlink.find_link(request.gateway)
         if link is None:
             raise base.errx(EX_DATAERR, f"interface '{request.gateway}' does not exist")
         index = link.index
@@ -143,7 +146,7 @@ def change(netlink: net.NetlinkSocket, command: str, words: list[str], quiet: bo
         if command == "add" and not gateway and not index:
             raise OSError(errno.EINVAL, "")
         kind = net.NEWROUTE if command == "add" else net.DELROUTE
-        netlink.route(kind, _socket.AF_INET, target, prefix, gateway, index)
+        netlink.change_route(kind, _socket.AF_INET, target, prefix, gateway, index)
     except OSError as error:
         if not quiet:
             number = error.errno or 0
@@ -154,18 +157,18 @@ def change(netlink: net.NetlinkSocket, command: str, words: list[str], quiet: bo
     return 0
 
 
-def get(netlink: net.NetlinkSocket, words: list[str]) -> int:
+def print_route(netlink: net.NetlinkSocket, words: list[str]) -> int:
     """Print the route to a destination. See print_getmsg()."""
-    request = parse(words)
+    request = parse_request(words)
     target, _, is_host = parse_destination(request)
     if request.target == "default":
-        route, length = netlink.default_route(_socket.AF_INET), 0
+        route, length = netlink.find_default_route(_socket.AF_INET), 0
     else:
-        match = netlink.route_for(_socket.AF_INET, target)
+        match = netlink.look_up_route(_socket.AF_INET, target)
         route, length = match if match else (None, 0)
     if route is None:
         raise base.errx(1, "route has not been found")
-    links = {link.index: link for link in netlink.links()}
+    links = {link.index: link for link in netlink.list_links()}
     link = links[int.from_bytes(route.get(4, b"\0\0\0\0"), "little")]
     base.print_line(f"   route to: {request.target}")
     base.print_line(

@@ -13,7 +13,7 @@ GET, DELETE = 0x0101, 0x0102
 TUPLE_ORIG, TUPLE_IP = 1, 1
 
 
-def apply_mask(address: bytes, prefix: int) -> int:
+def network_bits(address: bytes, prefix: int) -> int:
     size = len(address) * 8
     return int.from_bytes(address, "big") >> (size - prefix)
 
@@ -30,22 +30,24 @@ class AddressRange:
 
     def contains(self, address: bytes) -> bool:
         is_same_family = len(address) == len(self.address)
-        return is_same_family and apply_mask(address, self.prefix) == apply_mask(self.address, self.prefix)
+        return is_same_family and network_bits(address, self.prefix) == network_bits(self.address, self.prefix)
 
 
-def kill(source: AddressRange, target: AddressRange | None) -> int:
-    """Delete the connections from ``source`` (and to ``target``). Returns their number."""
+def delete_states(source: AddressRange, target: AddressRange | None) -> int:
+    """Delete the states of connections from ``source`` to ``target`` (None: to any address). Returns their number."""
     netlink = net.NetlinkSocket(NETFILTER)
     header = struct.pack("=BBH", source.family, 0, 0)
     keys = (1, 2) if source.family == _socket.AF_INET else (3, 4)
     count = 0
     for _, body in netlink.request(GET, net.DUMP, header):
-        connection = net.attributes(body[4:]).get(TUPLE_ORIG, b"")
-        ends = net.attributes(net.attributes(connection).get(TUPLE_IP, b""))
-        if not source.contains(ends.get(keys[0], b"")) or (target and not target.contains(ends.get(keys[1], b""))):
+        connection_tuple = net.parse_attributes(body[4:]).get(TUPLE_ORIG, b"")
+        endpoints = net.parse_attributes(net.parse_attributes(connection_tuple).get(TUPLE_IP, b""))
+        if not source.contains(endpoints.get(keys[0], b"")) or (
+            target and not target.contains(endpoints.get(keys[1], b""))
+        ):
             continue
         try:
-            netlink.request(DELETE, net.ACK, header + net.attribute(TUPLE_ORIG | net.NESTED, connection))
+            netlink.request(DELETE, net.ACK, header + net.pack_attribute(TUPLE_ORIG | net.NESTED, connection_tuple))
         except FileNotFoundError:
             continue  # The connection has just been closed.
         count += 1

@@ -1,4 +1,4 @@
-"""sysctl(8) for the few names that the gateway and its roles read. Messages: sbin/sysctl/sysctl.c."""
+"""sysctl(8) for the few names that the gateway and its roles use, with the messages of sbin/sysctl/sysctl.c."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ USAGE = """\
 usage: sysctl [-j jail] [-bdeFhilnNoqTtVWx] [ -B <bufsize> ] [-f filename] name[=value[,value]] ...
        sysctl [-j jail] [-bdeFhlnNoqTtVWx] [ -B <bufsize> ] -a"""
 
-# Where the value of each name is stored ("knob", "state:DEFAULT", "proc:FILE" on Linux, "=VALUE"), and how it may be
-# accessed.
-NAMES = {
+# Where the value of each variable is stored ("knob", "state:DEFAULT", "proc:FILE" on Linux, "=VALUE"), and how it
+# may be accessed.
+VARIABLES = {
     "kern.ostype": ("=FreeBSD", "ro"),
     "kern.osrelease": ("release", "ro"),
     "kern.osreldate": ("knob", "ro"),
@@ -40,20 +40,20 @@ NAMES = {
 }
 
 
-def read(name: str) -> str:
-    storage = NAMES[name][0]
+def read_value(name: str) -> str:
+    storage = VARIABLES[name][0]
     if storage.startswith("="):
         return storage[1:]
     if storage == "knob":
-        return base.knob(name)
+        return base.read_knob(name)
     if storage.startswith("proc:"):
         with open(storage[5:]) as file:
             return file.read().strip()
     if storage.startswith("state:"):
         return str(base.load("sysctl", {}).get(name, storage[6:]))
     if storage == "release":
-        date = base.osreldate()
-        return f"{date // 100000}.{date // 1000 % 100}-RELEASE"
+        osreldate = base.osreldate()
+        return f"{osreldate // 100000}.{osreldate // 1000 % 100}-RELEASE"
     if storage == "hostname":
         return os.uname().nodename
     if storage == "ncpu":
@@ -67,8 +67,8 @@ def read(name: str) -> str:
     return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def write(name: str, value: str) -> None:
-    storage = NAMES[name][0]
+def write_value(name: str, value: str) -> None:
+    storage = VARIABLES[name][0]
     if storage.startswith("proc:"):
         with open(storage[5:], "w") as file:
             file.write(value)
@@ -89,22 +89,22 @@ def main(argv: list[str]) -> int:
         raise base.unsupported(f"-{letter}")
     if not words:
         raise base.usage(USAGE)
-    code = 0
+    error_count = 0
     for word in words:
-        code += read_or_write(word, option_letters)
-    return 1 if code else 0
+        error_count += read_or_write(word, option_letters)
+    return 1 if error_count else 0
 
 
 def read_or_write(word: str, option_letters: set[str]) -> int:
-    """Read or write one name, like parse() in sysctl.c. Returns 1 if that fails."""
+    """Read or write one value, like parse() in sysctl.c. Returns 0, or 1 after an error."""
     name, equals, value = word.partition("=")
-    if name not in NAMES:
+    if name not in VARIABLES:
         if "i" in option_letters:
             return 0
         if "q" not in option_letters:
             base.warnx(f"unknown oid '{name}'")
         return 1
-    access = NAMES[name][1]
+    access = VARIABLES[name][1]
     if equals and access == "tunable":
         base.warnx(f"oid '{name}' is a read only tunable")
         base.warnx("Tunable values are set in /boot/loader.conf")
@@ -115,12 +115,12 @@ def read_or_write(word: str, option_letters: set[str]) -> int:
     if equals and not value.lstrip("-").isdigit():
         base.warnx(f"invalid integer '{value}'")
         return 1
-    old = read(name)
+    old_value = read_value(name)
     separator = "=" if "e" in option_letters else ": "
     prefix = "" if "n" in option_letters else name + separator
     if not equals:
-        base.print_line(name if "N" in option_letters else prefix + old)
+        base.print_line(name if "N" in option_letters else prefix + old_value)
         return 0
-    write(name, value)
-    base.print_line(f"{prefix}{old} -> {read(name)}")
+    write_value(name, value)
+    base.print_line(f"{prefix}{old_value} -> {read_value(name)}")
     return 0

@@ -36,7 +36,7 @@ def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(machine, "start_in_namespace", start_slowly)
     monkeypatch.setattr(machine, "build_arguments", lambda *_, **__: [])
-    monkeypatch.setattr(machine, "stop_appending", lambda _: True)
+    monkeypatch.setattr(machine, "clear_append_flag", lambda _: True)
     files = cast("Any", SimpleNamespace(directory=tmp_path, qmp=tmp_path / "qmp"))
     shape = cast("Any", SimpleNamespace(netns=tmp_path))
 

@@ -13,21 +13,21 @@ from tests.support.memory_engine import Gate, create, open_engine
 
 
 class _Host(MemoryHost):
-    closed = False
+    is_closed = False
 
     def __init__(self) -> None:
         super().__init__()
         self.gate: Gate | None = None
-        self.saved_after_close = False
+        self.has_saved_after_close = False
 
     async def save(self, sandbox: Sandbox) -> None:
         if self.gate:
             await self.gate()
-        self.saved_after_close = self.closed
+        self.has_saved_after_close = self.is_closed
         await super().save(sandbox)
 
     async def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
         await super().close()
 
 
@@ -42,10 +42,10 @@ def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) ->
             update_task.cancel()
             close_task = asyncio.create_task(engine.close())
             await asyncio.sleep(0.05)
-            assert not close_task.done() and not host.closed
+            assert not close_task.done() and not host.is_closed
             host.gate.opened.set()
             await close_task
-        assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.saved_after_close
+        assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
 
     asyncio.run(scenario())
 
@@ -61,7 +61,7 @@ def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyP
             update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
             await host.gate.reached.wait()
             await engine.close()
-            assert host.closed
+            assert host.is_closed
             host.gate.opened.set()
             await update_task
 

@@ -1,4 +1,4 @@
-"""Machines that stop after they have started and before their sandbox's record is committed."""
+"""Machines that stop after they have started but before the record of their sandbox is committed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.support.memory_engine import create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
-    """A host that stops the machines of the sandboxes in ``dying`` just before their records are saved."""
+    """A host that stops the machines of the sandboxes named in ``names_to_stop`` just before saving their records."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dying: set[str] = set()
+        self.names_to_stop: set[str] = set()
 
     async def stop_unexpectedly(self, sandbox: Sandbox) -> None:
         await self.stop(sandbox)
         self._exit(sandbox.instance)
 
     async def save(self, sandbox: Sandbox) -> None:
-        if sandbox.name in self.dying:
-            self.dying.discard(sandbox.name)
+        if sandbox.name in self.names_to_stop:
+            self.names_to_stop.discard(sandbox.name)
             await self.stop_unexpectedly(sandbox)
         await super().save(sandbox)
 
@@ -34,7 +34,7 @@ def test_a_fork_whose_machine_stops_before_the_commit_can_be_resumed(tmp_path: P
     async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
-            host.dying = {"b"}
+            host.names_to_stop = {"b"}
             await engine.forks.fork("t", ForkSpec(names=["b", "c"]))
             await wait_until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
             assert engine.sandboxes.get("c").state is SandboxState.RUNNING
@@ -49,7 +49,7 @@ def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
-            host.dying = {"a"}
+            host.names_to_stop = {"a"}
             await engine.sandboxes.rollback("a", "s")
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
             await engine.sandboxes.resume("a")
@@ -57,7 +57,7 @@ def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_
     asyncio.run(scenario())
 
 
-def test_a_paused_fork_stays_paused_without_a_reason(tmp_path: Path) -> None:
+def test_a_paused_fork_stays_paused_with_an_empty_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_engine(tmp_path) as engine:
             sandbox = await create(engine, "a", paused=True)
@@ -71,13 +71,13 @@ def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> Non
     """The scan finds the machine running, but the machine stops before the engine watches for exits."""
     sandbox = Sandbox(name="a", forked_from="", head="")
 
-    class Host(_Host):
+    class _StaleScanHost(_Host):
         async def scan(self) -> Scan:
             self.disks[sandbox.instance] = {}
             return Scan(sandboxes=[sandbox], alive={sandbox.instance})
 
     async def scenario() -> None:
-        async with open_engine(tmp_path, Host()) as engine:
+        async with open_engine(tmp_path, _StaleScanHost()) as engine:
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
     asyncio.run(scenario())

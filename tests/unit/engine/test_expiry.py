@@ -14,7 +14,7 @@ from tests.support.memory_engine import create, open_engine, wait_until
 pytestmark = pytest.mark.anyio
 
 
-def sandbox_names(engine: Engine) -> list[str]:
+def list_sandbox_names(engine: Engine) -> list[str]:
     return [each.name for each in engine.sandboxes.list()]
 
 
@@ -24,55 +24,55 @@ async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path
             await create(engine, name)
         async with engine._expiry._sandboxes._locking.sandbox("busy"):
             for name in ("busy", "idle"):
-                end_timeout(engine, name)
-            await wait_until(lambda: sandbox_names(engine) == ["busy"])
-        await wait_until(lambda: sandbox_names(engine) == [])
+                expire_timeout(engine, name)
+            await wait_until(lambda: list_sandbox_names(engine) == ["busy"])
+        await wait_until(lambda: list_sandbox_names(engine) == [])
 
 
-def end_timeout(engine: Engine, name: str) -> None:
-    """Make a sandbox's timeout end now, which ``set_timeout`` cannot do while the sandbox is busy."""
+def expire_timeout(engine: Engine, name: str) -> None:
+    """Let a sandbox's timeout expire now. ``set_timeout`` cannot do this while the sandbox is busy."""
     sandbox = engine.sandboxes.get(name)
     engine.index.put(sandbox.model_copy(update={"end_at": now()}))
 
 
 async def test_checks_continue_after_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_engine(tmp_path) as engine:
-        await create(engine, "mortal")
+        await create(engine, "expiring")
 
-        original = engine.collector.retry
-        failed = asyncio.Event()
+        original_retry = engine.sandboxes._collector.retry
+        failure_event = asyncio.Event()
 
         async def fail_once() -> None:
-            monkeypatch.setattr(engine.collector, "retry", original)
-            failed.set()
+            monkeypatch.setattr(engine.sandboxes._collector, "retry", original_retry)
+            failure_event.set()
             raise RuntimeError("unexpected")
 
-        monkeypatch.setattr(engine.collector, "retry", fail_once)
-        await asyncio.wait_for(failed.wait(), 10)
-        await engine.sandboxes.set_timeout("mortal", 0.01)
-        await wait_until(lambda: sandbox_names(engine) == [])
+        monkeypatch.setattr(engine.sandboxes._collector, "retry", fail_once)
+        await asyncio.wait_for(failure_event.wait(), 10)
+        await engine.sandboxes.set_timeout("expiring", 0.01)
+        await wait_until(lambda: list_sandbox_names(engine) == [])
 
 
 async def test_a_snapshot_is_removed_when_it_reaches_its_maximum_age(tmp_path: Path) -> None:
-    """Nothing else changes at that time, so the rules must be applied again because of the time alone."""
+    """Nothing else changes at that time, so the passage of time alone must cause the rules to be applied again."""
     async with open_engine(tmp_path) as engine:
         await create(engine, "one")
         rule = Retention(max_age=0.8)
-        older = await engine.snapshots.create("one", retention=rule)
-        newest = await engine.snapshots.create("one", retention=rule)
+        older_snapshot = await engine.snapshots.create("one", retention=rule)
+        newest_snapshot = await engine.snapshots.create("one", retention=rule)
         await asyncio.sleep(0.3)
-        assert [each.id for each in engine.snapshots.list()] == [older.id, newest.id]
-        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest.id])
+        assert [each.id for each in engine.snapshots.list()] == [older_snapshot.id, newest_snapshot.id]
+        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest_snapshot.id])
 
 
 async def test_a_snapshot_that_was_in_use_is_removed_after_its_last_user(tmp_path: Path) -> None:
     async with open_engine(tmp_path) as engine:
         await create(engine, "one")
         rule = Retention(keep_last=1)
-        older = await engine.snapshots.create("one", retention=rule)
-        await create(engine, "user", older.id)
-        newest = await engine.snapshots.create("one", retention=rule)
+        older_snapshot = await engine.snapshots.create("one", retention=rule)
+        await create(engine, "user", older_snapshot.id)
+        newest_snapshot = await engine.snapshots.create("one", retention=rule)
         await asyncio.sleep(0.6)
-        assert [each.id for each in engine.snapshots.list()] == [older.id, newest.id]
+        assert [each.id for each in engine.snapshots.list()] == [older_snapshot.id, newest_snapshot.id]
         await engine.sandboxes.delete("user")
-        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest.id])
+        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest_snapshot.id])

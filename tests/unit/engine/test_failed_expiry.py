@@ -21,15 +21,15 @@ def long_first_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Host(MemoryHost):
-    full = False
+    is_full = False
     refuses_removal = False
-    attempts = 0
+    attempt_count = 0
     save_count = 0
 
     async def save(self, sandbox: Sandbox) -> None:
         self.save_count += 1
-        if self.full:
-            self.attempts += 1
+        if self.is_full:
+            self.attempt_count += 1
             raise NoSpace("no space left")
         await super().save(sandbox)
 
@@ -38,7 +38,7 @@ class _Host(MemoryHost):
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         if self.refuses_removal and "locked" in snapshot.names:
-            self.attempts += 1
+            self.attempt_count += 1
             raise InUse("it is locked")
         await super().remove_snapshot(snapshot)
 
@@ -48,12 +48,12 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
-            before = set(engine.index.snapshots)
-            host.full = True
+            ids_before = set(engine.index.snapshots)
+            host.is_full = True
             with pytest.raises(NoSpace):
                 await engine.sandboxes.pause("a")
-            assert set(engine.index.snapshots) == before and len(host.disks) == 2  # of the template and the sandbox
-            host.full = False
+            assert set(engine.index.snapshots) == ids_before and len(host.disks) == 2  # of the template and the sandbox
+            host.is_full = False
             await engine.sandboxes.pause("a")
             await engine.sandboxes.resume("a")
 
@@ -65,18 +65,18 @@ def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
-            before = set(engine.index.snapshots)
-            capture = host.capture
+            ids_before = set(engine.index.snapshots)
+            original_capture = host.capture
 
             async def capture_and_stop(*args: object, **options: object) -> Snapshot:
-                snapshot = await capture(*args, **options)  # type: ignore[arg-type]
+                snapshot = await original_capture(*args, **options)  # type: ignore[arg-type]
                 await host.stop(sandbox)
                 return snapshot
 
             host.capture = capture_and_stop  # type: ignore[method-assign]
             with pytest.raises(Exception, match="source sandbox stopped"):
                 await engine.sandboxes.pause("a")
-            assert set(engine.index.snapshots) == before
+            assert set(engine.index.snapshots) == ids_before
 
     asyncio.run(scenario())
 
@@ -86,12 +86,12 @@ def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> Non
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a", timeout=0, on_timeout=OnTimeout.PAUSE)
-            before = set(engine.index.snapshots)
-            host.full = True
-            await wait_until(lambda: host.attempts)
+            ids_before = set(engine.index.snapshots)
+            host.is_full = True
+            await wait_until(lambda: host.attempt_count)
             await asyncio.sleep(0.7)
-            assert host.attempts == 1 and set(engine.index.snapshots) == before
-            host.full = False
+            assert host.attempt_count == 1 and set(engine.index.snapshots) == ids_before
+            host.is_full = False
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
     asyncio.run(scenario())
@@ -104,9 +104,9 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path) -> No
             await create(engine, "a")
             host.refuses_removal = True
             await engine.snapshots.create("a", name="locked", expires_in=0)
-            await wait_until(lambda: host.attempts)
+            await wait_until(lambda: host.attempt_count)
             await asyncio.sleep(0.7)
-            assert host.attempts == 1
+            assert host.attempt_count == 1
             host.refuses_removal = False
             await wait_until(lambda: not engine.snapshots.list())
 
@@ -124,33 +124,33 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
             await engine.snapshots.delete("locked", when_unused=True)
             host.refuses_removal = True
             await engine.sandboxes.delete("b")
-            await wait_until(lambda: host.attempts)
-            expected_saves = host.save_count
+            await wait_until(lambda: host.attempt_count)
+            expected_save_count = host.save_count
             for _ in range(2):  # each deletion collects
                 await create(engine, "c")
-                expected_saves += 1
+                expected_save_count += 1
                 await engine.sandboxes.delete("c")
-            assert host.attempts == 1 and host.save_count == expected_saves, "the lineage was written again"
+            assert host.attempt_count == 1 and host.save_count == expected_save_count, "the lineage was written again"
             host.refuses_removal = False
             await wait_until(lambda: len(engine.index.snapshots) == 2)
-            await wait_until(lambda: engine.collector._backoff.list_due() == [])
+            await wait_until(lambda: engine.sandboxes._collector._backoff.list_due() == [])
 
     asyncio.run(scenario())
 
 
 def test_each_failure_doubles_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = 0.0
+    current_time = 0.0
     monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_DELAY_SECONDS", 1.0)
-    monkeypatch.setattr("time.monotonic", lambda: at)
+    monkeypatch.setattr("time.monotonic", lambda: current_time)
     backoff = Backoff()
-    waits = []
+    delays = []
     for _ in range(9):
         backoff.delay("a")
-        start = at
+        start_time = current_time
         while not backoff.is_due("a"):
-            at += 0.5
-        waits.append(at - start)
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+            current_time += 0.5
+        delays.append(current_time - start_time)
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     backoff.delay("a")
     assert backoff.is_due("b") and not backoff.is_due("a")
     backoff.retain_only({"a"})

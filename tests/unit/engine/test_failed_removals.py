@@ -1,4 +1,4 @@
-"""Removals that fail while a failed operation is undone."""
+"""Removals that fail while a failed operation is being undone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Host(MemoryHost):
     """A host that can neither remove the sandbox ``one`` nor save the sandbox ``three``."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        if sandbox.name in self.failing:
+        if sandbox.name in self.failing_names:
             await asyncio.sleep(0.1)
         await super().fork(snapshot, sandbox, with_memory=with_memory)
 
@@ -37,7 +37,7 @@ class _Host(MemoryHost):
 def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
     async def scenario() -> None:
         host = _Host()
-        host.failing = {"three"} if error is BackendFailed else set()
+        host.failing_names = {"three"} if error is BackendFailed else set()
         async with open_engine(tmp_path, host) as engine:
             with pytest.raises(error):
                 await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
@@ -54,14 +54,14 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
 
-            async def fail(sandbox: Sandbox) -> None:
+            async def raise_no_space(sandbox: Sandbox) -> None:
                 raise NoSpace("no space left")
 
-            async def time_out(sandbox: Sandbox) -> None:
+            async def raise_timeout(sandbox: Sandbox) -> None:
                 raise Timeout("QEMU did not end")
 
-            host.save = fail  # type: ignore[method-assign]
-            host.discard = time_out  # type: ignore[method-assign]
+            host.save = raise_no_space  # type: ignore[method-assign]
+            host.discard = raise_timeout  # type: ignore[method-assign]
             with pytest.raises(NoSpace):
                 await engine.sandboxes.rollback("a", "s")
 

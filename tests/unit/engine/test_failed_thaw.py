@@ -14,17 +14,17 @@ from tests.api.memory_host import Machine, MemoryHost
 from tests.support.memory_engine import create, open_engine
 
 
-class _StubbornMachine(Machine):
+class _ThawFailingMachine(Machine):
     """A machine whose agent closes the connection instead of thawing the file system."""
 
-    async def _handle_request(self, line: str, target: str, *rest: Any) -> None:
+    async def _handle_request(self, line: str, target: str, *arguments: Any) -> None:
         if target == "/thaw":
             raise OSError("the connection is closed")
-        await super()._handle_request(line, target, *rest)
+        await super()._handle_request(line, target, *arguments)
 
 
 class _Host(MemoryHost):
-    machine_type = _StubbornMachine
+    machine_type = _ThawFailingMachine
     capture_fails = False
 
     async def capture(self, sandbox: Sandbox, snapshot: Snapshot, **options: Any) -> Snapshot:
@@ -45,7 +45,7 @@ def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: p
     assert "thaw failed" in [record.message for record in caplog.records]
 
 
-def test_the_error_of_a_capture_is_reported_if_the_thaw_fails_too(tmp_path: Path) -> None:
+def test_the_error_of_a_capture_is_reported_if_the_thaw_also_fails(tmp_path: Path) -> None:
     async def capture_disk() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:

@@ -34,7 +34,7 @@ class _Host(MemoryHost):
         await super().remove(sandbox)
 
 
-async def _cancel_in_commit(engine: Engine, host: _Host, task: asyncio.Task[object]) -> None:
+async def _cancel_during_commit(engine: Engine, host: _Host, task: asyncio.Task[object]) -> None:
     await host.commit_gate.reached.wait()
     task.cancel()
     await asyncio.sleep(0.02)
@@ -55,7 +55,7 @@ def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
             await create(engine, "a", mounts=[MountSpec("v", "/data")])
             await engine.snapshots.create("a", name="s", volumes=["v"])
             spec = ForkSpec(names=["b", "c"], mounts=[MountSpec("v", "/data", clone=True)])
-            await _cancel_in_commit(engine, host, asyncio.create_task(engine.forks.fork("s", spec)))
+            await _cancel_during_commit(engine, host, asyncio.create_task(engine.forks.fork("s", spec)))
             for name in ("b", "c"):
                 (mount,) = engine.sandboxes.get(name).mounts
                 assert mount.volume in engine.index.volumes and mount.volume in host.volumes
@@ -69,7 +69,7 @@ def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
         async with open_engine(tmp_path, host) as engine:
             source = await create(engine, "a")
             spec = ForkSpec(names=["b", "c"])
-            await _cancel_in_commit(engine, host, asyncio.create_task(engine.forks.clone("a", spec)))
+            await _cancel_during_commit(engine, host, asyncio.create_task(engine.forks.clone("a", spec)))
             clone = engine.sandboxes.get("b")
             assert clone.forked_from in engine.index.snapshots
             assert engine.sandboxes.get(source.id).head == clone.forked_from, (
@@ -83,7 +83,7 @@ def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -
     async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
-            host.slow = 60
+            host.fork_seconds = 60
             task = asyncio.create_task(engine.forks.fork("t", ForkSpec(names=["b", "c"])))
             await asyncio.sleep(0.02)
             host.removal_gate = Gate()
@@ -96,7 +96,7 @@ def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -
             host.removal_gate.opened.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            host.slow = 0
+            host.fork_seconds = 0
             await create(engine, "c")
 
     asyncio.run(scenario())

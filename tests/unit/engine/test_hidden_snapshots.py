@@ -35,13 +35,13 @@ def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_remov
             await engine.snapshots.create("a", name="s")
             await create(engine, "b", "s")
             host.hide_gate = Gate()
-            deletion = asyncio.create_task(engine.snapshots.delete("s", when_unused=True))
+            snapshot_deletion_task = asyncio.create_task(engine.snapshots.delete("s", when_unused=True))
             await host.hide_gate.reached.wait()
-            removal = asyncio.create_task(engine.sandboxes.delete("b"))
+            sandbox_deletion_task = asyncio.create_task(engine.sandboxes.delete("b"))
             await asyncio.sleep(0.05)
             host.hide_gate.opened.set()
-            assert await deletion is True, "it was only hidden"
-            await removal
+            assert await snapshot_deletion_task is True, "it was only hidden"
+            await sandbox_deletion_task
             assert [each.id for each in engine.index.snapshots.values() if each.doomed] == []
 
     asyncio.run(scenario())
@@ -54,9 +54,9 @@ def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path,
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
-            host.slow, host.failing = 0.1, {"a", "b"}
-            work = engine.forks.fork("s", ForkSpec(names=["b"])) if verb == "fork" else None
-            task = asyncio.create_task(work or engine.sandboxes.rollback("a", "s"))  # type: ignore[arg-type]
+            host.fork_seconds, host.failing_names = 0.1, {"a", "b"}
+            fork_operation = engine.forks.fork("s", ForkSpec(names=["b"])) if verb == "fork" else None
+            task = asyncio.create_task(fork_operation or engine.sandboxes.rollback("a", "s"))  # type: ignore[arg-type]
             await asyncio.sleep(0.03)
             assert await engine.snapshots.delete("s", when_unused=True) is False
             with pytest.raises(BackendFailed):

@@ -15,7 +15,7 @@ from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine
 
 
-async def _run(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
+async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
     if verb == "create":
         return [await engine.forks.create("t", ForkSpec(idempotency_key="k"))]
     if verb == "fork":
@@ -29,14 +29,14 @@ def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> N
         host = MemoryHost()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
-            host.slow = 0.05
-            results = await asyncio.gather(*(_run(engine, verb) for _ in range(3)))
-            results.append(await _run(engine, verb))
+            host.fork_seconds = 0.05
+            results = await asyncio.gather(*(_run_operation(engine, verb) for _ in range(3)))
+            results.append(await _run_operation(engine, verb))
             names = [[each.name for each in result if isinstance(each, Sandbox)] for result in results]
             assert names == [names[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(names[0])
             if verb != "create":
                 assert names[0] == ["b", "c"]
                 await engine.sandboxes.delete("c")
-                assert await _run(engine, verb) == [engine.sandboxes.get("b")]
+                assert await _run_operation(engine, verb) == [engine.sandboxes.get("b")]
 
     asyncio.run(scenario())

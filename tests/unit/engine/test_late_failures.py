@@ -1,4 +1,4 @@
-"""Steps that fail late: an operation that fails leaves nothing behind, and one that was committed succeeds."""
+"""An operation whose last steps fail succeeds if it has been committed, and leaves nothing behind otherwise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.memory_engine import create, open_engine
 
 
 class _Host(MemoryHost):
-    full = False
+    is_full = False
     removal_fails = False
 
     async def save(self, sandbox: Sandbox) -> None:
-        if self.full:
+        if self.is_full:
             raise NoSpace("no space left")
         await super().save(sandbox)
 
@@ -37,12 +37,12 @@ def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> N
             await create(engine, "a")
             await engine.attachments.attach("a", MountSpec("v", "/data"))
             head = engine.sandboxes.get("a").head
-            host.full = True
+            host.is_full = True
             with pytest.raises(NoSpace):
                 await engine.snapshots.create("a", name="s", volumes=["v"])
             assert engine.snapshots.list() == [] and engine.index.volume_snapshots == {} == host.volume_snapshots
             assert engine.sandboxes.get("a").head == head
-            host.full = False
+            host.is_full = False
             snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
             assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
 
@@ -54,10 +54,10 @@ def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_p
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
-            for end in (engine.sandboxes.resume, engine.sandboxes.delete):
+            for operation in (engine.sandboxes.resume, engine.sandboxes.delete):
                 await engine.sandboxes.pause("a")
                 host.removal_fails = True
-                await end("a")
+                await operation("a")
                 host.removal_fails = False
                 assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
             assert engine.sandboxes.list() == []

@@ -23,13 +23,13 @@ class _Host(MemoryHost):
     def __init__(self) -> None:
         super().__init__()
         self.load = Load(memory_bytes=5 << 20, disk_bytes=7 << 20, cpu_seconds=3.0, running_seconds=6.0)
-        self.measured: list[list[str]] = []
+        self.measured_names: list[list[str]] = []
         self.fails = False
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
-        self.measured.append([sandbox.name for sandbox in sandboxes])
+        self.measured_names.append([sandbox.name for sandbox in sandboxes])
         if self.fails:
-            raise BackendFailed("no numbers today")
+            raise BackendFailed("the load cannot be read")
         return {sandbox.instance: self.load for sandbox in sandboxes if sandbox.instance in self.machines}
 
 
@@ -51,13 +51,15 @@ async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
     host = _Host()
     async with open_engine(tmp_path, host) as engine:
         await create(engine, "one", cpus=2, cold_start=True)
-        before = time.time()
+        time_before = time.time()
         (sample,) = await engine.loads.history("one")
-        assert before <= sample.at <= time.time()
+        assert time_before <= sample.at <= time.time()
         # Since the start of the machine: half a CPU of two.
         assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
-        assert list(await engine.loads.history("one")) == [sample] and len(host.measured) == 1, "it is fresh"
-        assert await engine.loads.history("one", end=before - 1) == [] and len(host.measured) == 1
+        assert list(await engine.loads.history("one")) == [sample] and len(host.measured_names) == 1, (
+            "the sample is fresh"
+        )
+        assert await engine.loads.history("one", end=time_before - 1) == [] and len(host.measured_names) == 1
         with pytest.raises(NotFound):
             await engine.loads.history("two")
 
@@ -73,7 +75,7 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
             host.load = Load(cpu_seconds=cpu_seconds, running_seconds=6.0)
             samples = await engine.loads.history("one")
         assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0]
-        assert {sample.memory_bytes for sample in samples} == {None}, "what is not measured is not invented"
+        assert {sample.memory_bytes for sample in samples} == {None}, "values that were not measured are None"
         snapshot = await engine.snapshots.create("one")
         await engine.sandboxes.rollback(sandbox.id, snapshot.id)
         clock[0] = 1030.0
@@ -97,25 +99,27 @@ async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[f
         samples = await engine.loads.history("one")
         assert len(samples) == loads.HISTORY_SECONDS / 5 + 1
         assert samples[0].at == clock[0] - loads.HISTORY_SECONDS and samples[-1].at == clock[0]
-        filtered = await engine.loads.history("one", start=clock[0] - 20, end=clock[0] - 10)
-        assert [sample.at - clock[0] for sample in filtered] == [-20, -15, -10]
+        filtered_samples = await engine.loads.history("one", start=clock[0] - 20, end=clock[0] - 10)
+        assert [sample.at - clock[0] for sample in filtered_samples] == [-20, -15, -10]
 
 
 @pytest.mark.usefixtures("short_intervals")
 async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> None:
     host = _Host()
     async with open_engine(tmp_path, host) as engine:
-        assert host.measured == []
-        one = await create(engine, "one")
+        assert host.measured_names == []
+        running_sandbox = await create(engine, "one")
         await create(engine, "two")
         await engine.sandboxes.pause("two")
-        await wait_until(lambda: host.measured.count(["one"]) > 5)
-        host.measured.clear()
-        await wait_until(lambda: len(host.measured) > 5)
-        assert {name for names in host.measured for name in names} == {"one"}
-        measured = len(await engine.loads.history("two"))
-        assert len(await engine.loads.history("two")) == measured, "the history of a paused sandbox does not grow"
-        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.current()] == [(one.id, 5 << 20)]
+        await wait_until(lambda: host.measured_names.count(["one"]) > 5)
+        host.measured_names.clear()
+        await wait_until(lambda: len(host.measured_names) > 5)
+        assert {name for names in host.measured_names for name in names} == {"one"}
+        sample_count = len(await engine.loads.history("two"))
+        assert len(await engine.loads.history("two")) == sample_count, "the history of a paused sandbox does not grow"
+        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.current()] == [
+            (running_sandbox.id, 5 << 20)
+        ]
         await engine.sandboxes.delete("one")
         await engine.sandboxes.delete("two")
         await wait_until(lambda: not engine.loads._histories)
@@ -129,17 +133,17 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
     host.fails = True
     async with open_engine(tmp_path, host) as engine:
         await create(engine, "one")
-        await wait_until(lambda: len(host.measured) > 5)
+        await wait_until(lambda: len(host.measured_names) > 5)
         assert caplog.text.count("the use of resources could not be measured") == 1
         assert list(engine.loads.current()) == []
         host.fails = False
         await wait_until(lambda: list(engine.loads.current()))
 
 
-def test_a_history_is_small() -> None:
+def test_a_history_needs_little_memory() -> None:
     """The history of 1000 sandboxes over ten minutes must not need more than a few MiB."""
     history = loads._History()
     for number in range(120):
         history.add(loads.Sample(5.0 * number, 1.0, 1 << 30, None))
     assert history.numbers.itemsize * len(history.numbers) < 4000
-    assert history.newest == loads.Sample(595.0, 1.0, 1 << 30, None)
+    assert history.newest_sample == loads.Sample(595.0, 1.0, 1 << 30, None)

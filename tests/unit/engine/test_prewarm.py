@@ -21,20 +21,20 @@ pytestmark = pytest.mark.anyio
 
 
 class _Host(MemoryHost):
-    """A host that records which sandboxes got a network policy. While ``full`` is set, saving a record fails."""
+    """A host that records which sandboxes got a network policy. While ``is_full`` is true, saving a record fails."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.policies: list[str] = []
-        self.full = False
+        self.sandboxes_with_policy: list[str] = []
+        self.is_full = False
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         if sandbox.network != NetworkPolicy():
-            self.policies.append(sandbox.name)
+            self.sandboxes_with_policy.append(sandbox.name)
         await super().claim(fork, sandbox)
 
     async def save(self, sandbox: Sandbox) -> None:
-        if self.full:
+        if self.is_full:
             raise NoSpace("no space left")
         await super().save(sandbox)
 
@@ -64,20 +64,20 @@ async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:
 
 async def test_a_fork_claims_a_prewarmed_machine_and_another_is_started(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1)
-    fork_count = host.forked
+    fork_count_before = host.fork_count
     sandbox = await create(engine, "b", "s")
-    assert host.claimed == 1
+    assert host.claim_count == 1
     assert host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
     assert (sandbox.head, sandbox.forked_from) == (engine.snapshots.get("s").id,) * 2
     await wait_until(lambda: count_ready(engine) == 1)
-    assert host.forked == fork_count + 1
+    assert host.fork_count == fork_count_before + 1
 
 
 async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 2)
     sandboxes = await engine.forks.fork("s", ForkSpec(count=3))
     assert len({each.instance for each in sandboxes if isinstance(each, Sandbox)}) == 3
-    assert host.claimed >= 2
+    assert host.claim_count >= 2
 
 
 async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engine, host: _Host) -> None:
@@ -86,22 +86,22 @@ async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engi
     await create(engine, "mounting", "s", mounts=[MountSpec("v", "/data")])
     await create(engine, "booting", "s", cold_start=True)
     await create(engine, "paused", "s", paused=True)
-    assert host.claimed == 0 and count_ready(engine) == 1
+    assert host.claim_count == 0 and count_ready(engine) == 1
 
 
 async def test_a_claim_gets_the_network_policy_of_its_sandbox(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1)
     await create(engine, "b", "s", network=NetworkPolicy(allow_internet=False))
-    assert host.policies == ["b"]
+    assert host.sandboxes_with_policy == ["b"]
 
 
 async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1)
-    before = engine.sandboxes.get("a")
-    after = await engine.sandboxes.rollback("a", "s")
-    assert host.claimed == 1 and after.id == before.id
-    assert after.instance != before.instance and before.instance not in host.machines
-    assert host.machines[after.instance].identity["sandboxID"] == before.id
+    sandbox_before = engine.sandboxes.get("a")
+    sandbox_after = await engine.sandboxes.rollback("a", "s")
+    assert host.claim_count == 1 and sandbox_after.id == sandbox_before.id
+    assert sandbox_after.instance != sandbox_before.instance and sandbox_before.instance not in host.machines
+    assert host.machines[sandbox_after.instance].identity["sandboxID"] == sandbox_before.id
 
 
 async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
@@ -121,19 +121,19 @@ async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _H
             return super().__contains__(name) and not self.discard(str(name))
 
     await keep_ready(engine, 1)
-    host.failing = _SingleUseNames({"b"})
+    host.failing_names = _SingleUseNames({"b"})
     sandbox = await create(engine, "b", "s")
-    assert host.claimed == 1 and host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
+    assert host.claim_count == 1 and host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
     await wait_until(lambda: count_ready(engine) == 1)
     assert len(host.machines) == 3, "the failed claim left a machine"
 
 
 async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1)
-    host.full = True
+    host.is_full = True
     with pytest.raises(NoSpace):
         await create(engine, "b", "s")
-    host.full = False
+    host.is_full = False
     await wait_until(lambda: count_ready(engine) == 1)
     assert len(host.machines) == 2 and "b" not in [each.name for each in engine.sandboxes.list()]
 
@@ -143,11 +143,11 @@ async def test_a_stopped_machine_is_replaced_instead_of_claimed(engine: Engine, 
     fork = engine.prewarm._ready[engine.snapshots.get("s").id][0]
     await host.machines.pop(fork.instance).stop()
     sandbox = await create(engine, "b", "s")
-    assert sandbox.instance != fork.instance and host.claimed == 0
+    assert sandbox.instance != fork.instance and host.claim_count == 0
     await wait_until(lambda: count_ready(engine) == 1)
 
 
-async def _delete(engine: Engine) -> None:
+async def _delete_snapshot(engine: Engine) -> None:
     await engine.snapshots.delete("s")
 
 
@@ -155,7 +155,7 @@ async def _set_target_to_zero(engine: Engine) -> None:
     await engine.prewarm.set_target("s", 0)
 
 
-@pytest.mark.parametrize("reduce", [_delete, _set_target_to_zero], ids=["deleted", "target 0"])
+@pytest.mark.parametrize("reduce", [_delete_snapshot, _set_target_to_zero], ids=["deleted", "target 0"])
 async def test_surplus_forks_are_discarded(
     engine: Engine, host: _Host, reduce: Callable[[Engine], Awaitable[None]]
 ) -> None:
@@ -167,31 +167,31 @@ async def test_surplus_forks_are_discarded(
 async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 2)
     reserve_mb = engine.config.prewarm.free_memory_mb
-    host.available = replace(host.available, memory_free=(reserve_mb - 1) << 20)
+    host.available_room = replace(host.available_room, memory_free=(reserve_mb - 1) << 20)
     await wait_until(lambda: count_ready(engine) == 0 and len(host.machines) == 1)
-    host.available = replace(host.available, memory_free=(reserve_mb + 256) << 20)
+    host.available_room = replace(host.available_room, memory_free=(reserve_mb + 256) << 20)
     await wait_until(lambda: count_ready(engine) == 2)
 
 
 async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with engine.prewarm.starting_requested():
+    with engine.prewarm.starting_for_request():
         await engine.prewarm.set_target("s", 1)
         await asyncio.sleep(0.05)
         assert count_ready(engine) == 0
     await wait_until(lambda: count_ready(engine) == 1)
 
 
-async def test_a_failure_is_retried_later(engine: Engine, host: _Host, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, caplog: pytest.LogCaptureFixture) -> None:
     message = "an unknown instance"
 
     async def fail(*_: object, **__: object) -> None:
         raise NoSpace(message)
 
-    original, host.fork = host.fork, fail  # type: ignore[method-assign]
+    original_fork, host.fork = host.fork, fail  # type: ignore[method-assign]
     await engine.prewarm.set_target("s", 1)
     await wait_until(lambda: "fork not prewarmed" in caplog.messages)
-    host.fork = original  # type: ignore[method-assign]
+    host.fork = original_fork  # type: ignore[method-assign]
     await wait_until(lambda: count_ready(engine) == 1)
 
 
@@ -205,7 +205,7 @@ async def test_closing_the_engine_discards_the_forks(tmp_path: Path, host: _Host
 
 async def test_invalid_targets_are_refused(engine: Engine) -> None:
     await engine.snapshots.create("a", name="disk", memory="none")
-    with pytest.raises(Invalid, match=r"a prewarm count of 65 is not possible: use 0 to 64 \(prewarm.maximum\)"):
+    with pytest.raises(Invalid, match=r"a prewarm count of 65 is out of range: use 0 to 64 \(prewarm.maximum\)"):
         await engine.prewarm.set_target("s", 65)
     with pytest.raises(Unsupported, match="a snapshot without memory cannot be prewarmed"):
         await engine.prewarm.set_target("disk", 1)
@@ -215,10 +215,10 @@ async def test_invalid_targets_are_refused(engine: Engine) -> None:
 
 
 async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Path) -> None:
-    class _HostWithoutPrewarm(MemoryHost):
+    class _HostWithoutPrewarming(MemoryHost):
         abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
 
-    async with open_engine(tmp_path, _HostWithoutPrewarm()) as engine:
+    async with open_engine(tmp_path, _HostWithoutPrewarming()) as engine:
         with pytest.raises(Unsupported, match="a memory host cannot prewarm forks"):
             await engine.prewarm.set_target("t", 1)
         await engine.prewarm.set_target("t", 0)
@@ -227,46 +227,46 @@ async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Pat
 async def test_no_fork_is_started_during_a_claim(engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.prewarm._DELAY_AFTER_CLAIM_SECONDS", 0.5)
     await keep_ready(engine, 1)
-    fork_count = host.forked
+    fork_count_before = host.fork_count
     await create(engine, "b", "s")
     await asyncio.sleep(0.2)
-    assert host.forked == fork_count, "a fork was started while the claimed sandbox runs its first command"
+    assert host.fork_count == fork_count_before, "a fork was started while the claimed sandbox runs its first command"
     await wait_until(lambda: count_ready(engine) == 1)
 
 
 async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engine: Engine, host: _Host) -> None:
-    saves = 0
-    save = host.save
+    save_count = 0
+    original_save = host.save
 
     async def fail_second(sandbox: Sandbox) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == 2:
+        nonlocal save_count
+        save_count += 1
+        if save_count == 2:
             raise NoSpace("no space left")
-        await save(sandbox)
+        await original_save(sandbox)
 
     host.save = fail_second  # type: ignore[method-assign]
-    before = len(host.saved)
+    record_count_before = len(host.saved)
     with pytest.raises(NoSpace):
         await engine.forks.fork("s", ForkSpec(count=3))
-    assert saves == 3 and len(host.saved) == before and len(host.machines) == 1
+    assert save_count == 3 and len(host.saved) == record_count_before and len(host.machines) == 1
     assert [each.name for each in engine.sandboxes.list()] == ["a"]
 
 
 async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurements = 0
-    measure = host.room
+    measurement_count = 0
+    read_room = host.room
 
-    async def count() -> Room:
-        nonlocal measurements
-        measurements += 1
-        return await measure()
+    async def count_measurement() -> Room:
+        nonlocal measurement_count
+        measurement_count += 1
+        return await read_room()
 
-    monkeypatch.setattr(host, "room", count)
+    monkeypatch.setattr(host, "room", count_measurement)
     engine.prewarm._changed.set()
     await wait_until(lambda: not engine.prewarm._changed.is_set())
-    assert measurements == 0
+    assert measurement_count == 0
     await keep_ready(engine, 1)
-    assert measurements > 0
+    assert measurement_count > 0

@@ -20,7 +20,7 @@ class _Host(MemoryHost):
     def __init__(self) -> None:
         super().__init__()
         self.removal_gate: Gate | None = None
-        self.stored: set[str] = set()
+        self.stored_ids: set[str] = set()
         """Ids of the snapshots that have a record."""
 
     async def remove(self, sandbox: Sandbox) -> None:
@@ -30,10 +30,10 @@ class _Host(MemoryHost):
         await self.discard(sandbox)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        self.stored.add(snapshot.id)
+        self.stored_ids.add(snapshot.id)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        self.stored.discard(snapshot.id)
+        self.stored_ids.discard(snapshot.id)
         if self.removal_gate:
             await self.removal_gate()
         await super().remove_snapshot(snapshot)
@@ -46,12 +46,12 @@ def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Pat
             await create(engine, "a")
             await engine.snapshots.create("a", name="head")
             host.removal_gate = Gate()
-            deletion = asyncio.create_task(engine.sandboxes.delete("a"))
+            deletion_task = asyncio.create_task(engine.sandboxes.delete("a"))
             await host.removal_gate.reached.wait()
-            head_deletion = asyncio.create_task(engine.snapshots.delete("head"))  # changes the head of the sandbox
+            head_deletion_task = asyncio.create_task(engine.snapshots.delete("head"))  # changes the head of the sandbox
             await asyncio.sleep(0.05)
             host.removal_gate.opened.set()
-            await asyncio.gather(deletion, head_deletion)
+            await asyncio.gather(deletion_task, head_deletion_task)
             assert engine.sandboxes.list() == [] and host.saved == {}
             assert engine.snapshots.list() == []
 
@@ -65,18 +65,20 @@ def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> No
             sandbox = await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
-            removal = asyncio.create_task(engine.sandboxes.delete("a"))
+            removal_task = asyncio.create_task(engine.sandboxes.delete("a"))
             await host.removal_gate.reached.wait()
-            save = asyncio.create_task(save_sandbox(engine.collector._context, sandbox.id, metadata={"late": "yes"}))
+            save_task = asyncio.create_task(
+                save_sandbox(engine.sandboxes._context, sandbox.id, metadata={"late": "yes"})
+            )
             await asyncio.sleep(0.02)
             host.removal_gate.opened.set()
-            await removal
+            await removal_task
             with pytest.raises(NotFound):
-                await save
+                await save_task
             await engine.snapshots.delete("s")
             with pytest.raises(NotFound):
-                await save_snapshot(engine.collector._context, snapshot.id, description="late")
-            assert host.saved == {} and snapshot.id not in host.stored
+                await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
+            assert host.saved == {} and snapshot.id not in host.stored_ids
 
     asyncio.run(scenario())
 
@@ -91,17 +93,17 @@ def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
 
             async def save(record: Snapshot) -> None:
                 await gate()
-                host.stored.add(record.id)
+                host.stored_ids.add(record.id)
 
             host.save_snapshot = save  # type: ignore[method-assign]
             save_task = asyncio.create_task(
-                save_snapshot(engine.collector._context, snapshot.id, description="under way")
+                save_snapshot(engine.sandboxes._context, snapshot.id, description="under way")
             )
             await gate.reached.wait()
-            removal = asyncio.create_task(engine.snapshots.delete("s"))
+            removal_task = asyncio.create_task(engine.snapshots.delete("s"))
             await asyncio.sleep(0.02)
             gate.opened.set()
-            await asyncio.gather(save_task, removal)
-            assert snapshot.id not in host.stored
+            await asyncio.gather(save_task, removal_task)
+            assert snapshot.id not in host.stored_ids
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ class _Host(MemoryHost):
     def __init__(self, scan: Scan | None = None) -> None:
         super().__init__()
         self.scan_result = scan or Scan()
-        self.full = scan is not None
+        self.is_full = scan is not None
         for sandbox in self.scan_result.sandboxes:
             self.disks[sandbox.instance] = {}
 
@@ -26,12 +26,12 @@ class _Host(MemoryHost):
         return self.scan_result
 
     async def save(self, sandbox: Sandbox) -> None:
-        if self.full:
+        if self.is_full:
             raise NoSpace("no space left")
         await super().save(sandbox)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        if self.full:
+        if self.is_full:
             raise NoSpace("no space left")
         await super().remove_snapshot(snapshot)
 
@@ -52,7 +52,7 @@ def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> N
             for name in ("a", "b"):
                 sandbox = engine.sandboxes.get(name)
                 assert sandbox.state is SandboxState.PAUSED and "went down" in sandbox.state_reason
-            host.full = False
+            host.is_full = False
             await engine.sandboxes.resume("a")
             assert host.saved[sandboxes[1].id].state is SandboxState.RUNNING
         finally:
@@ -66,11 +66,11 @@ def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
-            host.full = True
+            host.is_full = True
             await host.stop(sandbox)
             host._exit(sandbox.instance)
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
-            host.full = False
+            host.is_full = False
             await engine.sandboxes.resume("a")
 
     asyncio.run(scenario())

@@ -26,22 +26,22 @@ class _Host(MemoryHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.captured = 0
+        self.capture_count = 0
         self.memory_bytes = 200 * MIB
         self.image_bytes = 0
 
     async def capture(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        self.captured += 1
+        self.capture_count += 1
         return await super().capture(*args, **kwargs)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         return Usage(disk_bytes=0, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
 
-    def set_free(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
+    def set_free_space(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
         if disk_mb is not None:
-            self.available = replace(self.available, disk_free=disk_mb * MIB)
+            self.available_room = replace(self.available_room, disk_free=disk_mb * MIB)
         if memory_mb is not None:
-            self.available = replace(self.available, memory_free=memory_mb * MIB)
+            self.available_room = replace(self.available_room, memory_free=memory_mb * MIB)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
     async with open_engine(tmp_path, host, limits=limits) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s")
-        host.forked = host.captured = 0
+        host.fork_count = host.capture_count = 0
         yield engine
 
 
@@ -84,15 +84,15 @@ Operation = Callable[[Engine], Awaitable[None]]
 async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_full(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:
-    before = {**engine.index.sandboxes}, {**engine.index.snapshots}
-    host.set_free(disk_mb=999)
+    records_before = {**engine.index.sandboxes}, {**engine.index.snapshots}
+    host.set_free_space(disk_mb=999)
     with pytest.raises(
         NoSpace, match=r"less than 1000 MiB of disk space free: the host has 999 MiB free\. Delete snap"
     ):
         await operation(engine)
-    assert (host.forked, host.captured) == (0, 0)
-    assert (engine.index.sandboxes, engine.index.snapshots) == before
-    host.set_free(disk_mb=2000)
+    assert (host.fork_count, host.capture_count) == (0, 0)
+    assert (engine.index.sandboxes, engine.index.snapshots) == records_before
+    host.set_free_space(disk_mb=2000)
     await operation(engine)
 
 
@@ -103,7 +103,7 @@ async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_dis
     engine: Engine, host: _Host, free_mb: int, used_mb: int, is_refused: bool
 ) -> None:
     assert engine.sandboxes.get("a").resources.memory_mb == 256
-    host.set_free(disk_mb=free_mb)
+    host.set_free_space(disk_mb=free_mb)
     host.memory_bytes = used_mb * MIB
     if is_refused:
         with pytest.raises(NoSpace, match=r"a capture of a \(up to 200 MiB\) would leave"):
@@ -120,7 +120,7 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
     engine: Engine, host: _Host, free_mb: int, used_mb: int, image_mb: int, is_refused: bool
 ) -> None:
     memory_disk = MemoryDisk("/memory", free_mb * MIB, 9000 * MIB)
-    host.available = replace(host.available, disk_free=1000 * MIB, memory_disk=memory_disk)
+    host.available_room = replace(host.available_room, disk_free=1000 * MIB, memory_disk=memory_disk)
     host.memory_bytes, host.image_bytes = used_mb * MIB, image_mb * MIB
     if is_refused:
         with pytest.raises(
@@ -129,13 +129,13 @@ async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
             await _capture(engine)
     else:
         await _capture(engine)
-    host.set_free(disk_mb=999)
+    host.set_free_space(disk_mb=999)
     with pytest.raises(NoSpace, match="the host has 999 MiB free"):
         await engine.snapshots.create("a")
 
 
 async def test_a_full_memory_root_refuses_only_captures_with_memory(engine: Engine, host: _Host) -> None:
-    host.available = replace(host.available, memory_disk=MemoryDisk("/memory", 0, 9000 * MIB))
+    host.available_room = replace(host.available_room, memory_disk=MemoryDisk("/memory", 0, 9000 * MIB))
     await engine.snapshots.create("a", name="disk", memory="none")
     await _fork(engine)
     with pytest.raises(NoSpace, match="memory root"):
@@ -143,13 +143,15 @@ async def test_a_full_memory_root_refuses_only_captures_with_memory(engine: Engi
 
 
 async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: Engine, host: _Host) -> None:
-    """The capture itself is refused, with a better message."""
-    host.available = replace(host.available, memory_disk=MemoryDisk("/memory", problem="/memory is not mounted"))
+    """A real host refuses the capture itself, with a better message."""
+    host.available_room = replace(
+        host.available_room, memory_disk=MemoryDisk("/memory", problem="/memory is not mounted")
+    )
     await _capture(engine)
 
 
 async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, host: _Host) -> None:
-    host.set_free(disk_mb=1000)
+    host.set_free_space(disk_mb=1000)
     await engine.snapshots.create("a", name="disk", memory="none")
 
 
@@ -157,18 +159,18 @@ async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, h
 async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
     engine: Engine, host: _Host, operation: Operation
 ) -> None:
-    host.set_free(memory_mb=500 + 3 * 64 - 1)
+    host.set_free_space(memory_mb=500 + 3 * 64 - 1)
     with pytest.raises(NoSpace, match=r"3 more machines would leave less than 500 MiB of memory free: .* has 691"):
         await operation(engine)
-    assert (host.forked, host.captured) == (0, 0)
+    assert (host.fork_count, host.capture_count) == (0, 0)
     await create(engine, "b", "s")
-    host.set_free(memory_mb=500 + 3 * 64)
+    host.set_free_space(memory_mb=500 + 3 * 64)
     await operation(engine)
 
 
 async def test_reserves_of_zero_refuse_nothing(tmp_path: Path, host: _Host) -> None:
     async with open_engine(tmp_path, host, limits={"free_disk_mb": 0, "free_memory_mb": 0}) as engine:
-        host.set_free(disk_mb=0, memory_mb=0)
+        host.set_free_space(disk_mb=0, memory_mb=0)
         await create(engine, "a")
         await engine.forks.clone("a", ForkSpec())
 
@@ -176,7 +178,7 @@ async def test_reserves_of_zero_refuse_nothing(tmp_path: Path, host: _Host) -> N
 async def test_rollback_and_resume_are_possible_on_a_full_host(engine: Engine, host: _Host) -> None:
     """Rollback and resume need no more space than they free."""
     await engine.sandboxes.pause("a")
-    host.set_free(disk_mb=0, memory_mb=0)
+    host.set_free_space(disk_mb=0, memory_mb=0)
     await engine.sandboxes.resume("a")
     await engine.sandboxes.rollback("a", "s")
 
@@ -188,50 +190,50 @@ async def test_the_report_adds_up_the_sizes_of_disks_volumes_and_memory(engine: 
     report = await engine.room.report()
     disk_mb = engine.sandboxes.get("a").resources.disk_mb
     assert (report.disk_promised, report.memory_promised) == ((2 * disk_mb + 64) * MIB, 256 * MIB)
-    assert (report.room, report.stalled) == (host.available, [])
+    assert (report.room, report.stalled) == (host.available_room, [])
 
 
-async def test_a_stalled_machine_is_reported_and_continues_when_there_is_space(engine: Engine, host: _Host) -> None:
+async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(engine: Engine, host: _Host) -> None:
     sandbox = engine.sandboxes.get("a")
     with engine.events.subscribed() as events:
-        host.set_free(disk_mb=0)
-        host.stopped.add(sandbox.instance)
+        host.set_free_space(disk_mb=0)
+        host.stalled_instances.add(sandbox.instance)
         await wait_until(lambda: engine.room.stall_reason(sandbox))
         assert engine.room.stall_reason(sandbox).startswith("the host's disk has no space left")
         assert (await engine.room.report()).stalled == [sandbox.id]
-        host.set_free(disk_mb=999)
+        host.set_free_space(disk_mb=999)
         await _wait_for_checks(host)
-        assert host.stopped == {sandbox.instance}, "it was continued below the reserve"
-        host.set_free(disk_mb=1000)
-        await wait_until(lambda: not host.stopped)
+        assert host.stalled_instances == {sandbox.instance}, "it was resumed below the reserve"
+        host.set_free_space(disk_mb=1000)
+        await wait_until(lambda: not host.stalled_instances)
         await wait_until(lambda: not engine.room.stall_reason(sandbox))
-        kinds = [events.get_nowait().type for _ in range(2)]
-    assert kinds == ["sandbox.stalled", "sandbox.continued"]
+        event_types = [events.get_nowait().type for _ in range(2)]
+    assert event_types == ["sandbox.stalled", "sandbox.continued"]
 
 
-async def test_a_machine_is_not_continued_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    """A capture stops the machine itself, and nothing else may let the machine run again during the capture."""
+async def test_a_stalled_machine_is_not_resumed_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
+    """A capture stops the machine, and nothing else may resume the machine during the capture."""
     sandbox = engine.sandboxes.get("a")
     async with engine.sandboxes._locking.sandbox("a"):
-        host.set_free(disk_mb=0)
-        host.stopped.add(sandbox.instance)
+        host.set_free_space(disk_mb=0)
+        host.stalled_instances.add(sandbox.instance)
         await wait_until(lambda: engine.room.stall_reason(sandbox))
-        host.set_free(disk_mb=2000)
+        host.set_free_space(disk_mb=2000)
         await _wait_for_checks(host)
-        assert host.stopped
-    await wait_until(lambda: not host.stopped)
+        assert host.stalled_instances
+    await wait_until(lambda: not host.stalled_instances)
 
 
 async def _wait_for_checks(host: _Host) -> None:
     """Wait until the watch loop has checked several times."""
-    checks = 0
-    original = host.stalled
+    check_count = 0
+    original_find_stalled = host.find_stalled
 
-    async def count() -> set[str]:
-        nonlocal checks
-        checks += 1
-        return await original()
+    async def count_check() -> set[str]:
+        nonlocal check_count
+        check_count += 1
+        return await original_find_stalled()
 
-    host.stalled = count  # type: ignore[method-assign]
-    await wait_until(lambda: checks >= 3)
-    host.stalled = original  # type: ignore[method-assign]
+    host.find_stalled = count_check  # type: ignore[method-assign]
+    await wait_until(lambda: check_count >= 3)
+    host.find_stalled = original_find_stalled  # type: ignore[method-assign]

@@ -13,55 +13,55 @@ from sandbox_gateway.engine.start_slots import Requester, StartSlots, requester
 pytestmark = pytest.mark.anyio
 
 
-async def order_of_starts(*requests: tuple[str, str]) -> list[str]:
+async def get_start_order(*requests: tuple[str, str]) -> list[str]:
     """Return the order in which machines start if all were requested while the only slot was taken."""
-    slots, started = StartSlots(1, 60), list[str]()
+    slots, started_machines = StartSlots(1, 60), list[str]()
 
     async def start(client: str, request: str) -> None:
         requester.set(Requester(client, request))
         async with slots.hold():
-            started.append(client + request)
+            started_machines.append(client + request)
 
     async with slots.hold():
         tasks = [asyncio.create_task(start(client, request)) for client, request in requests]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
-    return started
+    return started_machines
 
 
 async def test_one_machine_does_not_wait_for_all_machines_of_another_client() -> None:
-    assert await order_of_starts(*[("many", "")] * 100, ("one", "")) == ["many", "one", *["many"] * 99]
+    assert await get_start_order(*[("many", "")] * 100, ("one", "")) == ["many", "one", *["many"] * 99]
 
 
 async def test_requests_of_one_client_take_turns() -> None:
-    assert await order_of_starts(*[("", "a")] * 4, *[("", "b")] * 2) == list("ababaa")
+    assert await get_start_order(*[("", "a")] * 4, *[("", "b")] * 2) == list("ababaa")
 
 
 async def test_a_client_with_many_requests_does_not_get_more_turns() -> None:
-    order = await order_of_starts(*(("many", str(number)) for number in range(50)), ("one", ""))
-    assert order[:3] == ["many0", "one", "many1"]
+    start_order = await get_start_order(*(("many", str(number)) for number in range(50)), ("one", ""))
+    assert start_order[:3] == ["many0", "one", "many1"]
 
 
 async def test_a_start_that_hangs_loses_its_slot() -> None:
     slots = StartSlots(1, 0.01)
     async with slots.hold():
         async with asyncio.timeout(5), slots.hold():
-            assert slots._free == 0
-        assert slots._free == 1
-    assert slots._free == 1
+            assert slots._free_count == 0
+        assert slots._free_count == 1
+    assert slots._free_count == 1
 
 
 async def test_a_slot_granted_to_a_cancelled_task_is_passed_on() -> None:
     slots = StartSlots(1, 60)
     async with slots.hold():
-        waiting = asyncio.create_task(slots.hold().__aenter__())
+        waiting_task = asyncio.create_task(slots.hold().__aenter__())
         await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert waiting.cancelled()
+    waiting_task.cancel()
+    await asyncio.gather(waiting_task, return_exceptions=True)
+    assert waiting_task.cancelled()
     async with asyncio.timeout(5), slots.hold():
         pass
-    assert slots._free == 1
+    assert slots._free_count == 1
 
 
 @given(
@@ -69,20 +69,20 @@ async def test_a_slot_granted_to_a_cancelled_task_is_passed_on() -> None:
     starts=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.booleans()), max_size=30),
 )
 async def test_no_slot_is_lost_or_granted_twice(count: int, starts: list[tuple[str, str, bool]]) -> None:
-    slots, running, peak = StartSlots(count, 60), 0, 0
+    slots, running_count, peak_count = StartSlots(count, 60), 0, 0
 
-    async def run(client: str, request: str) -> None:
-        nonlocal running, peak
+    async def hold_slot(client: str, request: str) -> None:
+        nonlocal running_count, peak_count
         requester.set(Requester(client, request))
         async with slots.hold():
-            running += 1
-            peak = max(peak, running)
+            running_count += 1
+            peak_count = max(peak_count, running_count)
             try:
                 await asyncio.sleep(0)
             finally:
-                running -= 1
+                running_count -= 1
 
-    tasks = [asyncio.create_task(run(client, request)) for client, request, _ in starts]
+    tasks = [asyncio.create_task(hold_slot(client, request)) for client, request, _ in starts]
     await asyncio.sleep(0)
     for task, (_, _, is_cancelled) in zip(tasks, starts, strict=True):
         if is_cancelled:
@@ -90,5 +90,5 @@ async def test_no_slot_is_lost_or_granted_twice(count: int, starts: list[tuple[s
             await asyncio.sleep(0)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
-    assert peak <= count
-    assert (slots._free, slots._waiting) == (count, {})
+    assert peak_count <= count
+    assert (slots._free_count, slots._waiting) == (count, {})

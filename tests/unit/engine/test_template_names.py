@@ -16,12 +16,12 @@ from tests.support.memory_engine import build, create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
-    full = False
+    is_full = False
     """Whether saving a template that has a name fails."""
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(0.02)
-        if self.full and snapshot.names:
+        if self.is_full and snapshot.names:
             raise NoSpace("no space left")
 
 
@@ -47,19 +47,19 @@ def test_concurrent_requests_give_an_alias_to_only_one_template(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("taken_from", ["", "u"])
-def test_a_sandbox_cannot_take_an_alias_that_is_being_assigned(tmp_path: Path, taken_from: str) -> None:
+@pytest.mark.parametrize("former_owner", ["", "u"])
+def test_a_sandbox_cannot_take_an_alias_that_is_being_assigned(tmp_path: Path, former_owner: str) -> None:
     async def scenario() -> None:
         async with open_engine(tmp_path, _Host()) as engine:
             await build(engine, "u", "curl")
-            if taken_from:
+            if former_owner:
                 await engine.templates.set_alias("u", "x")
-            naming = asyncio.create_task(engine.templates.set_alias("t", "x"))
+            alias_task = asyncio.create_task(engine.templates.set_alias("t", "x"))
             for _ in range(4):
                 await asyncio.sleep(0.01)
                 with pytest.raises(NameTaken):
                     await create(engine, "x")
-            assert (await naming).names == ["t", "x"]
+            assert (await alias_task).names == ["t", "x"]
 
     asyncio.run(scenario())
 
@@ -69,12 +69,12 @@ def test_a_name_stays_with_its_template_if_the_move_fails(tmp_path: Path) -> Non
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await build(engine, "u", "curl")
-            before = engine.templates.get("u")
-            host.full = True
-            asyncio.get_running_loop().call_later(0.05, setattr, host, "full", False)
+            template_before = engine.templates.get("u")
+            host.is_full = True
+            asyncio.get_running_loop().call_later(0.05, setattr, host, "is_full", False)
             with pytest.raises(NoSpace):
                 await engine.templates.set_alias("t", "u")
-            assert engine.templates.get("u").id == before.id and len(engine.templates.list()) == 2
+            assert engine.templates.get("u").id == template_before.id and len(engine.templates.list()) == 2
 
     asyncio.run(scenario())
 
@@ -95,10 +95,10 @@ def test_a_build_that_cannot_be_named_leaves_no_template(tmp_path: Path) -> None
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             host.build_seconds = 0.05
-            build = await engine.templates.build("u", Recipe(packages=["curl"]))
+            template_build = await engine.templates.build("u", Recipe(packages=["curl"]))
             await engine.forks.fork("t", ForkSpec(names=["u"]))
-            await wait_until(lambda: build.status != "building")
-            assert build.status == "error" and "is taken" in build.reason
+            await wait_until(lambda: template_build.status != "building")
+            assert template_build.status == "error" and "is already in use" in template_build.reason
             kinds = [each.kind for each in engine.index.snapshots.values()]
             assert kinds == [SnapshotKind.TEMPLATE], "only the template t remains"
 

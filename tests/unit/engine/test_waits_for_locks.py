@@ -19,11 +19,11 @@ def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> 
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             async with engine.sandboxes._locking.sandbox("a"):
-                rollback = asyncio.create_task(engine.sandboxes.rollback("a", "s"))
+                rollback_task = asyncio.create_task(engine.sandboxes.rollback("a", "s"))
                 await asyncio.sleep(0.02)
                 with pytest.raises(InUse):
                     await engine.snapshots.delete("s")
-            assert (await rollback).head == snapshot.id
+            assert (await rollback_task).head == snapshot.id
             assert snapshot.id in engine.index.snapshots
             await engine.snapshots.delete("s")
 
@@ -42,16 +42,16 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
     async def scenario() -> None:
         host = Host()
         async with open_engine(tmp_path, host) as engine:
-            before = await create(engine, "a")
+            sandbox_before = await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
-            removal = asyncio.create_task(engine.snapshots.delete("s"))
+            removal_task = asyncio.create_task(engine.snapshots.delete("s"))
             await host.removal_gate.reached.wait()
             with pytest.raises(NotFound):
                 await engine.sandboxes.rollback("a", "s")
             host.removal_gate.opened.set()
-            await removal
-            assert engine.sandboxes.get("a").instance == before.instance
+            await removal_task
+            assert engine.sandboxes.get("a").instance == sandbox_before.instance
 
     asyncio.run(scenario())
 
@@ -62,12 +62,12 @@ def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> 
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "f", "s")
-            earlier_ids = set(engine.index.snapshots)
+            ids_before = set(engine.index.snapshots)
             async with engine.sandboxes._locking.sandbox("a"):
-                promotion = asyncio.create_task(engine.sandboxes.promote("f"))
-                await wait_until(lambda: set(engine.index.snapshots) > earlier_ids)
+                promotion_task = asyncio.create_task(engine.sandboxes.promote("f"))
+                await wait_until(lambda: set(engine.index.snapshots) > ids_before)
                 await engine.snapshots.create("f", name="later")  # the capture is no longer the head of its source
-                await engine.collector.collect()
-            assert (await promotion).head in engine.index.snapshots
+                await engine.sandboxes._collector.collect()
+            assert (await promotion_task).head in engine.index.snapshots
 
     asyncio.run(scenario())

@@ -18,30 +18,30 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Endpoint
 
 ADDRESS = "127.0.0.1"
-FRAME = 4096
+FRAME_BYTES = 4096
 
 
 class FakeMachine:
     """A fake machine that records the identities that it receives over the serial line and over HTTP.
 
-    ``line_responses``: what the machine sends over the line after each challenge, or None to close the line.
+    ``line_responses``: what the machine sends over the line after each challenge. None closes the line.
     """
 
     def __init__(self, line_responses: list[bytes | None]) -> None:
-        self.received: list[dict[str, Any]] = []
-        self.requests: list[dict[str, Any]] = []
-        self.dropped_connections = 0
+        self.line_identities: list[dict[str, Any]] = []
+        self.http_identities: list[dict[str, Any]] = []
+        self.dropped_connection_count = 0
         """Number of connections that were closed without a request."""
         self._line_responses = line_responses
         self._listener = socket.create_server((ADDRESS, 0))
         self.port = self._listener.getsockname()[1]
-        self.line, self._end = socket.socketpair()
+        self.line, self._guest_line = socket.socketpair()
         self.line.setblocking(False)
-        self._end.setblocking(False)
+        self._guest_line.setblocking(False)
 
     async def identify(self, identity: Identity, *, line: bool = True, end_reason: str = "") -> None:
-        server = await asyncio.start_server(self._serve, sock=self._listener)
-        responder = asyncio.create_task(self._answer())
+        server = await asyncio.start_server(self._serve_http, sock=self._listener)
+        responder = asyncio.create_task(self._answer_challenges())
         client = AgentClient(Endpoint(ADDRESS, self.line if line else None), "")
         try:
             await client.identify(identity, seconds=10, end_reason=lambda: end_reason)
@@ -51,45 +51,45 @@ class FakeMachine:
             server.close()
 
     def close(self) -> None:
-        for each in (self._listener, self.line, self._end):
+        for each in (self._listener, self.line, self._guest_line):
             each.close()
 
-    async def _answer(self) -> None:
+    async def _answer_challenges(self) -> None:
         loop = asyncio.get_running_loop()
-        while frame := await loop.sock_recv(self._end, FRAME):
+        while frame := await loop.sock_recv(self._guest_line, FRAME_BYTES):
             if frame[:1] == b"=":
-                self.received.append(json.loads(frame[1:]))
+                self.line_identities.append(json.loads(frame[1:]))
                 continue
             for response in self._line_responses:
                 if response is None:
-                    self._end.shutdown(socket.SHUT_RDWR)
+                    self._guest_line.shutdown(socket.SHUT_RDWR)
                     return
-                await loop.sock_sendall(self._end, response.replace(b"CHALLENGE", frame))
+                await loop.sock_sendall(self._guest_line, response.replace(b"CHALLENGE", frame))
                 await asyncio.sleep(0.01)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
+            headers = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
-            self.dropped_connections += 1
+            self.dropped_connection_count += 1
             writer.close()
             return
-        self.requests.append(json.loads(await reader.readexactly(_length(head))))
+        self.http_identities.append(json.loads(await reader.readexactly(_parse_content_length(headers))))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await writer.drain()
         writer.close()
 
 
-def _length(head: bytes) -> int:
-    return next(int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
+def _parse_content_length(headers: bytes) -> int:
+    return next(int(line[15:]) for line in headers.splitlines() if line.lower().startswith(b"content-length:"))
 
 
-def identity(**env: str) -> Identity:
+def make_identity(**env: str) -> Identity:
     return Identity(sandbox_id="0123", hostname="one", access_token="t", env=env, dns=["192.0.2.1"])
 
 
 @contextlib.contextmanager
-def machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
+def open_machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
     fake_machine = FakeMachine(list(line_responses))
     monkeypatch.setattr(agent_client, "AGENT_PORT", fake_machine.port)
     yield fake_machine
@@ -107,128 +107,132 @@ def machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> I
 def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes]
 ) -> None:
-    with machine(monkeypatch, *line_responses) as fake_machine:
-        asyncio.run(fake_machine.identify(identity(COLOUR="green")))
-    assert fake_machine.requests == []
-    (received,) = fake_machine.received
-    assert (received["hostname"], received["env"], received["wait"]) == ("one", {"COLOUR": "green"}, False)
-    assert abs(received["time"] - time.time()) < 5
+    with open_machine(monkeypatch, *line_responses) as fake_machine:
+        asyncio.run(fake_machine.identify(make_identity(COLOUR="green")))
+    assert fake_machine.http_identities == []
+    (line_identity,) = fake_machine.line_identities
+    assert (line_identity["hostname"], line_identity["env"], line_identity["wait"]) == (
+        "one",
+        {"COLOUR": "green"},
+        False,
+    )
+    assert abs(line_identity["time"] - time.time()) < 5
 
 
 def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(identity(COLOUR="green"), line=False))
-    assert fake_machine.received == []
-    assert [request["env"] for request in fake_machine.requests] == [{"COLOUR": "green"}]
+    with open_machine(monkeypatch) as fake_machine:
+        asyncio.run(fake_machine.identify(make_identity(COLOUR="green"), line=False))
+    assert fake_machine.line_identities == []
+    assert [request["env"] for request in fake_machine.http_identities] == [{"COLOUR": "green"}]
 
 
-@pytest.mark.parametrize("line_responses", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
+@pytest.mark.parametrize("line_responses", [[], [b"?something else"], [None], [b"x" * FRAME_BYTES] * 100])
 def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes | None]
 ) -> None:
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
-    with machine(monkeypatch, *line_responses) as fake_machine:
-        start = time.monotonic()
-        asyncio.run(fake_machine.identify(identity()))
-    assert time.monotonic() - start < 2
-    assert fake_machine.received == [] and len(fake_machine.requests) == 1
+    with open_machine(monkeypatch, *line_responses) as fake_machine:
+        start_time = time.monotonic()
+        asyncio.run(fake_machine.identify(make_identity()))
+    assert time.monotonic() - start_time < 2
+    assert fake_machine.line_identities == [] and len(fake_machine.http_identities) == 1
 
 
 def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, b"CHALLENGE") as fake_machine:
-        asyncio.run(fake_machine.identify(identity(LONG="x" * FRAME)))
-    assert fake_machine.received == []
-    assert [request["env"]["LONG"] for request in fake_machine.requests] == ["x" * FRAME]
+    with open_machine(monkeypatch, b"CHALLENGE") as fake_machine:
+        asyncio.run(fake_machine.identify(make_identity(LONG="x" * FRAME_BYTES)))
+    assert fake_machine.line_identities == []
+    assert [request["env"]["LONG"] for request in fake_machine.http_identities] == ["x" * FRAME_BYTES]
 
 
 def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several attempts can succeed at once, for example when the guest's network comes up."""
-    attempts, may_connect = 0, asyncio.Event()
-    connect = agent_client.open_connection
+    attempt_count, may_connect = 0, asyncio.Event()
+    original_open_connection = agent_client.open_connection
 
-    async def connect_later(*where: Any) -> Any:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 5:
+    async def connect_later(*address: Any) -> Any:
+        nonlocal attempt_count
+        attempt_count += 1
+        if attempt_count == 5:
             may_connect.set()
         await may_connect.wait()
-        return await connect(*where)
+        return await original_open_connection(*address)
 
     monkeypatch.setattr(agent_client, "open_connection", connect_later)
-    with machine(monkeypatch) as fake_machine:
-        asyncio.run(fake_machine.identify(identity(), line=False))
-    assert len(fake_machine.requests) == 1
-    assert fake_machine.dropped_connections == attempts - 1 > 3
+    with open_machine(monkeypatch) as fake_machine:
+        asyncio.run(fake_machine.identify(make_identity(), line=False))
+    assert len(fake_machine.http_identities) == 1
+    assert fake_machine.dropped_connection_count == attempt_count - 1 > 3
 
 
 def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, None) as fake_machine:
-        start = time.monotonic()
+    with open_machine(monkeypatch, None) as fake_machine:
+        start_time = time.monotonic()
         fake_machine._listener.close()
         fake_machine._listener = socket.create_server((ADDRESS, 0))
         with pytest.raises(BackendFailed, match="its machine ended"):
-            asyncio.run(fake_machine.identify(identity(), end_reason="its machine ended"))
-    assert time.monotonic() - start < 1
+            asyncio.run(fake_machine.identify(make_identity(), end_reason="its machine ended"))
+    assert time.monotonic() - start_time < 1
 
 
 def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(fake_machine: FakeMachine) -> None:
+    async def identify_while_line_closes(fake_machine: FakeMachine) -> None:
         asyncio.get_running_loop().call_later(0.1, fake_machine.line.close)
-        await fake_machine.identify(identity())
+        await fake_machine.identify(make_identity())
 
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
-    with machine(monkeypatch) as fake_machine:
-        asyncio.run(test(fake_machine))
-    assert len(fake_machine.requests) == 1
+    with open_machine(monkeypatch) as fake_machine:
+        asyncio.run(identify_while_line_closes(fake_machine))
+    assert len(fake_machine.http_identities) == 1
 
 
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
 def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     with (
-        machine(monkeypatch, b"CHALLENGE") as fake_machine,
+        open_machine(monkeypatch, b"CHALLENGE") as fake_machine,
         pytest.raises(Invalid, match="env contains the invalid variable"),
     ):
-        asyncio.run(fake_machine.identify(identity(**env)))
-    assert fake_machine.received == fake_machine.requests == []
+        asyncio.run(fake_machine.identify(make_identity(**env)))
+    assert fake_machine.line_identities == fake_machine.http_identities == []
 
 
 def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
-    """Return the result of ``action(client)`` if the agent answers every request with ``response``, in one piece."""
+    """Return the result of ``action(client)``, where the client's agent answers every request with ``response``."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def serve_response(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        headers = await reader.readuntil(b"\r\n\r\n")
         # Closing a connection with unread data resets it, and the response is lost.
-        await reader.readexactly(_length(head))
+        await reader.readexactly(_parse_content_length(headers))
         with contextlib.suppress(ConnectionError):
             writer.write(response)
             await writer.drain()
         writer.close()
 
-    async def run() -> Any:
-        server = await asyncio.start_server(serve, ADDRESS, 0)
+    async def run_action() -> Any:
+        server = await asyncio.start_server(serve_response, ADDRESS, 0)
         monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
         async with server:
             return await action(AgentClient(Endpoint(ADDRESS), ""))
 
-    return asyncio.run(run())
+    return asyncio.run(run_action())
 
 
-def _http_response(status: int, body: bytes) -> bytes:
+def _make_http_response(status: int, body: bytes) -> bytes:
     return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 @pytest.mark.parametrize(
     "response",
     [
-        _http_response(200, b"abc"),
-        _http_response(200, b"[" * 30_000),
-        _http_response(200, b'{"exitCode": "no"}'),
-        _http_response(200, b'{"exitCode": Infinity}'),
-        _http_response(200, b'{"exitCode": 0, "stdout": "a"}'),
-        _http_response(200, b'{"exitCode": 0, "stdout": [' + b"{}," * 40_000 + b"{}]}"),
-        _http_response(500, b"["),
-        _http_response(500, b"[]"),
-        _http_response(500, b"[" * 30_000),
+        _make_http_response(200, b"abc"),
+        _make_http_response(200, b"[" * 30_000),
+        _make_http_response(200, b'{"exitCode": "no"}'),
+        _make_http_response(200, b'{"exitCode": Infinity}'),
+        _make_http_response(200, b'{"exitCode": 0, "stdout": "a"}'),
+        _make_http_response(200, b'{"exitCode": 0, "stdout": [' + b"{}," * 40_000 + b"{}]}"),
+        _make_http_response(500, b"["),
+        _make_http_response(500, b"[]"),
+        _make_http_response(500, b"[" * 30_000),
     ],
 )
 def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPatch, response: bytes) -> None:
@@ -237,36 +241,39 @@ def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_size_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    large_response = _http_response(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
+    large_response = _make_http_response(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
     with pytest.raises(BackendFailed, match="more than 262144 bytes"):
         _call_agent(large_response, monkeypatch, lambda client: client.call("/sync", {}))
-    stdout = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
+    large_body = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
     assert (
-        len(_call_agent(_http_response(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
+        len(_call_agent(_make_http_response(200, large_body), monkeypatch, lambda client: client.exec(["x"])).stdout)
+        == 3 << 19
     )
 
 
 def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = 0
+    turn_count = 0
 
-    async def work(client: AgentClient) -> None:
-        nonlocal turns
+    async def call_and_count_turns(client: AgentClient) -> None:
+        nonlocal turn_count
 
         async def count_turns() -> None:
-            nonlocal turns
+            nonlocal turn_count
             while True:
-                turns += 1
+                turn_count += 1
                 await asyncio.sleep(0)
 
-        other_task = asyncio.create_task(count_turns())
+        counter_task = asyncio.create_task(count_turns())
         await client.call("/sync", {})
-        other_task.cancel()
+        counter_task.cancel()
 
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"a": "' + b"x" * 5000 + b'"}')
-    _call_agent(b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, work)
-    assert turns > 5000
+    _call_agent(
+        b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, call_and_count_turns
+    )
+    assert turn_count > 5000
 
 
 def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    response = _http_response(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
+    response = _make_http_response(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
     assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"

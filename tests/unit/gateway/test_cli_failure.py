@@ -40,8 +40,8 @@ def test_a_not_found_hint_names_the_command_that_lists_objects(details: dict[str
 
 
 def test_a_snapshot_in_use_by_sandboxes_suggests_killing_them() -> None:
-    text = get_in_use_hint("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
-    assert "sandboxctl kill 000000000000 000000000001" in text and "--when-unused" in text
+    hint = get_in_use_hint("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
+    assert "sandboxctl kill 000000000000 000000000001" in hint and "--when-unused" in hint
 
 
 def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> None:
@@ -51,7 +51,7 @@ def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> N
 
 
 @pytest.mark.parametrize(
-    ("kinds", "overrides", "words"),
+    ("kinds", "overrides", "expected_text"),
     [
         (("mount",), (), "volume detach"),
         (("mount",), ("force",), "--force does it anyway"),
@@ -60,8 +60,10 @@ def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> N
         (("clone",), (), "removes its clone"),
     ],
 )
-def test_each_kind_of_volume_user_has_a_hint(kinds: tuple[str, ...], overrides: tuple[str, ...], words: str) -> None:
-    assert words in get_in_use_hint("volume", *kinds, overrides=overrides)
+def test_each_kind_of_volume_user_has_a_hint(
+    kinds: tuple[str, ...], overrides: tuple[str, ...], expected_text: str
+) -> None:
+    assert expected_text in get_in_use_hint("volume", *kinds, overrides=overrides)
     assert get_in_use_hint("volume", *kinds, overrides=overrides).count(";") == len(kinds) + len(overrides) - 1 - (
         "withSnapshots" in overrides
     )

@@ -1,4 +1,4 @@
-"""Queries mean the same whether or not the command-line library parses them."""
+"""Queries are interpreted in the same way whether or not the command-line library parses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox_gateway.cli.app import app
 from sandbox_gateway.cli.failure import ExitCode, Failure
 
 
-def _command(name: Sequence[str]) -> Any:
+def _find_command(name: Sequence[str]) -> Any:
     command: Any = typer.main.get_command(app)
     for word in name:
         command = command.commands[word]
@@ -26,7 +26,7 @@ def _command(name: Sequence[str]) -> Any:
 
 @pytest.mark.parametrize("name", quick.QUERIES, ids=" ".join)
 def test_a_query_has_the_parameters_of_its_command(name: tuple[str, ...]) -> None:
-    query, command = quick.QUERIES[name], _command(name)
+    query, command = quick.QUERIES[name], _find_command(name)
     options = {
         option: parameter.name
         for parameter in command.params
@@ -37,8 +37,10 @@ def test_a_query_has_the_parameters_of_its_command(name: tuple[str, ...]) -> Non
     for help_option in ("-h", "--help"):
         options.pop(help_option, None)
     assert query.options == options
-    assert {each.name for each in command.params if each.multiple} == set(query.options.values()) & {*quick.REPEATABLE}
-    assert query.operands == sum(parameter.param_type_name == "argument" for parameter in command.params)
+    assert {each.name for each in command.params if each.multiple} == set(query.options.values()) & {
+        *quick.REPEATABLE_PARAMETERS
+    }
+    assert query.operand_count == sum(parameter.param_type_name == "argument" for parameter in command.params)
 
 
 def _parse_query(*arguments: str) -> Any:
@@ -89,7 +91,7 @@ def test_completion_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> N
     assert quick.parse(["list"]) is None
 
 
-class _Terminal(io.StringIO):
+class _FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -106,7 +108,7 @@ def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str
             patch.setattr(sys, "stdout", output := io.StringIO())
             if not is_plain:
                 patch.setattr(render, "_print_plainly", lambda rows, **options: False)
-            render._table(headers, rows, "none")
+            render._print_table(headers, rows, "none")
         outputs.append([line.rstrip() for line in output.getvalue().splitlines()])
     assert outputs[0] == outputs[1]
 
@@ -120,7 +122,7 @@ def test_a_table_that_needs_rich_is_not_printed_plainly(cell: str, capsys: pytes
 def test_a_table_on_a_terminal_has_a_bold_header_and_fits_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "10")
-    monkeypatch.setattr(sys, "stdout", output := _Terminal())
+    monkeypatch.setattr(sys, "stdout", output := _FakeTerminal())
     assert render._print_plainly([("NAME", "ID"), ("one", "1234")])
     assert output.getvalue().splitlines() == ["\x1b[1mNAME  ID\x1b[0m", "one   1234"]
     assert not render._print_plainly([("NAME", "ID"), ("one", "12345")])

@@ -16,32 +16,34 @@ from sandbox_gateway.server.connections import Connections
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def count_admitted(limit: int = 10, **server: Any) -> Connections:
-    return Connections(Server.model_validate(server), limit, Metrics(cast(Any, None)))
+def make_connections(limit: int = 10, **server_options: Any) -> Connections:
+    return Connections(Server.model_validate(server_options), limit, Metrics(cast(Any, None)))
 
 
-def admit_connections(limits: Connections, *addresses: str) -> list[bool]:
-    async def admit() -> list[bool]:
-        return [limits.admit(address) for address in addresses]
+def admit_connections(server_connections: Connections, *addresses: str) -> list[bool]:
+    async def admit_all() -> list[bool]:
+        return [server_connections.admit(address) for address in addresses]
 
-    return asyncio.run(admit())
+    return asyncio.run(admit_all())
 
 
 def test_connections_are_limited_per_address_and_in_total() -> None:
-    limits = count_admitted(4, connections_per_address=2)
-    assert admit_connections(limits, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [True, True, False] * 2 + [
-        False
-    ]
-    limits.release("192.0.2.1")
-    assert admit_connections(limits, "192.0.2.3") == [True] and len(limits) == 4
+    server_connections = make_connections(4, connections_per_address=2)
+    assert admit_connections(server_connections, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [
+        True,
+        True,
+        False,
+    ] * 2 + [False]
+    server_connections.release("192.0.2.1")
+    assert admit_connections(server_connections, "192.0.2.3") == [True] and len(server_connections) == 4
 
 
 def test_the_limit_per_address_can_be_disabled() -> None:
-    assert admit_connections(count_admitted(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
+    assert admit_connections(make_connections(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_same_client"),
+    ("first_address", "second_address", "is_same_client"),
     [
         ("2001:db8::1", "2001:db8::ffff:1:2:3", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
@@ -51,9 +53,12 @@ def test_the_limit_per_address_can_be_disabled() -> None:
         ("192.0.2.1", "192.0.2.2", False),
     ],
 )
-def test_ipv6_clients_are_counted_by_network(one: str, other: str, is_same_client: bool) -> None:
+def test_ipv6_clients_are_counted_by_network(first_address: str, second_address: str, is_same_client: bool) -> None:
     """IPv6 clients in the same /64 count as one, because a client usually has a whole /64."""
-    assert admit_connections(count_admitted(connections_per_address=1), one, other) == [True, not is_same_client]
+    assert admit_connections(make_connections(connections_per_address=1), first_address, second_address) == [
+        True,
+        not is_same_client,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def test_ipv6_clients_are_counted_by_network(one: str, other: str, is_same_clien
 def test_descriptors_are_reserved(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], new_limit: int | None, max_connections: int
 ) -> None:
-    """If the process may open only few descriptors, half of them are reserved."""
+    """If the process may open only a few descriptors, half of them are reserved."""
     new_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: new_limits.append(pair))

@@ -1,4 +1,4 @@
-"""The order of objects stays sorted while objects are added and removed."""
+"""Keys stay in order of creation while keys are added and removed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ keys = st.tuples(
 )
 
 
-@given(added=st.lists(keys, unique_by=lambda key: key[1], max_size=12), removed=st.lists(keys, max_size=5), after=keys)
-def test_a_walk_yields_the_remaining_keys_after_another(added: list[Key], removed: list[Key], after: Key) -> None:
+@given(
+    added_keys=st.lists(keys, unique_by=lambda key: key[1], max_size=12),
+    removed_keys=st.lists(keys, max_size=5),
+    start_key=keys,
+)
+def test_a_walk_yields_the_keys_after_the_start_in_order(
+    added_keys: list[Key], removed_keys: list[Key], start_key: Key
+) -> None:
     order = CreationOrder()
-    for key in added:
+    for key in added_keys:
         order.add(key)
-    for key in removed:
+    for key in removed_keys:
         order.discard(key)
-    expected = sorted(set(added) - set(removed))
+    expected = sorted(set(added_keys) - set(removed_keys))
     assert list(order.walk()) == expected and len(order) == len(expected)
     assert list(order.walk(backwards=True)) == expected[::-1]
-    assert list(order.walk(after)) == [key for key in expected if key > after]
-    assert list(order.walk(after, backwards=True)) == [key for key in expected[::-1] if key < after]
+    assert list(order.walk(start_key)) == [key for key in expected if key > start_key]
+    assert list(order.walk(start_key, backwards=True)) == [key for key in expected[::-1] if key < start_key]

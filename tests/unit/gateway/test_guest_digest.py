@@ -15,52 +15,52 @@ from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.recipes import Recipe
 from tests.support import session
 
-TEMPLATE = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template"
-PARTS = sorted(
-    path.relative_to(TEMPLATE).as_posix()
-    for path in TEMPLATE.rglob("*")
+TEMPLATE_DIRECTORY = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template"
+INPUT_FILES = sorted(
+    path.relative_to(TEMPLATE_DIRECTORY).as_posix()
+    for path in TEMPLATE_DIRECTORY.rglob("*")
     if path.is_file() and path.name != "README.md" and path.suffix != ".pyc"
 )
 
 
 @pytest.fixture
-def template(tmp_path: Path) -> Path:
-    shutil.copytree(TEMPLATE, tmp_path / "template", ignore=shutil.ignore_patterns("__pycache__"))
+def template_directory(tmp_path: Path) -> Path:
+    shutil.copytree(TEMPLATE_DIRECTORY, tmp_path / "template", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "template"
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_change_of_any_input_changes_the_digest(template: Path, part: str) -> None:
-    before = Recipe().digest(digest_guest(template))
-    with (template / part).open("a") as file:
+@pytest.mark.parametrize("input_file", INPUT_FILES)
+def test_a_change_of_any_input_changes_the_digest(template_directory: Path, input_file: str) -> None:
+    digest_before = Recipe().digest(digest_guest(template_directory))
+    with (template_directory / input_file).open("a") as file:
         file.write("#")
-    assert Recipe().digest(digest_guest(template)) != before
+    assert Recipe().digest(digest_guest(template_directory)) != digest_before
 
 
-def test_the_digest_ignores_times_modes_byte_code_and_notes(template: Path) -> None:
-    before = digest_guest(template)
-    (template / "guest/packages.txt").touch(mode=0o600)
-    (template / "guest/packages.txt").chmod(0o755)
-    (template / "__pycache__").mkdir()
-    (template / "__pycache__/build.cpython-311.pyc").write_bytes(b"x")
-    (template / "guest/README.md").write_text("note")
-    assert digest_guest(template) == before
+def test_the_digest_ignores_times_modes_bytecode_and_readmes(template_directory: Path) -> None:
+    digest_before = digest_guest(template_directory)
+    (template_directory / "guest/packages.txt").touch(mode=0o600)
+    (template_directory / "guest/packages.txt").chmod(0o755)
+    (template_directory / "__pycache__").mkdir()
+    (template_directory / "__pycache__/build.cpython-311.pyc").write_bytes(b"x")
+    (template_directory / "guest/README.md").write_text("note")
+    assert digest_guest(template_directory) == digest_before
 
 
-def test_a_renamed_file_changes_the_digest(template: Path) -> None:
-    before = digest_guest(template)
-    (template / "guest/hosts").rename(template / "guest/hosts2")
-    assert digest_guest(template) != before
+def test_a_renamed_file_changes_the_digest(template_directory: Path) -> None:
+    digest_before = digest_guest(template_directory)
+    (template_directory / "guest/hosts").rename(template_directory / "guest/hosts2")
+    assert digest_guest(template_directory) != digest_before
 
 
 def test_the_digest_covers_the_constants_of_the_network_script() -> None:
-    assert digest_guest(TEMPLATE, "address 1") != digest_guest(TEMPLATE, "address 2")
+    assert digest_guest(TEMPLATE_DIRECTORY, "address 1") != digest_guest(TEMPLATE_DIRECTORY, "address 2")
     assert "@" not in guest_files.network_script()
 
 
 def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
-    code = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
-    argv = [sys.executable, "-c", code]
+    program = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
+    argv = [sys.executable, "-c", program]
     outputs = [
         subprocess.run(
             argv, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60, check=True

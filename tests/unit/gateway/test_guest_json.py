@@ -1,4 +1,4 @@
-"""JSON from guests is parsed as the standard library would, in pieces of any size and within limits."""
+"""JSON from guests is parsed as the standard library would parse it, but in pieces of any size and within limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ json_values = st.recursive(
 objects = st.dictionaries(st.text(max_size=8), json_values, max_size=5)
 
 
-def parse(data: bytes, limit: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
+def parse(data: bytes, limit: int = guest_json.DEFAULT_MAX_BYTES) -> dict[str, Any]:
     return asyncio.run(guest_json.parse("sandbox", "exec", data, limit))
 
 
-async def feed(*pieces: bytes) -> dict[str, Any]:
+async def parse_pieces(*pieces: bytes) -> dict[str, Any]:
     with guest_json.ResponseReader("sandbox", "exec") as response:
         for piece in pieces:
             await response.feed(piece)
@@ -36,10 +36,15 @@ async def feed(*pieces: bytes) -> dict[str, Any]:
 @given(objects, st.booleans(), st.integers(1, 7))
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"'], "": [{}, [], {"x": [1.5, -2, True, None]}]}, True, 1)
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"']}, False, 3)
-def test_valid_json_is_parsed_like_the_standard_library(value: dict[str, Any], escaped: bool, size: int) -> None:
-    data = json.dumps(value, ensure_ascii=escaped).encode()
+def test_valid_json_is_parsed_like_the_standard_library(
+    value: dict[str, Any], is_escaped: bool, piece_size: int
+) -> None:
+    data = json.dumps(value, ensure_ascii=is_escaped).encode()
     assert parse(data) == value
-    assert asyncio.run(feed(*(data[at : at + size] for at in range(0, len(data), size)))) == value
+    assert (
+        asyncio.run(parse_pieces(*(data[offset : offset + piece_size] for offset in range(0, len(data), piece_size))))
+        == value
+    )
 
 
 @given(st.binary(max_size=60) | st.text('{}[]",:\\u0d8 \n1ae', max_size=40).map(str.encode))
@@ -90,11 +95,11 @@ def test_size_is_limited() -> None:
 
 def test_structure_is_limited_without_counting_strings() -> None:
     assert parse(b'{"a":"' + b"x" * 100_000 + b'"}') == {"a": "x" * 100_000}
-    whole = b'{"a":"x"}'
-    padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole) + len("ax"))
-    assert parse(whole + padding) == {"a": "x"}
+    whole_object = b'{"a":"x"}'
+    padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole_object) + len("ax"))
+    assert parse(whole_object + padding) == {"a": "x"}
     with pytest.raises(BackendFailed, match="sent an invalid response to exec"):
-        parse(whole + padding + b" ")
+        parse(whole_object + padding + b" ")
 
 
 async def test_concurrent_responses_are_limited_per_sandbox_and_in_total(
@@ -103,33 +108,33 @@ async def test_concurrent_responses_are_limited_per_sandbox_and_in_total(
     monkeypatch.setattr(guest_json, "MAX_HELD_BYTES", 30)
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 50)
 
-    with guest_json.ResponseReader("one", "exec") as first:
-        await first.feed(b'{"a": "' + b"x" * 13)
-        with guest_json.ResponseReader("one", "exec") as second:
-            await second.feed(b" " * 10)
+    with guest_json.ResponseReader("one", "exec") as first_response:
+        await first_response.feed(b'{"a": "' + b"x" * 13)
+        with guest_json.ResponseReader("one", "exec") as second_response:
+            await second_response.feed(b" " * 10)
             with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
-                await second.feed(b" ")
-        with guest_json.ResponseReader("two", "exec") as other:
-            await other.feed(b" " * 30)
+                await second_response.feed(b" ")
+        with guest_json.ResponseReader("two", "exec") as other_sandbox_response:
+            await other_sandbox_response.feed(b" " * 30)
             with (
-                guest_json.ResponseReader("three", "exec") as third,
+                guest_json.ResponseReader("three", "exec") as third_sandbox_response,
                 pytest.raises(Busy, match="the agents of all sandboxes"),
             ):
-                await third.feed(b" ")
-        with guest_json.ResponseReader("one", "exec") as again:
-            await again.feed(b" " * 10)
-        await first.feed(b'"}')
-        assert await first.parse() == {"a": "x" * 13}
+                await third_sandbox_response.feed(b" ")
+        with guest_json.ResponseReader("one", "exec") as next_response:
+            await next_response.feed(b" " * 10)
+        await first_response.feed(b'"}')
+        assert await first_response.parse() == {"a": "x" * 13}
     assert not guest_json._held_bytes
 
 
 @given(st.binary(max_size=100))
-def test_base64_is_parsed_strictly(data: bytes) -> None:
+def test_valid_base64_is_decoded(data: bytes) -> None:
     text = base64.b64encode(data).decode()
     assert asyncio.run(guest_json.decode_base64(text)) == data
 
 
-def test_long_base64_is_parsed_completely() -> None:
+def test_long_base64_is_decoded_completely() -> None:
     data = bytes(range(256)) * 300
     assert asyncio.run(guest_json.decode_base64(base64.b64encode(data).decode())) == data
 
@@ -141,7 +146,7 @@ def test_invalid_base64_is_refused(text: object) -> None:
 
 
 def test_integers_are_limited() -> None:
-    assert [guest_json.read_integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
+    assert [guest_json.require_integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
     for value in (-2, 4, True, False, 1.0, "1", None):
         with pytest.raises(ValueError, match="not an integer from -1 to 3"):
-            guest_json.read_integer(value, -1, 3)
+            guest_json.require_integer(value, -1, 3)

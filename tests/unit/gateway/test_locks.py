@@ -43,15 +43,15 @@ async def test_waiting_for_a_held_lock_times_out() -> None:
 async def test_a_cancelled_waiter_leaves_nothing() -> None:
     locks = KeyedLocks(5)
     async with locks.hold("a", "a"):
-        waiter = asyncio.create_task(locks.hold("a", "a").__aenter__())
+        waiting_task = asyncio.create_task(locks.hold("a", "a").__aenter__())
         await asyncio.sleep(0.01)
-        waiter.cancel()
-        await asyncio.gather(waiter, return_exceptions=True)
+        waiting_task.cancel()
+        await asyncio.gather(waiting_task, return_exceptions=True)
     assert not locks._locks
 
 
-@pytest.mark.parametrize("turns", range(5))
-async def test_a_cancellation_that_arrives_with_the_lock_takes_effect(turns: int) -> None:
+@pytest.mark.parametrize("turn_count", range(5))
+async def test_a_cancellation_that_arrives_with_the_lock_takes_effect(turn_count: int) -> None:
     locks = KeyedLocks(5)
 
     async def wait_and_hold() -> None:
@@ -61,7 +61,7 @@ async def test_a_cancellation_that_arrives_with_the_lock_takes_effect(turns: int
     async with locks.hold("a", "sandbox a"):
         task = asyncio.create_task(wait_and_hold())
         await asyncio.sleep(0.01)
-    for _ in range(turns):
+    for _ in range(turn_count):
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task], timeout=1)

@@ -1,6 +1,6 @@
 """Test memory images in a memory root: where they are, when they are unavailable, and which of them a scan removes.
 
-The roots are directories. A root that is renamed stands for one that is not mounted.
+The roots are plain directories. Renaming a root simulates unmounting it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import held_images, instances, memory_roots, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let disks be on file systems that do not list extents, such as tmpfs."""
+    """Simulate a file system that does not list extents, such as tmpfs."""
     monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
 
 
@@ -68,21 +68,21 @@ class Store:
             self.snapshots.commit(snapshot)
         return snapshot
 
-    def fork(self, snapshot: Snapshot) -> Instance:
+    def fork(self, snapshot: Snapshot) -> InstanceFiles:
         """Create the memory file of a machine that is forked from a snapshot."""
         sandbox = Sandbox(name="fork")
         files = self.layout.instance(sandbox)
         files.directory.mkdir(parents=True)
-        source = self.snapshots.files(snapshot)
-        held_images.hold(source.memory, files.memory, source.memory_directory)
+        snapshot_files = self.snapshots.files(snapshot)
+        held_images.hold(snapshot_files.memory, files.memory, snapshot_files.memory_directory)
         return files
 
     def scan(self) -> tuple[list[str], list[str]]:
-        """Return the ids of the snapshots, and what was repaired."""
-        repaired: list[str] = []
-        ids = [snapshot.id for snapshot in self.snapshots.scan(repaired)]
-        self.roots.sweep(self.quarantine, repaired)
-        return ids, repaired
+        """Scan the state root, and return the ids of the snapshots and descriptions of the repairs."""
+        repairs: list[str] = []
+        ids = [snapshot.id for snapshot in self.snapshots.scan(repairs)]
+        self.roots.sweep(self.quarantine, repairs)
+        return ids, repairs
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def store(layout: Layout, root: Path) -> Store:
 
 
 def unmount(root: Path) -> None:
-    """Leave an empty mount point."""
+    """Replace a root with an empty directory, as if the root were unmounted."""
     root.rename(root.with_name("unmounted"))
     root.mkdir(mode=0o700)
 
@@ -103,7 +103,7 @@ def mount(root: Path) -> None:
     root.with_name("unmounted").rename(root)
 
 
-def images_in(root: Path) -> list[str]:
+def list_images(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
@@ -112,8 +112,8 @@ def test_the_record_of_a_snapshot_says_where_its_memory_is(store: Store, root: P
     manifest = json.loads((store.snapshots.files(snapshot).directory / "manifest.json").read_text())
     location = manifest["host"]["memory"]
     assert location["root"] == str(root)
-    assert images_in(root) == [f"{location['gateway']}/snapshots/{snapshot.id}.img"]
-    assert store.snapshots.files_of(snapshot)["memory"] == str(root / images_in(root)[0])
+    assert list_images(root) == [f"{location['gateway']}/snapshots/{snapshot.id}.img"]
+    assert store.snapshots.files_of(snapshot)["memory"] == str(root / list_images(root)[0])
     assert not (store.snapshots.files(snapshot).directory / "memory.img").exists()
     assert store.scan() == ([snapshot.id], [])
 
@@ -175,11 +175,11 @@ def test_captures_are_refused_and_nothing_is_created_while_the_root_is_not_mount
     unmount(root)
     with pytest.raises(Conflict, match=rf"the memory root {root} is not available: .*Mount it"):
         store.capture()
-    restarted = Store(layout, root)
-    restarted.roots.open()
+    restarted_store = Store(layout, root)
+    restarted_store.roots.open()
     assert list(root.iterdir()) == []
     mount(root)
-    assert restarted.roots.directory_for_capture() is not None
+    assert restarted_store.roots.directory_for_capture() is not None
 
 
 def test_a_root_that_does_not_exist_yet_is_used_once_it_exists(layout: Layout, tmp_path: Path) -> None:
@@ -203,31 +203,35 @@ def test_a_file_system_that_reports_mappings_by_another_device_is_refused(
     layout: Layout, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "major", lambda device: 4095)
-    with pytest.raises(Conflict, match="reports mappings of its files with another device"):
+    with pytest.raises(Conflict, match="reports a different device for mapped files"):
         Store(layout, root).capture()
 
 
-def test_after_a_change_of_the_key_old_snapshots_stay_where_they_are(
+def test_old_snapshots_stay_in_their_root_after_a_configuration_change(
     store: Store, layout: Layout, tmp_path: Path, root: Path
 ) -> None:
-    old = store.capture()
+    old_snapshot = store.capture()
     other_root = tmp_path / "other"
     other_root.mkdir(mode=0o700)
-    changed = Store(layout, other_root)
-    new = changed.capture()
-    inside = Store(layout, None)
-    newest = inside.capture()
-    for each in (store, changed, inside):
-        assert sorted(each.scan()[0]) == sorted([old.id, new.id, newest.id])
-        assert [each.roots.memory_problem(snapshot) for snapshot in (old, new, newest)] == ["", "", ""]
-    parents = [inside.snapshots.files(each).memory.parents[2] for each in (old, new)]
-    assert parents == [root, other_root]
+    other_root_store = Store(layout, other_root)
+    new_snapshot = other_root_store.capture()
+    rootless_store = Store(layout, None)
+    newest_snapshot = rootless_store.capture()
+    for each in (store, other_root_store, rootless_store):
+        assert sorted(each.scan()[0]) == sorted([old_snapshot.id, new_snapshot.id, newest_snapshot.id])
+        assert [each.roots.memory_problem(snapshot) for snapshot in (old_snapshot, new_snapshot, newest_snapshot)] == [
+            "",
+            "",
+            "",
+        ]
+    found_roots = [rootless_store.snapshots.files(each).memory.parents[2] for each in (old_snapshot, new_snapshot)]
+    assert found_roots == [root, other_root]
 
 
 def test_removal_removes_the_record_and_the_image(store: Store, root: Path) -> None:
     snapshot = store.capture()
     store.snapshots.remove(snapshot)
-    assert images_in(root) == [] and store.scan() == ([], [])
+    assert list_images(root) == [] and store.scan() == ([], [])
 
 
 def test_the_image_of_a_snapshot_that_was_removed_while_the_root_was_not_mounted_is_swept(
@@ -238,32 +242,32 @@ def test_the_image_of_a_snapshot_that_was_removed_while_the_root_was_not_mounted
     store.snapshots.remove(snapshot)
     assert store.scan() == ([], [])
     mount(root)
-    ids, repaired = store.scan()
-    assert ids == [] and images_in(root) == []
-    assert len(repaired) == 1 and "belonged to no snapshot" in repaired[0]
+    ids, repairs = store.scan()
+    assert ids == [] and list_images(root) == []
+    assert len(repairs) == 1 and "belonged to no snapshot" in repairs[0]
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_undo_removes_the_image(store: Store, root: Path, is_committed: bool) -> None:
     store.snapshots.undo(store.capture(commit=is_committed))
-    assert images_in(root) == []
+    assert list_images(root) == []
 
 
 def test_the_image_of_a_snapshot_that_was_never_committed_is_swept(store: Store, root: Path) -> None:
-    kept = store.capture()
+    committed_snapshot = store.capture()
     store.capture(commit=False)
-    ids, repaired = store.scan()
-    assert ids == [kept.id] and len(repaired) == 1
-    assert images_in(root) == [str(store.snapshots.files(kept).memory.relative_to(root))]
+    ids, repairs = store.scan()
+    assert ids == [committed_snapshot.id] and len(repairs) == 1
+    assert list_images(root) == [str(store.snapshots.files(committed_snapshot).memory.relative_to(root))]
 
 
 def test_the_image_of_a_quarantined_snapshot_is_kept(store: Store, root: Path) -> None:
     snapshot = store.capture()
     (store.snapshots.files(snapshot).directory / "manifest.json").write_text("{")
-    ids, repaired = store.scan()
-    assert ids == [] and len(repaired) == 1 and "is damaged" in repaired[0]
-    assert len(images_in(root)) == 1
-    assert store.scan() == ([], []) and len(images_in(root)) == 1
+    ids, repairs = store.scan()
+    assert ids == [] and len(repairs) == 1 and "is damaged" in repairs[0]
+    assert len(list_images(root)) == 1
+    assert store.scan() == ([], []) and len(list_images(root)) == 1
 
 
 @pytest.mark.parametrize("location", ["/memory", {"root": "/memory"}, {"root": 3, "gateway": "a"}])
@@ -272,16 +276,16 @@ def test_a_snapshot_with_an_invalid_location_is_quarantined(store: Store, locati
     manifest = json.loads(manifest_path.read_text())
     manifest["host"]["memory"] = location
     manifest_path.write_text(json.dumps(manifest))
-    ids, repaired = store.scan()
-    assert ids == [] and "host.memory" in repaired[0]
+    ids, repairs = store.scan()
+    assert ids == [] and "host.memory" in repairs[0]
 
 
 def test_the_files_of_another_gateway_are_kept(store: Store, tmp_path: Path, root: Path) -> None:
     other_layout = Layout(tmp_path / "other-state")
     other_layout.create()
-    other = Store(other_layout, root)
-    other.capture()
-    assert store.scan() == ([], []) and len(images_in(root)) == 1
+    other_store = Store(other_layout, root)
+    other_store.capture()
+    assert store.scan() == ([], []) and len(list_images(root)) == 1
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------
@@ -295,32 +299,32 @@ def test_a_machine_holds_its_image_after_the_snapshot_was_removed(store: Store, 
     assert files.memory.read_bytes()[:6] == b"memory"
     assert store.scan() == ([], [])
     instances.remove(files)
-    assert images_in(root) == [] and not files.directory.parent.exists()
+    assert list_images(root) == [] and not files.directory.parent.exists()
 
 
 def test_removing_a_sandbox_releases_its_images(store: Store, root: Path) -> None:
     snapshot = store.capture()
     files = store.fork(snapshot)
     held_images.hold(files.memory, files.last_memory, store.snapshots.files(snapshot).memory_directory)
-    assert len(images_in(root)) == 3
+    assert len(list_images(root)) == 3
     instances.remove_all(files.directory.parent)
     instances.remove_all(files.directory.parent)
-    assert len(images_in(root)) == 1 and store.scan() == ([snapshot.id], [])
+    assert len(list_images(root)) == 1 and store.scan() == ([snapshot.id], [])
 
 
 def test_the_image_of_a_machine_that_does_not_exist_is_swept(store: Store, root: Path) -> None:
     snapshot = store.capture()
-    files, kept = store.fork(snapshot), store.fork(snapshot)
-    files.memory.unlink()
-    _, repaired = store.scan()
-    assert len(repaired) == 1 and "belonged to no machine" in repaired[0]
-    assert len(images_in(root)) == 2 and kept.memory.exists()
+    swept_files, kept_files = store.fork(snapshot), store.fork(snapshot)
+    swept_files.memory.unlink()
+    _, repairs = store.scan()
+    assert len(repairs) == 1 and "belonged to no machine" in repairs[0]
+    assert len(list_images(root)) == 2 and kept_files.memory.exists()
 
 
 def test_the_image_of_a_machine_in_quarantine_is_kept(store: Store, root: Path) -> None:
     files = store.fork(store.capture())
     store.quarantine.move(files.directory.parent)
-    assert store.scan()[1] == [] and len(images_in(root)) == 2
+    assert store.scan()[1] == [] and len(list_images(root)) == 2
 
 
 def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Store, root: Path) -> None:
@@ -338,20 +342,20 @@ def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Sto
 def test_a_newer_image_replaces_the_held_one_even_in_another_root(store: Store, tmp_path: Path, root: Path) -> None:
     snapshot = store.capture()
     files = store.fork(snapshot)
-    other = MemoryDirectory(tmp_path / "other", "gateway")
-    for path in (other.snapshots, other.machines):
+    other_directory = MemoryDirectory(tmp_path / "other", "gateway")
+    for path in (other_directory.snapshots, other_directory.machines):
         path.mkdir(parents=True)
     directory = store.snapshots.files(snapshot).memory_directory
     assert directory is not None
-    for number, where in enumerate((None, directory, directory, other, None)):
-        image = (files.directory if where is None else where.snapshots) / f"image-{number}"
+    for number, image_directory in enumerate((None, directory, directory, other_directory, None)):
+        image = (files.directory if image_directory is None else image_directory.snapshots) / f"image-{number}"
         image.write_text(str(number))
-        held_images.hold(image, files.last_memory, where)
+        held_images.hold(image, files.last_memory, image_directory)
         image.unlink()
         assert files.last_memory.read_text() == str(number)
     assert not files.last_memory.is_symlink()
     assert [path.name for path in directory.machine_files()] == ["memory.base"]
-    assert other.machine_files() == [] and list(other.machines.iterdir()) == []
+    assert other_directory.machine_files() == [] and list(other_directory.machines.iterdir()) == []
 
 
 def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machine(store: Store, root: Path) -> None:
@@ -363,7 +367,7 @@ def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machi
     instances.create_memory_file(files, 64)
     assert sorted(path.name for path in files.directory.iterdir()) == ["memory.base"]
     assert files.memory.stat().st_size == 64 * MIB and files.memory.stat().st_blocks == 0
-    assert len(images_in(root)) == 1
+    assert len(list_images(root)) == 1
 
 
 def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path) -> None:
@@ -394,24 +398,28 @@ def test_a_damaged_list_of_roots_is_reported(layout: Layout, root: Path) -> None
 
 
 def test_the_gateway_keeps_its_directory_when_it_is_restarted(store: Store, layout: Layout, root: Path) -> None:
-    before = store.roots.directory_for_capture()
-    after = Store(layout, root).roots.directory_for_capture()
-    assert before is not None and after is not None and before.directory == after.directory
-    assert before.directory.stat().st_mode & 0o777 == 0o700
+    directory_before = store.roots.directory_for_capture()
+    directory_after = Store(layout, root).roots.directory_for_capture()
+    assert (
+        directory_before is not None
+        and directory_after is not None
+        and directory_before.directory == directory_after.directory
+    )
+    assert directory_before.directory.stat().st_mode & 0o777 == 0o700
     assert layout.memory_roots.stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in root.iterdir()] == [before.gateway]
+    assert [path.name for path in root.iterdir()] == [directory_before.gateway]
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_extent_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file system refuse to share extents."""
     monkeypatch.setattr(reflink, "_FICLONE", 0)
 
 
-def write_sparse(path: Path, pieces: dict[int, bytes], size: int) -> Path:
+def write_sparse_file(path: Path, pieces: dict[int, bytes], size: int) -> Path:
     with path.open("wb") as file:
         for offset, data in pieces.items():
             file.seek(offset)
@@ -420,7 +428,7 @@ def write_sparse(path: Path, pieces: dict[int, bytes], size: int) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("without_sharing")
+@pytest.mark.usefixtures("no_extent_sharing")
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -431,28 +439,28 @@ def write_sparse(path: Path, pieces: dict[int, bytes], size: int) -> Path:
     ],
 )
 def test_a_copy_is_equal_and_its_holes_remain_holes(tmp_path: Path, pieces: dict[int, bytes]) -> None:
-    source = write_sparse(tmp_path / "source", pieces, 64 * MIB)
+    source = write_sparse_file(tmp_path / "source", pieces, 64 * MIB)
     reflink.clone_or_copy(source, tmp_path / "target")
     target = tmp_path / "target"
     assert target.read_bytes() == source.read_bytes()
     assert target.stat().st_blocks <= source.stat().st_blocks
 
 
-@pytest.mark.usefixtures("without_sharing")
+@pytest.mark.usefixtures("no_extent_sharing")
 def test_a_failed_copy_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: int, target: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(reflink, "_copy_data", fail)
-    source = write_sparse(tmp_path / "source", {0: b"x"}, MIB)
+    source = write_sparse_file(tmp_path / "source", {0: b"x"}, MIB)
     with pytest.raises(OSError, match="No space"):
         reflink.clone_or_copy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.usefixtures("without_sharing")
+@pytest.mark.usefixtures("no_extent_sharing")
 def test_a_copy_uses_little_memory(tmp_path: Path) -> None:
-    source = write_sparse(tmp_path / "source", {0: b"\1" * (48 * MIB)}, 64 * MIB)
+    source = write_sparse_file(tmp_path / "source", {0: b"\1" * (48 * MIB)}, 64 * MIB)
     tracemalloc.start()
     try:
         reflink.clone_or_copy(source, tmp_path / "target")

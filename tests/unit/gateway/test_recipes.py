@@ -12,7 +12,7 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, source_digest
 
 
-def recipe_for(path: Path) -> str:
+def digest_source(path: Path) -> str:
     return source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
 
 
@@ -50,8 +50,8 @@ def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) 
     file = root / "etc" / "motd"
     file.write_text("hello")
     os.utime(file, (1, 1))
-    digests = [recipe_for(root)]
-    assert recipe_for(root) == digests[0]
+    digests = [digest_source(root)]
+    assert digest_source(root) == digests[0]
     for change in (
         lambda: (file.write_text("hello!"), os.utime(file, (1, 1))),
         lambda: os.utime(file, (2, 2)),
@@ -60,23 +60,27 @@ def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) 
         lambda: (root / "dangling").symlink_to("nowhere"),
     ):
         change()
-        assert recipe_for(root) not in digests
-        digests.append(recipe_for(root))
+        assert digest_source(root) not in digests
+        digests.append(digest_source(root))
 
 
 def test_a_tarballs_digest_covers_only_its_contents(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.tar", tmp_path / "other.tar"
-    one.write_bytes(b"content")
-    other.write_bytes(b"content")
-    os.utime(other, (1, 1))
-    assert recipe_for(one) == recipe_for(other) == "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
-    other.write_bytes(b"contents")
-    assert recipe_for(other) != recipe_for(one)
+    first_tarball, second_tarball = tmp_path / "one.tar", tmp_path / "other.tar"
+    first_tarball.write_bytes(b"content")
+    second_tarball.write_bytes(b"content")
+    os.utime(second_tarball, (1, 1))
+    assert (
+        digest_source(first_tarball)
+        == digest_source(second_tarball)
+        == "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
+    )
+    second_tarball.write_bytes(b"contents")
+    assert digest_source(second_tarball) != digest_source(first_tarball)
 
 
 def test_an_unreadable_path_is_reported_with_the_reason() -> None:
     with pytest.raises(Invalid) as error_info:
-        recipe_for(Path("/nowhere/at/all"))
+        digest_source(Path("/nowhere/at/all"))
     assert error_info.value.message == (
         "the root file system /nowhere/at/all cannot be read on the gateway's host: No such file or directory. "
         "Correct 'path', or copy the files to that host"
@@ -94,7 +98,7 @@ def test_only_a_rootfs_recipe_needs_and_accepts_a_path() -> None:
 def test_package_names_follow_apts_rules() -> None:
     valid_packages = ["curl", "g++", "libc6:amd64", "python3.11", "git=1:2.39.5-0+deb12u2", "a" * 128]
     assert Recipe(packages=valid_packages).packages == valid_packages
-    for bad in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
+    for invalid_package in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
         with pytest.raises(ValidationError) as error_info:
-            Recipe(packages=["git", bad])
-        assert f"{bad[:80]!r} is not a valid Debian package name" in str(error_info.value)
+            Recipe(packages=["git", invalid_package])
+        assert f"{invalid_package[:80]!r} is not a valid Debian package name" in str(error_info.value)

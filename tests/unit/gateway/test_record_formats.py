@@ -13,8 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, Kind, decode, encode
+from sandbox_gateway.hosts.kvm_xfs import record_files
 from sandbox_gateway.records import (
     FORMAT,
     Memory,
@@ -25,12 +25,12 @@ from sandbox_gateway.records import (
     Volume,
     VolumeSnapshot,
     parse_record,
-    refuse_newer,
+    refuse_newer_records,
 )
 
 _RESOURCES = {"cpus": 2, "memory_mb": 512, "disk_mb": 4096}
 _MOUNT = {"volume": "00000000000d", "path": "/data", "read_only": True}
-_OLD: dict[type[Record], dict[str, Any]] = {
+_OLD_RECORDS: dict[type[Record], dict[str, Any]] = {
     Sandbox: {
         "id": "00000000000a",
         "name": "web",
@@ -112,7 +112,7 @@ _KINDS: dict[type[Record], Kind] = {
     Volume: "volume",
     VolumeSnapshot: "volume-snapshot",
 }
-_NEWER: dict[str, tuple[type[Record], dict[str, Any], str]] = {
+_NEWER_RECORDS: dict[str, tuple[type[Record], dict[str, Any], str]] = {
     "format": (Volume, {"format": FORMAT + 1}, f"its format is {FORMAT + 1}, and this release reads formats up to"),
     "unreadable_format": (Sandbox, {"format": 99, "name": {"first": "web"}}, "its format is 99"),
     "memory": (Snapshot, {"memory": "teleported"}, "its memory is 'teleported', which this release does not know"),
@@ -121,60 +121,64 @@ _NEWER: dict[str, tuple[type[Record], dict[str, Any], str]] = {
 }
 
 
-def _property(kind: Kind, record: dict[str, Any], version: int = 1) -> dict[str, str]:
+def _make_property(kind: Kind, record: dict[str, Any], version: int = 1) -> dict[str, str]:
     return {HEAD: json.dumps({"v": version, "kind": kind, "generation": 7, "record": record})}
 
 
-def _manifest(directory: Path, record: dict[str, Any]) -> Path:
+def _write_manifest(directory: Path, record: dict[str, Any]) -> Path:
     (directory / "manifest.json").write_text(json.dumps(record))
     return directory
 
 
-@pytest.mark.parametrize("kind", _OLD)
+@pytest.mark.parametrize("kind", _OLD_RECORDS)
 def test_a_record_of_the_last_release_is_read_and_saved_in_this_format(kind: type[Record], tmp_path: Path) -> None:
-    record = directory_records.read_record(_manifest(tmp_path, _OLD[kind]), kind)
-    assert decode(_property(_KINDS[kind], _OLD[kind]), _KINDS[kind]) == (7, record)
-    expected = {**_OLD[kind], "format": FORMAT}
+    record = record_files.read_record(_write_manifest(tmp_path, _OLD_RECORDS[kind]), kind)
+    assert decode(_make_property(_KINDS[kind], _OLD_RECORDS[kind]), _KINDS[kind]) == (7, record)
+    expected = {**_OLD_RECORDS[kind], "format": FORMAT}
     if kind is Sandbox:
         expected["network"] = {**expected["network"], "mask_request_host": ""}
-    directory_records.write_record(tmp_path, record)
+    record_files.write_record(tmp_path, record)
     assert json.loads((tmp_path / "manifest.json").read_text()) == expected
     assert json.loads(encode(record, 8)[HEAD])["record"] == expected
 
 
 def test_the_former_name_of_the_timeout_is_converted() -> None:
-    old = {key: value for key, value in _OLD[Sandbox].items() if key != "timeout"} | {"life": 60.0}
-    saved = parse_record(Sandbox, old).model_dump()
-    assert saved["timeout"] == 60 and "life" not in saved
+    old_record = {key: value for key, value in _OLD_RECORDS[Sandbox].items() if key != "timeout"} | {"life": 60.0}
+    saved_record = parse_record(Sandbox, old_record).model_dump()
+    assert saved_record["timeout"] == 60 and "life" not in saved_record
 
 
 def test_a_saved_record_keeps_the_fields_of_a_newer_release() -> None:
-    newer = {
-        **_OLD[Snapshot],
+    newer_record = {
+        **_OLD_RECORDS[Snapshot],
         "colour": "blue",
         "resources": {**_RESOURCES, "gpus": 1},
         "mounts": [{**_MOUNT, "cache": "none"}],
         "retention": {"keep_last": 3, "keep_hourly": 5},
     }
-    snapshot = parse_record(Snapshot, newer).model_copy(update={"description": "changed"}, deep=True)
-    saved = snapshot.model_dump(mode="json")
-    assert (saved["colour"], saved["resources"]["gpus"], saved["mounts"][0]["cache"]) == ("blue", 1, "none")
-    assert (saved["retention"]["keep_hourly"], saved["description"]) == (5, "changed")
+    snapshot = parse_record(Snapshot, newer_record).model_copy(update={"description": "changed"}, deep=True)
+    saved_record = snapshot.model_dump(mode="json")
+    assert (saved_record["colour"], saved_record["resources"]["gpus"], saved_record["mounts"][0]["cache"]) == (
+        "blue",
+        1,
+        "none",
+    )
+    assert (saved_record["retention"]["keep_hourly"], saved_record["description"]) == (5, "changed")
 
 
-@pytest.mark.parametrize("what", _NEWER)
-def test_a_record_that_only_a_newer_release_can_read_is_not_damaged(what: str, tmp_path: Path) -> None:
-    kind, changes, reason = _NEWER[what]
-    newer = _OLD[kind] | changes
+@pytest.mark.parametrize("case", _NEWER_RECORDS)
+def test_a_record_that_only_a_newer_release_can_read_is_not_treated_as_damaged(case: str, tmp_path: Path) -> None:
+    kind, changes, reason = _NEWER_RECORDS[case]
+    newer_record = _OLD_RECORDS[kind] | changes
     with pytest.raises(NewerFormat, match=reason):
-        directory_records.read_record(_manifest(tmp_path, newer), kind)
+        record_files.read_record(_write_manifest(tmp_path, newer_record), kind)
     with pytest.raises(NewerFormat, match=reason):
-        decode(_property(_KINDS[kind], newer), _KINDS[kind])
+        decode(_make_property(_KINDS[kind], newer_record), _KINDS[kind])
 
 
-def test_properties_with_a_newer_encoding_are_not_damaged() -> None:
-    with pytest.raises(NewerFormat, match="its encoding has version 2, and this release reads version 1"):
-        decode(_property("volume", _OLD[Volume], version=2), "volume")
+def test_properties_with_a_newer_encoding_are_not_treated_as_damaged() -> None:
+    with pytest.raises(NewerFormat, match="its encoding has version 2, but this release reads only version 1"):
+        decode(_make_property("volume", _OLD_RECORDS[Volume], version=2), "volume")
 
 
 @pytest.mark.parametrize(
@@ -182,22 +186,22 @@ def test_properties_with_a_newer_encoding_are_not_damaged() -> None:
 )
 def test_a_damaged_record_is_not_mistaken_for_a_newer_one(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
-        parse_record(Snapshot, _OLD[Snapshot] | changes)
+        parse_record(Snapshot, _OLD_RECORDS[Snapshot] | changes)
     with pytest.raises(ValueError, match="cannot be read"):
-        directory_records.read_record(_manifest(tmp_path, _OLD[Snapshot] | changes), Snapshot)
+        record_files.read_record(_write_manifest(tmp_path, _OLD_RECORDS[Snapshot] | changes), Snapshot)
 
 
 def test_every_memory_mode_of_the_last_release_is_known() -> None:
     modes = ["none", "full", "incremental", "compare", "soft_dirty", "written", "live"]
-    assert [parse_record(Snapshot, _OLD[Snapshot] | {"memory": mode}).memory for mode in modes] == [
+    assert [parse_record(Snapshot, _OLD_RECORDS[Snapshot] | {"memory": mode}).memory for mode in modes] == [
         Memory(mode) for mode in modes
     ]
 
 
 def test_the_refusal_names_a_record_and_a_remedy() -> None:
-    refuse_newer({})
+    refuse_newer_records({})
     with pytest.raises(BackendFailed) as error_info:
-        refuse_newer({"/s/a/manifest.json": "its format is 2", "/s/b/manifest.json": "its format is 3"})
+        refuse_newer_records({"/s/a/manifest.json": "its format is 2", "/s/b/manifest.json": "its format is 3"})
     assert error_info.value.message == (
         "/s/a/manifest.json was written by a newer release of the gateway (its format is 2), as was 1 other record. "
         "Nothing was changed. Install the newer release again; to use this release, first delete these objects with "

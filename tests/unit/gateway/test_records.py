@@ -35,16 +35,20 @@ def test_every_valid_name_gives_a_valid_host_name(name: str) -> None:
     assert 1 <= len(hostname) <= 63 and hostname.replace("-", "a").isalnum() and not hostname.startswith("-")
 
 
-FIRST = string.ascii_letters + string.digits
-REST = FIRST + "_.-"
+FIRST_CHARACTERS = string.ascii_letters + string.digits
+OTHER_CHARACTERS = FIRST_CHARACTERS + "_.-"
 
 
 def follows_name_rule(text: str) -> bool:
     """Return whether a name is valid, without using the regular expression under test."""
-    return 1 <= len(text) <= 64 and text[0] in FIRST and all(letter in REST for letter in text)
+    return 1 <= len(text) <= 64 and text[0] in FIRST_CHARACTERS and all(letter in OTHER_CHARACTERS for letter in text)
 
 
-@given(name=st.text() | st.text(REST, max_size=70) | st.text(REST, min_size=1).map(lambda text: text + "\n"))
+@given(
+    name=st.text()
+    | st.text(OTHER_CHARACTERS, max_size=70)
+    | st.text(OTHER_CHARACTERS, min_size=1).map(lambda text: text + "\n")
+)
 @example("")
 @example("a" * 64)
 @example("a" * 65)
@@ -75,15 +79,15 @@ def test_a_refused_name_is_shown_up_to_eighty_characters() -> None:
         )
 
 
-def test_times_must_be_utc() -> None:
+def test_the_current_time_is_in_utc() -> None:
     assert now().utcoffset() == timedelta(0)
 
 
 def test_a_recipes_digest_ignores_the_order_of_packages() -> None:
-    one = Recipe(packages=["curl", "git"])
-    assert one.digest() == Recipe(packages=["git", "curl", "git"]).digest()
-    assert one.digest() != Recipe(packages=["curl"]).digest()
-    assert one.digest("agent-1") != one.digest("agent-2")
+    recipe = Recipe(packages=["curl", "git"])
+    assert recipe.digest() == Recipe(packages=["git", "curl", "git"]).digest()
+    assert recipe.digest() != Recipe(packages=["curl"]).digest()
+    assert recipe.digest("agent-1") != recipe.digest("agent-2")
 
 
 @pytest.mark.parametrize("package", ["", "-o", "a b", "../x", "x;y", "UPPER"])
@@ -106,22 +110,22 @@ def test_a_compact_record_has_the_same_values() -> None:
         mounts=[Mount(volume="0" * 12, path="/data")],
         metadata={"a": "b"},
     )
-    before = sandbox.model_dump()
-    assert compact(sandbox) is sandbox and sandbox.model_dump() == before
-    changed = sandbox.model_copy(update={"name": "two"}, deep=True)
-    assert changed.model_dump() == {**before, "name": "two"} and sandbox.name == "one"
+    values_before = sandbox.model_dump()
+    assert compact(sandbox) is sandbox and sandbox.model_dump() == values_before
+    renamed_sandbox = sandbox.model_copy(update={"name": "two"}, deep=True)
+    assert renamed_sandbox.model_dump() == {**values_before, "name": "two"} and sandbox.name == "one"
 
 
 def test_compact_records_share_resources_that_cannot_change() -> None:
-    one, two = (compact(Snapshot(resources=Resources(cpus=3))) for _ in range(2))
-    assert one.resources is two.resources and one.resources == Resources(cpus=3)
+    first_record, second_record = (compact(Snapshot(resources=Resources(cpus=3))) for _ in range(2))
+    assert first_record.resources is second_record.resources and first_record.resources == Resources(cpus=3)
     with pytest.raises(ValidationError):
-        one.resources.cpus = 4  # type: ignore[misc]
+        first_record.resources.cpus = 4  # type: ignore[misc]
     assert compact(Snapshot()).resources == Resources()
 
 
 def test_a_compact_record_keeps_the_fields_of_a_newer_release() -> None:
     resources = {"cpus": 1, "memory_mb": 256, "disk_mb": 2048, "gpus": 1}
     record = compact(Snapshot.model_validate({"colour": "blue", "resources": resources}))
-    saved = record.model_dump()
-    assert saved["colour"] == "blue" and saved["resources"] == resources
+    saved_fields = record.model_dump()
+    assert saved_fields["colour"] == "blue" and saved_fields["resources"] == resources

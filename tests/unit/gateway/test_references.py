@@ -6,7 +6,8 @@ import pytest
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.references import References, in_use_error, naming_external_users
+from sandbox_gateway.engine.in_use import in_use_error, naming_external_users
+from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from tests.api.memory_host import MemoryHost
@@ -56,9 +57,9 @@ def test_sandboxes_that_use_a_snapshot_are_found() -> None:
     index = context.index
     snapshot = Snapshot(names=["s"])
     index.put(snapshot)
-    fork = Sandbox(name="forked", forked_from=snapshot.id)
-    rollback = Sandbox(name="rolled-back", base=snapshot.id)
-    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
-    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
+    forked_sandbox = Sandbox(name="forked", forked_from=snapshot.id)
+    rolled_back_sandbox = Sandbox(name="rolled-back", base=snapshot.id)
+    paused_sandbox = Sandbox(name="paused", pause_snapshot=snapshot.id)
+    for sandbox in (forked_sandbox, rolled_back_sandbox, paused_sandbox, Sandbox(name="unrelated")):
         index.put(sandbox)
-    assert References(context).users_of(snapshot).sandboxes == [fork, rollback, paused]
+    assert References(context).users_of(snapshot).sandboxes == [forked_sandbox, rolled_back_sandbox, paused_sandbox]

@@ -13,12 +13,12 @@ from sandbox_gateway.records import Retention, Snapshot
 NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
 
 
-def new_snapshot(hours_ago: float, rule: Retention | None, source: str = "a" * 12) -> Snapshot:
+def make_snapshot(hours_ago: float, rule: Retention | None, source: str = "a" * 12) -> Snapshot:
     return Snapshot(source_sandbox=source, created_at=NOON - timedelta(hours=hours_ago), retention=rule)
 
 
 def find_removed_ages(rule: Retention, *hours_ago: float) -> list[float]:
-    snapshots = [new_snapshot(hours, rule) for hours in hours_ago]
+    snapshots = [make_snapshot(hours, rule) for hours in hours_ago]
     return sorted((NOON - each.created_at).total_seconds() / 3600 for each in find_surplus(snapshots, NOON))
 
 
@@ -46,17 +46,17 @@ def test_the_newest_snapshot_is_never_removed() -> None:
 
 
 def test_snapshots_without_a_rule_are_kept() -> None:
-    without_rule, with_rule = new_snapshot(50, None), new_snapshot(1, Retention(keep_last=1))
-    assert find_surplus([without_rule, with_rule], NOON) == []
+    snapshot_without_rule, snapshot_with_rule = make_snapshot(50, None), make_snapshot(1, Retention(keep_last=1))
+    assert find_surplus([snapshot_without_rule, snapshot_with_rule], NOON) == []
 
 
 def test_the_newest_rule_applies_for_each_sandbox() -> None:
-    strict, lax = Retention(keep_last=1), Retention(keep_last=5)
-    first_series = [new_snapshot(3, strict), new_snapshot(2, strict), new_snapshot(1, lax)]
+    strict_rule, lax_rule = Retention(keep_last=1), Retention(keep_last=5)
+    first_series = [make_snapshot(3, strict_rule), make_snapshot(2, strict_rule), make_snapshot(1, lax_rule)]
     second_series = [
-        new_snapshot(5, lax, "b" * 12),
-        new_snapshot(4, lax, "b" * 12),
-        new_snapshot(3, strict, "b" * 12),
+        make_snapshot(5, lax_rule, "b" * 12),
+        make_snapshot(4, lax_rule, "b" * 12),
+        make_snapshot(3, strict_rule, "b" * 12),
     ]
     assert find_surplus(first_series, NOON) == []
     assert find_surplus([*first_series, *second_series], NOON) == second_series[:2]
@@ -72,29 +72,29 @@ rules = st.builds(
 
 @given(rules, st.lists(st.floats(0, 500), min_size=1, max_size=20))
 def test_rules_are_idempotent_and_never_remove_everything(rule: Retention, hours: list[float]) -> None:
-    snapshots = [new_snapshot(each, rule) for each in hours]
-    surplus = find_surplus(snapshots, NOON)
-    remaining = [each for each in snapshots if each not in surplus]
-    assert remaining
-    assert find_surplus(remaining, NOON) == []
+    snapshots = [make_snapshot(each, rule) for each in hours]
+    surplus_snapshots = find_surplus(snapshots, NOON)
+    remaining_snapshots = [each for each in snapshots if each not in surplus_snapshots]
+    assert remaining_snapshots
+    assert find_surplus(remaining_snapshots, NOON) == []
 
 
 @given(
     ages=st.lists(st.integers(0, 100), min_size=1, max_size=8),
     max_age=st.integers(1, 100),
-    later=st.integers(0, 120),
+    hours_later=st.integers(0, 120),
 )
-def test_the_surplus_stays_the_same_until_the_next_change(ages: list[int], max_age: int, later: int) -> None:
+def test_the_surplus_stays_the_same_until_the_next_change(ages: list[int], max_age: int, hours_later: int) -> None:
     rule = Retention(max_age=max_age * 3600)
-    snapshots = [new_snapshot(hours, rule, source) for hours in ages for source in ("a" * 12, "b" * 12)]
-    change, at = find_next_change(snapshots, NOON), NOON + timedelta(hours=later)
-    if change is None or at < change:
-        assert find_surplus(snapshots, at) == find_surplus(snapshots, NOON)
+    snapshots = [make_snapshot(hours, rule, source) for hours in ages for source in ("a" * 12, "b" * 12)]
+    next_change, later_time = find_next_change(snapshots, NOON), NOON + timedelta(hours=hours_later)
+    if next_change is None or later_time < next_change:
+        assert find_surplus(snapshots, later_time) == find_surplus(snapshots, NOON)
 
 
 def test_the_next_change_is_the_earliest_end_of_a_maximum_age() -> None:
     rule = Retention(max_age=3 * 3600)
-    snapshots = [new_snapshot(hours, rule) for hours in (5, 2, 1)]
+    snapshots = [make_snapshot(hours, rule) for hours in (5, 2, 1)]
     assert find_next_change(snapshots, NOON) == NOON + timedelta(hours=1)
-    without_age = [new_snapshot(5, None), new_snapshot(1, Retention(keep_last=1), "b" * 12)]
-    assert find_next_change(without_age, NOON) is None
+    snapshots_without_max_age = [make_snapshot(5, None), make_snapshot(1, Retention(keep_last=1), "b" * 12)]
+    assert find_next_change(snapshots_without_max_age, NOON) is None

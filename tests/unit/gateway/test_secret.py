@@ -10,7 +10,7 @@ from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Invalid
 
 
-def test_the_secret_is_created_once_and_private(tmp_path: Path) -> None:
+def test_the_secret_is_private_and_created_only_once(tmp_path: Path) -> None:
     secret = load_secret(tmp_path / "secret")
     assert len(secret) == 32 and len(set(secret)) > 8
     assert load_secret(tmp_path / "secret") == secret

@@ -13,11 +13,11 @@ from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, 
 
 
 def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
-    finished: list[str] = []
+    finished_names: list[str] = []
 
     async def work(name: str, seconds: float, error: Exception | None = None) -> str:
         await asyncio.sleep(seconds)
-        finished.append(name)
+        finished_names.append(name)
         if error:
             raise error
         return name
@@ -26,30 +26,30 @@ def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
         assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
         with pytest.raises(BackendFailed, match="one"):
             await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
-        assert finished[-2:] == ["c", "d"]
+        assert finished_names[-2:] == ["c", "d"]
         task = asyncio.create_task(finish_despite_cancellation(wait_for_all(work("e", 0.05))))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert finished[-1] == "e"
+        assert finished_names[-1] == "e"
 
     asyncio.run(scenario())
 
 
 def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog: pytest.LogCaptureFixture) -> None:
-    finished: list[str] = []
+    finished_names: list[str] = []
 
     async def work(name: str, seconds: float) -> str:
         await asyncio.sleep(seconds)
-        finished.append(name)
+        finished_names.append(name)
         return name
 
     async def fail() -> None:
         raise BackendFailed("one")
 
     async def scenario() -> None:
-        tasks = BackgroundTasks(Logger("test"), failure="it failed")
+        tasks = BackgroundTasks(Logger("test"), failure_event="it failed")
         tasks.start(fail())
         assert await tasks.start(work("a", 0.01)) == "a"
         tasks.start(work("b", 0.01))
@@ -57,7 +57,7 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
         await tasks.wait(0.05)
         await tasks.cancel()
         await tasks.wait()
-        assert finished == ["a", "b"]
+        assert finished_names == ["a", "b"]
 
     with caplog.at_level(logging.ERROR, "sandbox_gateway"):
         asyncio.run(scenario())
@@ -65,11 +65,11 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
 
 
 def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
-    finished: list[str] = []
+    finished_names: list[str] = []
 
     async def work() -> None:
         await asyncio.sleep(0.05)
-        finished.append("work")
+        finished_names.append("work")
 
     async def scenario() -> None:
         task = asyncio.create_task(finish_despite_cancellation(work()))
@@ -78,6 +78,6 @@ def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert finished == ["work"]
+        assert finished_names == ["work"]
 
     asyncio.run(scenario())

@@ -26,27 +26,27 @@ def client(faulty_gateway: FaultyGateway) -> Iterator[Client]:
     client.close()
 
 
-def test_get_request_reopens_a_closed_connection(faulty_gateway: FaultyGateway, client: Client) -> None:
+def test_a_get_request_reopens_a_closed_connection(faulty_gateway: FaultyGateway, client: Client) -> None:
     client.get("/health")
-    faulty_gateway.cut = 1
+    faulty_gateway.connections_to_drop = 1
     assert client.get("/health")["status"] == "ok"
 
 
-def test_post_request_is_not_repeated(faulty_gateway: FaultyGateway, client: Client) -> None:
+def test_a_post_request_is_not_repeated(faulty_gateway: FaultyGateway, client: Client) -> None:
     client.get("/health")
-    faulty_gateway.cut, faulty_gateway.calls = 1, []
-    with pytest.raises(Failure, match="closed the connection") as caught:
+    faulty_gateway.connections_to_drop, faulty_gateway.calls = 1, []
+    with pytest.raises(Failure, match="closed the connection") as error_info:
         client.post("/sandboxes", {"templateID": "base", "name": "box"})
-    assert caught.value.kind == "unreachable"
+    assert error_info.value.kind == "unreachable"
     assert not faulty_gateway.calls and not faulty_gateway.list_objects("sandboxes")
 
 
-def test_slow_response_times_out(faulty_gateway: FaultyGateway) -> None:
-    client_with_timeout = Client(faulty_gateway.url, timeout=0.2)
-    faulty_gateway.delay = 1
-    with pytest.raises(Failure, match=r"did not respond to GET /health within 0\.2 s") as caught:
-        client_with_timeout.get("/health")
-    assert caught.value.kind == "timeout"
+def test_a_slow_response_times_out(faulty_gateway: FaultyGateway) -> None:
+    client_with_short_timeout = Client(faulty_gateway.url, timeout=0.2)
+    faulty_gateway.delay_seconds = 1
+    with pytest.raises(Failure, match=r"did not respond to GET /health within 0\.2 s") as error_info:
+        client_with_short_timeout.get("/health")
+    assert error_info.value.kind == "timeout"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_responses_of_other_services_are_rejected(
     faulty_gateway: FaultyGateway, client: Client, status: int, data: Any, message: str
 ) -> None:
     faulty_gateway.intercept = lambda _method, _target: (status, data)
-    with pytest.raises(Failure, match=message) as caught:
+    with pytest.raises(Failure, match=message) as error_info:
         client.require_version()
-    assert caught.value.kind == "not_a_gateway"
+    assert error_info.value.kind == "not_a_gateway"
 
 
 def test_unknown_fields_are_rejected(client: Client) -> None:

@@ -35,14 +35,14 @@ def test_exit_codes_are_those_of_a_shell(end: dict[str, Any], code: int) -> None
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
 def test_paths_are_quoted_in_the_url(path: str) -> None:
-    parts = urlsplit(_stream._files_target(path))
-    assert parts.path == "/files" and not parts.fragment
-    (quoted,) = parse_qs(parts.query, strict_parsing=True, errors="surrogateescape")["path"]
-    assert quoted == path
+    url_parts = urlsplit(_stream._files_target(path))
+    assert url_parts.path == "/files" and not url_parts.fragment
+    (decoded_path,) = parse_qs(url_parts.query, strict_parsing=True, errors="surrogateescape")["path"]
+    assert decoded_path == path
 
 
 class FakeResponse:
-    """A response whose body is ``data``."""
+    """A fake HTTP response whose body is ``data``."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)
@@ -81,26 +81,32 @@ def test_output_is_decoded() -> None:
     [
         (make_frames(START_FRAME, OUTPUT_FRAME), "was closed", "unreachable"),
         (make_frames(START_FRAME, OUTPUT_FRAME, END_FRAME)[:-3], "was closed", "unreachable"),
-        (make_frames(START_FRAME, OUTPUT_FRAME, (2, b"{}")), "did not report the exit code", _stream.INSIDE),
-        (make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
+        (make_frames(START_FRAME, OUTPUT_FRAME, (2, b"{}")), "did not report the exit code", _stream.INSIDE_KIND),
+        (
+            make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')),
+            "no such user",
+            _stream.INSIDE_KIND,
+        ),
     ],
 )
 def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str, kind: str) -> None:
-    with pytest.raises(Failure, match=message) as caught:
+    with pytest.raises(Failure, match=message) as error_info:
         list(make_process(data).output())
-    assert caught.value.kind == kind
+    assert error_info.value.kind == kind
 
 
 @pytest.mark.parametrize(
-    ("failure", "killed"),
+    ("failure", "is_killed"),
     [
-        (Failure("process 7 has closed its input", _stream.INSIDE, status=400), False),
-        (Failure("process 7 does not read its input", _stream.INSIDE, status=504), True),
+        (Failure("process 7 has closed its input", _stream.INSIDE_KIND, status=400), False),
+        (Failure("process 7 does not read its input", _stream.INSIDE_KIND, status=504), True),
         (Failure("gone", "unreachable"), True),
     ],
     ids=["closed", "not read", "unreachable"],
 )
-def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
+def test_undelivered_input_kills_the_process(
+    monkeypatch: pytest.MonkeyPatch, failure: Failure, is_killed: bool
+) -> None:
     methods: list[str] = []
 
     def call_unary(self: Any, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
@@ -113,8 +119,8 @@ def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, fa
     process.feed(b"data")
     assert process._feeder
     process._feeder.join()
-    assert ("SendSignal" in methods) is killed
-    if killed:
+    assert ("SendSignal" in methods) is is_killed
+    if is_killed:
         with pytest.raises(Failure, match=failure.message):
             list(process.output())
     else:
@@ -122,10 +128,10 @@ def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, fa
 
 
 def test_the_agent_confirms_the_input() -> None:
-    start_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
-    for first, accepted in ((START_FRAME, False), (start_with_input, True)):
-        process = make_process(make_frames(first, END_FRAME, (2, b"{}")))
-        assert list(process.output()) and process.input_accepted is accepted
+    start_frame_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
+    for start_frame, is_accepted in ((START_FRAME, False), (start_frame_with_input, True)):
+        process = make_process(make_frames(start_frame, END_FRAME, (2, b"{}")))
+        assert list(process.output()) and process.input_accepted is is_accepted
 
 
 def test_broken_connections_are_described() -> None:
@@ -140,7 +146,7 @@ def test_broken_connections_are_described() -> None:
         assert message in failure.message and failure.kind == "unreachable"
 
 
-def test_a_closed_idle_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_idle_connection_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = _stream.Channel("web", url="http://localhost:1")
     client_socket, server_socket = socket.socketpair()
     connection = http.client.HTTPConnection("localhost")
@@ -156,7 +162,7 @@ def test_a_closed_idle_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert connection.sock is None, "the broken connection is closed"
 
 
-def test_the_user_and_the_key_are_headers() -> None:
+def test_the_user_and_the_key_are_sent_as_headers() -> None:
     channel = _stream.Channel("web", "app", url="http://localhost:1", token="some-key")
     assert channel._headers["Authorization"] == "Basic YXBwOg==" and channel._headers["X-API-Key"] == "some-key"
     assert "X-API-Key" not in _stream.Channel("web", url="unix:///x")._headers
@@ -194,18 +200,18 @@ class RecordedProcess:
 
 @pytest.mark.parametrize("late_output", [b"", b"\n", b"\nerr\n"])
 def test_the_password_is_sent_once_and_the_prompt_is_removed(late_output: bytes) -> None:
-    """sudo's prompt on one stream may arrive after the command's output on the other."""
+    """sudo's prompt on one stream may arrive after the command's output on the other stream."""
     escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
     any_process: Any = process
     out, err = bytearray(), bytearray()
-    assert escalation.is_waiting and escalation.keep_waiting(any_process, out, err)
+    assert escalation.is_waiting and escalation.handle_output(any_process, out, err)
     err += b"a lecture\npassword for"
-    assert escalation.keep_waiting(any_process, out, err) and process.input_data == b""
+    assert escalation.handle_output(any_process, out, err) and process.input_data == b""
     err += b" me:"
-    assert escalation.keep_waiting(any_process, out, err) and escalation.keep_waiting(any_process, out, err)
+    assert escalation.handle_output(any_process, out, err) and escalation.handle_output(any_process, out, err)
     assert process.input_data == b"secret\n"
     out += b"BECOME-SUCCESS-x\n"
-    assert not escalation.keep_waiting(any_process, out, err)
+    assert not escalation.handle_output(any_process, out, err)
     err += late_output
     assert escalation.strip_prompt(bytes(err)) == late_output[1:]
     assert escalation.strip_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"

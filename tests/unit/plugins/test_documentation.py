@@ -13,8 +13,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import argum
 from tests.collection.predictions import RESOURCE_KINDS
 from tests.support.session import REPOSITORY
 
-PLUGINS = REPOSITORY / "plugins"
-MODULES = sorted((PLUGINS / "modules").glob("*.py"))
+PLUGIN_DIRECTORY = REPOSITORY / "plugins"
+MODULE_PATHS = sorted((PLUGIN_DIRECTORY / "modules").glob("*.py"))
 _COMPARED_KEYS = ("type", "elements", "choices", "required")
 
 
@@ -27,54 +27,58 @@ def load_documentation(path: Path) -> dict[str, Any]:
     raise AssertionError(f"{path.name} has no DOCUMENTATION")
 
 
-def documented_options(module: Path) -> dict[str, Any]:
+def list_documented_options(module: Path) -> dict[str, Any]:
     """Return a module's documented options, including those of its doc fragments."""
     document = load_documentation(module)
     options = dict(document["options"])
     for fragment in document["extends_documentation_fragment"]:
         name = fragment.removeprefix("grove.sandbox.")
         for option, entry in (
-            load_documentation(PLUGINS / "doc_fragments" / f"{name}.py").get("options") or {}
+            load_documentation(PLUGIN_DIRECTORY / "doc_fragments" / f"{name}.py").get("options") or {}
         ).items():
             assert option not in options, f"{module.stem} documents {option}, which its fragment already documents"
             options[option] = entry
     return options
 
 
-def differences(documented: dict[str, Any], accepted: dict[str, Any], prefix: str = "") -> list[str]:
+def find_differences(
+    documented_options: dict[str, Any], accepted_options: dict[str, Any], prefix: str = ""
+) -> list[str]:
     """Return the differences between documented and accepted options, one line for each."""
-    lines = [f"{prefix}{name} is documented only" for name in documented.keys() - accepted.keys()]
-    lines += [f"{prefix}{name} is accepted only" for name in accepted.keys() - documented.keys()]
-    for name in sorted(documented.keys() & accepted.keys()):
-        doc, spec = documented[name], accepted[name]
+    differences = [f"{prefix}{name} is documented only" for name in documented_options.keys() - accepted_options.keys()]
+    differences += [f"{prefix}{name} is accepted only" for name in accepted_options.keys() - documented_options.keys()]
+    for name in sorted(documented_options.keys() & accepted_options.keys()):
+        doc, spec = documented_options[name], accepted_options[name]
         if not doc.get("description"):
-            lines.append(f"{prefix}{name} has no description")
+            differences.append(f"{prefix}{name} has no description")
         for key in _COMPARED_KEYS:
             if (doc.get(key) or None) != (spec.get(key) or None):
-                lines.append(f"{prefix}{name}: {key} {doc.get(key)!r} is documented, {spec.get(key)!r} accepted")
+                differences.append(f"{prefix}{name}: {key} {doc.get(key)!r} is documented, {spec.get(key)!r} accepted")
         if doc.get("default") != spec.get("default") or type(doc.get("default")) is not type(spec.get("default")):
-            lines.append(
+            differences.append(
                 f"{prefix}{name}: default {doc.get('default')!r} is documented, {spec.get('default')!r} accepted"
             )
         if sorted(doc.get("aliases") or []) != sorted(spec.get("aliases") or []):
-            lines.append(f"{prefix}{name}: aliases {doc.get('aliases')} are documented, {spec.get('aliases')} accepted")
-        lines += differences(doc.get("suboptions") or {}, spec.get("options") or {}, f"{prefix}{name}.")
-    return lines
+            differences.append(
+                f"{prefix}{name}: aliases {doc.get('aliases')} are documented, {spec.get('aliases')} accepted"
+            )
+        differences += find_differences(doc.get("suboptions") or {}, spec.get("options") or {}, f"{prefix}{name}.")
+    return differences
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
+@pytest.mark.parametrize("module", MODULE_PATHS, ids=lambda module: module.stem)
 def test_documented_options_are_accepted(module: Path) -> None:
-    assert not differences(documented_options(module), argument_spec(RESOURCE_KINDS[module.stem]))
+    assert not find_differences(list_documented_options(module), argument_spec(RESOURCE_KINDS[module.stem]))
 
 
 def test_differences_are_detected() -> None:
-    documented = documented_options(PLUGINS / "modules" / "sandbox_fork.py")
-    accepted = argument_spec(RESOURCE_KINDS["sandbox_fork"])
-    del documented["timeout"], accepted["count"]
-    accepted["exact"]["default"] = None
-    accepted["state"]["choices"] = ["present"]
-    accepted["volumes"]["options"]["clone"]["type"] = "str"
-    assert differences(documented, accepted) == [
+    documented_options = list_documented_options(PLUGIN_DIRECTORY / "modules" / "sandbox_fork.py")
+    accepted_options = argument_spec(RESOURCE_KINDS["sandbox_fork"])
+    del documented_options["timeout"], accepted_options["count"]
+    accepted_options["exact"]["default"] = None
+    accepted_options["state"]["choices"] = ["present"]
+    accepted_options["volumes"]["options"]["clone"]["type"] = "str"
+    assert find_differences(documented_options, accepted_options) == [
         "count is documented only",
         "timeout is accepted only",
         "exact: default False is documented, None accepted",

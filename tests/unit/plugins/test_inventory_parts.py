@@ -11,7 +11,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways, _i
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
 ALL_GROUPINGS = list(_inventory.GROUPINGS)
-MALICIOUS_TEMPLATE = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
+MALICIOUS_EXPRESSION = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
 
 
 def make_sandbox(**fields: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def make_sandbox(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("filters", "expected"),
+    ("filters", "is_selected"),
     [
         ({}, True),
         ({"state": "running"}, True),
@@ -49,8 +49,8 @@ def make_sandbox(**fields: Any) -> dict[str, Any]:
         ({"name": None}, True),
     ],
 )
-def test_filters_select_sandboxes(filters: dict[str, Any], expected: bool) -> None:
-    assert _inventory.matches_filters(make_sandbox(), filters) is expected
+def test_filters_select_sandboxes(filters: dict[str, Any], is_selected: bool) -> None:
+    assert _inventory.matches_filters(make_sandbox(), filters) is is_selected
 
 
 def test_numbers_in_filters_match_text() -> None:
@@ -59,23 +59,23 @@ def test_numbers_in_filters_match_text() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["all", "ungrouped", "localhost", "127.0.0.1", "::1", MALICIOUS_TEMPLATE, "a b", "", "-x", "a\nb", "web[1:3]"],
+    ["all", "ungrouped", "localhost", "127.0.0.1", "::1", MALICIOUS_EXPRESSION, "a b", "", "-x", "a\nb", "web[1:3]"],
 )
 def test_names_with_a_special_meaning_are_replaced_by_ids(name: str) -> None:
     assert _inventory.host_name(make_sandbox(name=name), "name", "east") == "0123456789ab"
     assert _inventory.host_name(make_sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
 
 
-def test_host_names() -> None:
+def test_host_names_follow_the_hostname_option() -> None:
     assert _inventory.host_name(make_sandbox(), "name", "east") == "web"
     assert _inventory.host_name(make_sandbox(), "id", "east") == "0123456789ab"
     assert _inventory.host_name(make_sandbox(), "name_gateway", "east") == "web.east"
     assert _inventory.host_name(make_sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
 
 
-def test_group_names() -> None:
-    groups = _inventory.groups_of(make_sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL_GROUPINGS)
-    assert groups == [
+def test_groups_follow_the_requested_groupings() -> None:
+    group_names = _inventory.groups_of(make_sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL_GROUPINGS)
+    assert group_names == [
         "template_base",
         "head_golden",
         "state_running",
@@ -106,36 +106,36 @@ def test_variables_contain_no_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("entry", "message"),
     [
         ({"url": "x", "tokn": "y"}, r"unknown keys \(tokn\)"),
         ("east", "must be a mapping"),
         (["a"], "must be a mapping"),
     ],
 )
-def test_invalid_gateway_entries_are_refused(content: Any, message: str) -> None:
+def test_invalid_gateway_entries_are_refused(entry: Any, message: str) -> None:
     with pytest.raises(Failure, match=message):
-        _inventory.check_keys(content, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
+        _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
 
 
 def test_keys_are_read_from_options_and_files(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_text("from-the-file\n")
-    assert Gateway("x", token="own", token_file=str(file)).key() == "own"
-    assert Gateway("x", token_file=str(file)).key() == "from-the-file"
-    assert Gateway("x").key() == ""
+    key_file = tmp_path / "key"
+    key_file.write_text("from-the-file\n")
+    assert Gateway("x", token="own", token_file=str(key_file)).read_key() == "own"
+    assert Gateway("x", token_file=str(key_file)).read_key() == "from-the-file"
+    assert Gateway("x").read_key() == ""
     with pytest.raises(Failure, match="cannot be read: No such file"):
-        Gateway("x", token_file=str(tmp_path / "none")).key()
-    file.write_bytes(b"\xff\xfe")
+        Gateway("x", token_file=str(tmp_path / "none")).read_key()
+    key_file.write_bytes(b"\xff\xfe")
     with pytest.raises(Failure, match="not a single line of plain text"):
-        Gateway("x", token_file=str(file)).key()
+        Gateway("x", token_file=str(key_file)).read_key()
 
 
 def test_gateways_are_stored_by_sandbox_and_url() -> None:
-    gateway, other = Gateway("http://one"), Gateway("http://two")
-    _gateways.store_gateway("feedfeedfeed", gateway)
-    _gateways.store_gateway("feedfeedfeed", other)
-    assert _gateways.find_gateway("feedfeedfeed", "http://one") is gateway
-    assert _gateways.find_gateway("feedfeedfeed", "http://two") is other
+    first_gateway, second_gateway = Gateway("http://one"), Gateway("http://two")
+    _gateways.store_gateway("feedfeedfeed", first_gateway)
+    _gateways.store_gateway("feedfeedfeed", second_gateway)
+    assert _gateways.find_gateway("feedfeedfeed", "http://one") is first_gateway
+    assert _gateways.find_gateway("feedfeedfeed", "http://two") is second_gateway
     assert _gateways.find_gateway("feedfeedfeed", "http://three") is None
     assert _gateways.find_gateway("web", "http://one") is None

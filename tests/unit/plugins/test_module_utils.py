@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, find_secrets, mask_secrets
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import parse_time
 
-from tests.collection.predictions import CASES, RESOURCE_KINDS, required_items
+from tests.collection.predictions import CASES, RESOURCE_KINDS, list_required_items
 from tests.support.session import REPOSITORY
 
 
@@ -58,7 +58,7 @@ def test_the_temporary_name_is_valid() -> None:
     assert temporary_name("a", "0123456789ab") != temporary_name("a", "ffffffffffff")
 
 
-def test_diff_shows_the_first_and_the_last_state() -> None:
+def test_a_diff_shows_the_first_and_the_last_state() -> None:
     actions = [
         Action("resume", (Change("a", {"state": "paused"}, {"state": "running"}),)),
         Action("update", (Change("a", {"state": "running"}, {"state": "running", "metadata": {}}),)),
@@ -104,15 +104,15 @@ def test_local_addresses_are_detected(url: str, is_local: bool) -> None:
     "url", ["gateway:80", "unix://relative", "ftp://x", "http://", "http://x:port", "http://me:secret@x", "/run/x.sock"]
 )
 def test_invalid_addresses_are_refused(url: str) -> None:
-    with pytest.raises(Failure, match="gateway_url") as caught:
+    with pytest.raises(Failure, match="gateway_url") as error_info:
         Address(url)
-    assert "secret" not in caught.value.message
+    assert "secret" not in error_info.value.message
 
 
 def test_a_key_with_a_line_break_is_refused_without_showing_it() -> None:
-    with pytest.raises(Failure, match="line break") as caught:
+    with pytest.raises(Failure, match="line break") as error_info:
         Client("http://x", "secret-key\n")
-    assert "secret" not in caught.value.message
+    assert "secret" not in error_info.value.message
 
 
 def test_references_are_quoted_in_paths() -> None:
@@ -126,18 +126,21 @@ def test_secrets_are_masked() -> None:
 
 
 def test_failures_are_joined() -> None:
-    one, two = Failure("a is bad", "conflict", blockers=["x"]), Failure("b is bad", "in_use", blockers=["y", "x"])
-    assert join_failures({"a": one}, 5) is one
-    joined = join_failures({"a": one, "b": two}, 5)
-    assert joined.message == "2 of 5 failed: a is bad; b is bad"
-    assert joined.kind == "conflict" and joined.blockers == ["x", "y"]
+    first_failure, second_failure = (
+        Failure("a is bad", "conflict", blockers=["x"]),
+        Failure("b is bad", "in_use", blockers=["y", "x"]),
+    )
+    assert join_failures({"a": first_failure}, 5) is first_failure
+    joined_failure = join_failures({"a": first_failure, "b": second_failure}, 5)
+    assert joined_failure.message == "2 of 5 failed: a is bad; b is bad"
+    assert joined_failure.kind == "conflict" and joined_failure.blockers == ["x", "y"]
 
 
-def test_parse_time() -> None:
+def test_times_are_parsed_to_whole_seconds() -> None:
     assert parse_time("9999-01-01T00:00:00Z") is None
     assert parse_time("") is None
-    parsed = parse_time("2026-11-21T22:17:43.123456Z")
-    assert parsed is not None and parsed.isoformat() == "2026-11-21T22:17:43+00:00"
+    parsed_time = parse_time("2026-11-21T22:17:43.123456Z")
+    assert parsed_time is not None and parsed_time.isoformat() == "2026-11-21T22:17:43+00:00"
 
 
 def test_the_diff_of_a_replacement_shows_only_common_keys() -> None:
@@ -148,8 +151,8 @@ def test_the_diff_of_a_replacement_shows_only_common_keys() -> None:
 
 
 def test_the_prediction_cases_cover_every_state_and_option() -> None:
-    modules = {path.stem for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
-    assert modules == set(RESOURCE_KINDS)
-    covered = {each for case in CASES for each in case.covered_items()}
-    assert not required_items() - covered, "add a case to tests/collection/predictions.py for each of these"
+    module_names = {path.stem for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
+    assert module_names == set(RESOURCE_KINDS)
+    covered_items = {each for case in CASES for each in case.list_covered_items()}
+    assert not list_required_items() - covered_items, "add a case to tests/collection/predictions.py for each of these"
     assert len({(case.module, case.title) for case in CASES}) == len(CASES)

@@ -49,14 +49,14 @@ def test_valid_paths_are_accepted(path: str) -> None:
 
 
 def test_long_paths_are_shortened_in_errors() -> None:
-    with pytest.raises(Failure, match="at most 255") as caught:
+    with pytest.raises(Failure, match="at most 255") as error_info:
         validate_path("/a" * 5000)
-    assert len(caught.value.message) < 400
+    assert len(error_info.value.message) < 400
 
 
-def test_mounts_are_sorted_and_volumes_unique() -> None:
-    option = [{"name": "b", "path": "/srv/b/", "read_only": True}, {"name": "a", "path": "/srv/a"}]
-    mounts = parse_mounts(option)
+def test_mounts_are_sorted_and_repeated_volumes_are_refused() -> None:
+    mount_options = [{"name": "b", "path": "/srv/b/", "read_only": True}, {"name": "a", "path": "/srv/a"}]
+    mounts = parse_mounts(mount_options)
     assert mounts is not None
     assert [mount.view() for mount in mounts] == [
         {"name": "a", "path": "/srv/a", "read_only": False},

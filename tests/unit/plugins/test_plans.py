@@ -39,7 +39,7 @@ def client(gateway: FaultyGateway) -> Iterator[Client]:
     client.close()
 
 
-def defaults(resource_kind: Any) -> dict[str, Any]:
+def get_default_options(resource_kind: Any) -> dict[str, Any]:
     return {name: option.get("default") for name, option in resource_kind.ARGUMENTS.items()}
 
 
@@ -49,7 +49,7 @@ TEMPLATES = ["base", "web"]
 VOLUMES = ["data", "cache"]
 names = st.lists(st.sampled_from(SANDBOXES), min_size=1, max_size=3, unique=True)
 metadata = st.none() | st.dictionaries(st.sampled_from(["k", "l"]), st.sampled_from(["1", 2, True]), max_size=2)
-sizes = {"cpus": st.none() | st.sampled_from([1, 2]), "memory_mb": st.none() | st.sampled_from([256, 512])}
+size_options = {"cpus": st.none() | st.sampled_from([1, 2]), "memory_mb": st.none() | st.sampled_from([256, 512])}
 network = st.none() | st.fixed_dictionaries(
     {
         "allow_internet": st.none() | st.booleans(),
@@ -61,8 +61,8 @@ paths = st.sampled_from(["/srv/a", "/srv/b", "/srv/c/", "/srv/d", "/srv/b/inside
 
 
 def volumes(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    mount = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
-    return st.none() | st.lists(st.fixed_dictionaries(mount), max_size=2)
+    mount_options = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
+    return st.none() | st.lists(st.fixed_dictionaries(mount_options), max_size=2)
 
 
 attachment = st.fixed_dictionaries(
@@ -74,7 +74,7 @@ source = st.sampled_from(
 )
 task_options = {
     "sandbox": st.builds(
-        lambda fixed, origin: {**fixed, **origin},
+        lambda options, source_options: {**options, **source_options},
         st.fixed_dictionaries(
             {
                 "name": names,
@@ -86,13 +86,13 @@ task_options = {
                 "volumes": volumes(),
                 "recreate": st.booleans(),
                 "continue_on_error": st.booleans(),
-                **sizes,
+                **size_options,
             }
         ),
         source,
     ),
     "fork": st.builds(
-        lambda fixed, origin, which: {**fixed, **origin, **which},
+        lambda options, source_options, selection: {**options, **source_options, **selection},
         st.fixed_dictionaries(
             {
                 "state": st.sampled_from(["present", "present", "absent"]),
@@ -105,12 +105,12 @@ task_options = {
                 "volumes": volumes(clone=st.booleans()),
                 "recreate": st.booleans(),
                 "continue_on_error": st.booleans(),
-                **sizes,
+                **size_options,
             }
         ),
         st.sampled_from([{"snapshot": "s"}, {"snapshot": "base"}, {"sandbox": "a"}]),
         st.builds(lambda count: {"name_prefix": "ci", "count": count}, st.integers(0, 4))
-        | st.builds(lambda given: {"names": given}, names),
+        | st.builds(lambda chosen_names: {"names": chosen_names}, names),
     ),
     "snapshot": st.fixed_dictionaries(
         {
@@ -127,9 +127,9 @@ task_options = {
         }
     ),
     "rollback": st.builds(
-        lambda fixed, backups: {
-            **fixed,
-            "backup_name": [f"{each}-old" for each in fixed["sandbox"]] if backups else [],
+        lambda options, backups: {
+            **options,
+            "backup_name": [f"{each}-old" for each in options["sandbox"]] if backups else [],
         },
         st.fixed_dictionaries({"sandbox": names, "snapshot": st.sampled_from(["s", "t", "base"])}),
         st.booleans(),
@@ -191,28 +191,33 @@ def test_predictions_are_correct_and_runs_are_idempotent(
         gateway.write_file(name)
     kind, params = task
     gateway.calls.clear()
-    predicted = run_task(client, kind, params, check=True)
+    predicted_result = run_task(client, kind, params, check=True)
     assert {method for method, _ in gateway.calls} <= {"GET"}
-    actual = run_task(client, kind, params)
-    assert predicted.get("failed") == actual.get("failed"), (predicted.get("msg"), actual.get("msg"))
-    assert predicted.get("failure") == actual.get("failure")
-    if "diff" not in actual:
+    actual_result = run_task(client, kind, params)
+    assert predicted_result.get("failed") == actual_result.get("failed"), (
+        predicted_result.get("msg"),
+        actual_result.get("msg"),
+    )
+    assert predicted_result.get("failure") == actual_result.get("failure")
+    if "diff" not in actual_result:
         return
-    check_prediction(predicted, actual)
-    repeated = run_task(client, kind, params)
+    check_prediction(predicted_result, actual_result)
+    repeated_result = run_task(client, kind, params)
     if params.get("rollback_to"):
         # The gateway cannot detect writes to a volume since the snapshot, so every run rolls it back.
-        assert {verb for each in repeated["outcomes"] for verb in each["actions"]} <= {"rollback"}
+        assert {verb for each in repeated_result["outcomes"] for verb in each["actions"]} <= {"rollback"}
         return
-    assert not repeated["changed"], (repeated["outcomes"], repeated["diff"])
+    assert not repeated_result["changed"], (repeated_result["outcomes"], repeated_result["diff"])
     # The counts in the message may differ, because removed resources are no longer counted.
     for key in ("kind", "blockers"):
-        assert repeated.get("failure", {}).get(key) == actual.get("failure", {}).get(key)
+        assert repeated_result.get("failure", {}).get(key) == actual_result.get("failure", {}).get(key)
 
 
 def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
     options = {name: value for name, value in params.items() if value is not None}
-    return run(RESOURCE_KINDS[kind], {**defaults(RESOURCE_KINDS[kind]), **options}, check=check, client=client)
+    return run(
+        RESOURCE_KINDS[kind], {**get_default_options(RESOURCE_KINDS[kind]), **options}, check=check, client=client
+    )
 
 
 @pytest.mark.parametrize("selection", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
@@ -220,20 +225,24 @@ def test_existing_forks_need_only_one_request(
     gateway: FaultyGateway, client: Client, selection: dict[str, Any]
 ) -> None:
     gateway.reset()
-    task = {"snapshot": "base", "metadata": {"run": 7}}
-    created = run_task(client, "fork", {**task, "count": 3, "name_prefix": "ci"})
+    common_options = {"snapshot": "base", "metadata": {"run": 7}}
+    created_result = run_task(client, "fork", {**common_options, "count": 3, "name_prefix": "ci"})
     gateway.calls.clear()
-    repeated = run_task(client, "fork", {**task, **selection})
+    repeated_result = run_task(client, "fork", {**common_options, **selection})
     assert [method for method, _ in gateway.calls] == ["GET"], gateway.calls
     assert (
-        not repeated["changed"] and repeated["sandboxes"][0] == created["sandboxes"][0] and repeated["outcomes"] == []
+        not repeated_result["changed"]
+        and repeated_result["sandboxes"][0] == created_result["sandboxes"][0]
+        and repeated_result["outcomes"] == []
     )
 
 
 def test_fork_results_contain_only_the_documented_fields(gateway: FaultyGateway, client: Client) -> None:
     gateway.reset()
     for check in (True, False):
-        created = run_task(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
-        (listed,) = created["sandboxes"]
-        assert listed == created["sandbox"]
-        assert list(listed) == ["id", "name", "state", "address", "forked_from", "snapshot_id", "volumes"]
+        created_result = run_task(
+            client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check
+        )
+        (listed_sandbox,) = created_result["sandboxes"]
+        assert listed_sandbox == created_result["sandbox"]
+        assert list(listed_sandbox) == ["id", "name", "state", "address", "forked_from", "snapshot_id", "volumes"]

@@ -1,4 +1,4 @@
-"""Test the plans of ``sandbox_template`` for templates with an unchanged recipe."""
+"""Test the plans of ``sandbox_template`` for a template that exists."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIP
 
 
 def plan(template: dict[str, Any], **options: Any) -> Plan:
-    want = _template.desired_state(parameters(**options))
-    return _template.plan(want, _template.CurrentState({"web": template_shape(template)}))
+    desired_state = _template.desired_state(make_parameters(**options))
+    return _template.plan(desired_state, _template.CurrentState({"web": template_shape(template)}))
 
 
-def parameters(**options: Any) -> dict[str, Any]:
+def make_parameters(**options: Any) -> dict[str, Any]:
     return {**{name: option.get("default") for name, option in _template.ARGUMENTS.items()}, "name": ["web"], **options}
 
 
-def template(**fields: Any) -> dict[str, Any]:
+def make_template(**fields: Any) -> dict[str, Any]:
     """Return the gateway's description of a template with the default recipe. ``fields``: additional fields."""
-    recipe = {field: parameters()[option] for option, field in RECIPE_FIELDS.items()}
+    recipe = {field: make_parameters()[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 
 
 @pytest.mark.parametrize("fields", [{"outdated": False}, {"outdated": None}, {}])
 def test_a_template_not_known_to_be_outdated_is_kept(fields: dict[str, Any]) -> None:
-    assert plan(template(**fields)).actions == ()
+    assert plan(make_template(**fields)).actions == ()
 
 
 def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:
-    (action,) = plan(template(outdated=True)).actions
+    (action,) = plan(make_template(outdated=True)).actions
     assert action.verb == "build"
-    change = diff([action])
-    before, after = change["before"]["web"], change["after"]["web"]
-    assert {key for key in before if before[key] != after[key]} == {"outdated"}
-    assert (before["outdated"], after["outdated"]) == (True, False)
+    template_diff = diff([action])
+    state_before, state_after = template_diff["before"]["web"], template_diff["after"]["web"]
+    assert {key for key in state_before if state_before[key] != state_after[key]} == {"outdated"}
+    assert (state_before["outdated"], state_after["outdated"]) == (True, False)
     assert predict({}, [action])["web"]["outdated"] is False
 
 
 def test_rebuild_outdated_false_rebuilds_only_for_a_changed_recipe() -> None:
-    assert plan(template(outdated=True), rebuild_outdated=False).actions == ()
-    (action,) = plan(template(outdated=True), rebuild_outdated=False, packages=["curl"]).actions
+    assert plan(make_template(outdated=True), rebuild_outdated=False).actions == ()
+    (action,) = plan(make_template(outdated=True), rebuild_outdated=False, packages=["curl"]).actions
     assert action.verb == "build"
 
 
 def test_removing_an_outdated_template_shows_outdated_in_the_diff() -> None:
-    (action,) = plan(template(outdated=True), state="absent", when_unused=True).actions
+    (action,) = plan(make_template(outdated=True), state="absent", when_unused=True).actions
     assert action.verb == "remove" and diff([action])["before"]["web"]["outdated"] is True
 
 
 def test_a_template_being_built_is_not_built_again() -> None:
-    building = template(buildStatus="building", outdated=False)
-    assert plan(building, wait_timeout=0).actions == ()
+    template_in_build = make_template(buildStatus="building", outdated=False)
+    assert plan(template_in_build, wait_timeout=0).actions == ()
 
 
 def test_a_different_prewarm_count_changes_only_the_count() -> None:
-    current = template(prewarm={"ready": 0, "target": 1}, memory="incremental")
-    assert plan(current).actions == plan(current, prewarm=1).actions == ()
-    (action,) = plan(current, prewarm=3).actions
+    current_template = make_template(prewarm={"ready": 0, "target": 1}, memory="incremental")
+    assert plan(current_template).actions == plan(current_template, prewarm=1).actions == ()
+    (action,) = plan(current_template, prewarm=3).actions
     assert (action.verb, action.request["count"]) == ("prewarm", 3)
-    change = diff([action])
-    assert {key for key, value in change["before"]["web"].items() if change["after"]["web"][key] != value} == {
-        "prewarm"
-    }
-    shape = template_shape(current)
+    template_diff = diff([action])
+    assert {
+        key for key, value in template_diff["before"]["web"].items() if template_diff["after"]["web"][key] != value
+    } == {"prewarm"}
+    shape = template_shape(current_template)
     assert predict({"web": shape}, [action])["web"] == {**shape, "prewarm": 3}
 
 
 def test_a_template_without_memory_is_not_prewarmed() -> None:
-    current = template(prewarm={"ready": 0, "target": 0}, memory="none")
-    assert plan(current, prewarm=0).actions == ()
-    assert plan(current, prewarm=1).refused["web"].kind == "unsupported"
+    current_template = make_template(prewarm={"ready": 0, "target": 0}, memory="none")
+    assert plan(current_template, prewarm=0).actions == ()
+    assert plan(current_template, prewarm=1).failures["web"].kind == "unsupported"
 
 
 def test_a_rebuild_uses_the_prewarm_count_of_the_task() -> None:
-    current = template(prewarm={"ready": 2, "target": 2}, memory="incremental")
-    (action,) = plan(current, packages=["curl"]).actions
+    current_template = make_template(prewarm={"ready": 2, "target": 2}, memory="incremental")
+    (action,) = plan(current_template, packages=["curl"]).actions
     assert action.verb == "build" and "prewarm" not in action.request["body"]
     assert diff([action])["after"]["web"]["prewarm"] == 0
-    (action,) = plan(current, packages=["curl"], prewarm=2).actions
+    (action,) = plan(current_template, packages=["curl"], prewarm=2).actions
     assert action.request["body"]["prewarm"] == diff([action])["after"]["web"]["prewarm"] == 2

@@ -7,7 +7,7 @@ import os
 import stat
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
-from sandbox_agent.files.entries import check_metadata, read_metadata, write_metadata
+from sandbox_agent.files.entries import normalize_metadata, read_metadata, write_metadata
 from sandbox_agent.http import multipart
 from sandbox_agent.http.message import make_displayable
 from sandbox_agent.http.server import Route
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Body, Reply, Request
 
 
-_METADATA_PREFIX = "x-metadata-"
+_METADATA_HEADER_PREFIX = "x-metadata-"
 
 
 def routes() -> dict[str, list[Route]]:
@@ -30,24 +30,25 @@ def routes() -> dict[str, list[Route]]:
 
 
 def download(request: Request, reply: Reply) -> None:
-    """``?path&username`` → the file's bytes, compressed if ``Accept-Encoding`` is exactly ``gzip``.
+    """Send the contents of a file.
 
-    Most clients accept gzip among other encodings by default. Compressing for them would cost more than it saves.
+    ``?path&username`` → the file's bytes, compressed if ``Accept-Encoding`` is exactly ``gzip``. Most clients accept
+    gzip among other encodings by default. Compressing for them would cost more than it saves.
     """
     query = request.query()
-    path = _user_for(request, query).path(query.get("path", ""))
-    compress = request.headers.get("accept-encoding", "").strip().lower() == "gzip"
-    with open(_open_regular(path), "rb", buffering=0) as file:
+    path = _user_for(request, query).resolve_path(query.get("path", ""))
+    should_compress = request.headers.get("accept-encoding", "").strip().lower() == "gzip"
+    with open(_open_regular_file(path), "rb", buffering=0) as file:
         file_stat = os.fstat(file.fileno())
         content_type = b"application/octet-stream"
-        if compress:
+        if should_compress:
             reply.begin(content_type, extra=b"Content-Encoding: gzip\r\n")
             _send_compressed(file, reply)
         elif file_stat.st_size:
             reply.begin(content_type, length=file_stat.st_size)
-            sent_bytes = reply.connection.sock.sendfile(file, count=file_stat.st_size)
+            sent_byte_count = reply.connection.sock.sendfile(file, count=file_stat.st_size)
             # If the file shrank meanwhile, close the connection: fewer bytes were sent than announced.
-            reply.is_complete = sent_bytes == file_stat.st_size
+            reply.is_complete = sent_byte_count == file_stat.st_size
         else:
             # Files in /proc and /sys have contents, but their size is 0.
             reply.begin(content_type)
@@ -69,7 +70,7 @@ def _send_compressed(file: IO[bytes], reply: Reply) -> None:
     reply.end(compressor.flush())
 
 
-def _open_regular(path: str) -> int:
+def _open_regular_file(path: str) -> int:
     fd = -1
     try:
         # O_NONBLOCK: opening a pipe would wait for a writer.
@@ -86,19 +87,19 @@ def _open_regular(path: str) -> int:
 
 
 def upload(request: Request, reply: Reply) -> None:
-    """``?path&username``, with raw bytes or multipart files as the body → ``[{path, name, type, metadata?}]``.
+    """Write the uploaded files.
 
-    Without ``path``, the path of each multipart file is its filename. ``X-Metadata-KEY`` headers set the metadata of
-    all files.
+    ``?path&username``, with raw bytes or multipart files as the body → ``[{path, name, type, metadata?}]``. Without
+    ``path``, the path of each multipart file is its filename. ``X-Metadata-KEY`` headers set the metadata of all files.
     """
     query = request.query()
     user = _user_for(request, query)
-    headers = {
-        name[len(_METADATA_PREFIX) :]: value
+    metadata_headers = {
+        name[len(_METADATA_HEADER_PREFIX) :]: value
         for name, value in request.headers.items()
-        if name.startswith(_METADATA_PREFIX)
+        if name.startswith(_METADATA_HEADER_PREFIX)
     }
-    metadata = check_metadata(headers)
+    metadata = normalize_metadata(metadata_headers)
     content_type = request.headers.get("content-type", "")
     source: multipart.Source = request.body
     encoding = request.headers.get("content-encoding", "identity").lower()
@@ -112,7 +113,7 @@ def upload(request: Request, reply: Reply) -> None:
     else:
         if not query.get("path"):
             raise invalid("the parameter 'path' is missing: set it to the path of the file")
-        entries = [_store(user, user.path(query["path"]), iter(source.read, b""), metadata)]
+        entries = [_store_file(user, user.resolve_path(query["path"]), iter(source.read, b""), metadata)]
     # Read the rest of the body after the last boundary.
     request.body.read_all(PIECE_SIZE)
     reply.json(entries)
@@ -133,13 +134,13 @@ def _store_parts(user: users.User, path: str, parts: multipart.Parts, metadata: 
         target = path or part.filename
         if not target:
             raise invalid("the file has no filename: set its filename or the parameter 'path'")
-        entries.append(_store(user, user.path(target), part.pieces(), metadata))
+        entries.append(_store_file(user, user.resolve_path(target), part.pieces(), metadata))
     if not entries:
-        raise invalid("the request has no part named 'file': send each file in a part with this name")
+        raise invalid("the request has no part named 'file': send each file in a part with that name")
     return entries
 
 
-def _store(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[str, str]) -> dict[str, Any]:
+def _store_file(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[str, str]) -> dict[str, Any]:
     """Write a file, and create missing directories. An existing file keeps its mode but not its metadata."""
     try:
         user.make_dirs(os.path.dirname(path))
@@ -148,7 +149,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[
         with open(fd, "wb", buffering=0) as file:
             file_stat = os.fstat(fd)
             if not stat.S_ISREG(file_stat.st_mode):
-                raise _not_regular_error(path)
+                raise _not_regular_file_error(path)
             user.take_ownership(fd)
             write_metadata(fd, path, metadata)
             if file_stat.st_size:
@@ -161,7 +162,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[
     except OSError as error:
         # ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.EISDIR, errno.ENXIO):
-            raise _not_regular_error(path) from None
+            raise _not_regular_file_error(path) from None
         raise from_os_error(error, path) from None
     entry: dict[str, Any] = {
         "path": make_displayable(path),
@@ -173,7 +174,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[
     return entry
 
 
-def _not_regular_error(path: str) -> Failure:
+def _not_regular_file_error(path: str) -> Failure:
     return invalid(f"{path} exists and is not a regular file")
 
 
@@ -183,7 +184,7 @@ def _user_for(request: Request, query: dict[str, str]) -> users.User:
 
 
 class _GzipReader:
-    """Decompresses a gzip body as it arrives."""
+    """A reader that decompresses a gzip body as it arrives."""
 
     def __init__(self, body: Body) -> None:
         import zlib
@@ -194,18 +195,18 @@ class _GzipReader:
 
     def read(self) -> bytes:
         while True:
-            compressed = self._decompressor.unconsumed_tail or self._body.read()
+            compressed_data = self._decompressor.unconsumed_tail or self._body.read()
             try:
                 data = (
-                    self._decompressor.decompress(compressed, 4 * PIECE_SIZE)
-                    if compressed
+                    self._decompressor.decompress(compressed_data, 4 * PIECE_SIZE)
+                    if compressed_data
                     else self._decompressor.flush()
                 )
             except self._zlib_error as error:
                 raise invalid(
                     f"the body is not valid gzip data ({error}): send gzip data, or omit Content-Encoding"
                 ) from None
-            if data or not compressed:
-                if not compressed and not self._decompressor.eof:
+            if data or not compressed_data:
+                if not compressed_data and not self._decompressor.eof:
                     raise invalid("the gzip data in the body is truncated: send the complete data")
                 return data

@@ -15,39 +15,39 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_PREFIX = "user.e2b."
+_ATTRIBUTE_PREFIX = "user.e2b."
 """Prefix of the extended attributes that store metadata. It counts towards the kernel's limit for names."""
-_MAX_NAME_LENGTH = 255
+_MAX_ATTRIBUTE_NAME_LENGTH = 255
 _MAX_METADATA_BYTES = 4096
 """Maximum total size of names and values. More does not fit into an ext4 block."""
 _NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG)
-_TYPES = {stat.S_IFREG: "FILE_TYPE_FILE", stat.S_IFDIR: "FILE_TYPE_DIRECTORY", stat.S_IFLNK: "FILE_TYPE_SYMLINK"}
+_FILE_TYPES = {stat.S_IFREG: "FILE_TYPE_FILE", stat.S_IFDIR: "FILE_TYPE_DIRECTORY", stat.S_IFLNK: "FILE_TYPE_SYMLINK"}
 
 
-class Owners:
+class OwnerNameCache:
     """A cache of user and group names."""
 
     def __init__(self) -> None:
         self._users: dict[int, str] = {}
         self._groups: dict[int, str] = {}
 
-    def user(self, uid: int) -> str:
+    def user_name(self, uid: int) -> str:
         if uid not in self._users:
             self._users[uid] = users.user_name(uid)
         return self._users[uid]
 
-    def group(self, gid: int) -> str:
+    def group_name(self, gid: int) -> str:
         if gid not in self._groups:
             self._groups[gid] = users.group_name(gid)
         return self._groups[gid]
 
 
-def describe_entry(path: str, owners: Owners | None = None) -> dict[str, Any]:
+def describe_entry(path: str, owner_names: OwnerNameCache | None = None) -> dict[str, Any]:
     """Return a directory entry in the format of envd. A symlink has the ``type`` and ``mode`` of its target.
 
     The type is unspecified if the entry is not a file, a directory or a symlink.
     """
-    owners = owners or Owners()
+    owner_names = owner_names or OwnerNameCache()
     file_stat = os.lstat(path)
     mode = file_stat.st_mode
     entry: dict[str, Any] = {
@@ -55,8 +55,8 @@ def describe_entry(path: str, owners: Owners | None = None) -> dict[str, Any]:
         "path": make_displayable(path),
         "size": str(file_stat.st_size),
         "permissions": stat.filemode(mode),
-        "owner": owners.user(file_stat.st_uid),
-        "group": owners.group(file_stat.st_gid),
+        "owner": owner_names.user_name(file_stat.st_uid),
+        "group": owner_names.group_name(file_stat.st_gid),
         "modifiedTime": _format_time(file_stat.st_mtime_ns),
     }
     if stat.S_ISLNK(mode):
@@ -66,7 +66,7 @@ def describe_entry(path: str, owners: Owners | None = None) -> dict[str, Any]:
             mode = os.stat(path).st_mode
         except OSError:
             pass
-    entry["type"] = _TYPES.get(stat.S_IFMT(mode), "FILE_TYPE_UNSPECIFIED")
+    entry["type"] = _FILE_TYPES.get(stat.S_IFMT(mode), "FILE_TYPE_UNSPECIFIED")
     entry["mode"] = stat.S_IMODE(mode)
     metadata = read_metadata(path)
     if metadata:
@@ -82,36 +82,39 @@ def _format_time(nanoseconds: int) -> str:
 # -- metadata, in extended attributes, which Python supports only on Linux -------------------------------------------
 
 
-def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """Return ``metadata`` with keys in lower case. Raises Failure if it cannot be stored."""
+def normalize_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """Return ``metadata`` with its keys in lower case. Raises Failure if the metadata cannot be stored."""
     size = 0
     for key, value in metadata.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
             raise invalid(
                 f"the metadata entry {key!r} is not valid: "
-                "use printable ASCII for keys and values, and keys that are not empty"
+                "use a non-empty key, and only printable ASCII characters in the key and the value"
             )
-        if len(_PREFIX + key) > _MAX_NAME_LENGTH:
+        if len(_ATTRIBUTE_PREFIX + key) > _MAX_ATTRIBUTE_NAME_LENGTH:
             raise invalid(
-                f"the metadata key {key!r} is too long: use at most {_MAX_NAME_LENGTH - len(_PREFIX)} characters"
+                f"the metadata key {key!r} is too long: "
+                f"use at most {_MAX_ATTRIBUTE_NAME_LENGTH - len(_ATTRIBUTE_PREFIX)} characters"
             )
-        size += len(_PREFIX + key + value)
+        size += len(_ATTRIBUTE_PREFIX + key + value)
     if size > _MAX_METADATA_BYTES:
         raise invalid(f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file")
     return {key.lower(): value for key, value in metadata.items()}
 
 
 def read_metadata(target: str | int) -> dict[str, str]:
-    """Return the metadata of a file; empty if its file system has no extended attributes.
+    """Return the metadata of a file; an empty dict if its file system does not support extended attributes.
 
-    ``target``: the path or a descriptor of the file.
+    ``target``: the path of the file or a descriptor for it.
     """
     metadata = {}
     try:
         for name in os.listxattr(target):
-            if name.startswith(_PREFIX):
+            if name.startswith(_ATTRIBUTE_PREFIX):
                 # Programs in the sandbox can store arbitrary bytes.
-                metadata[make_displayable(name[len(_PREFIX) :])] = os.getxattr(target, name).decode("utf-8", "replace")
+                metadata[make_displayable(name[len(_ATTRIBUTE_PREFIX) :])] = os.getxattr(target, name).decode(
+                    "utf-8", "replace"
+                )
     except (OSError, AttributeError):
         pass
     return metadata
@@ -121,19 +124,19 @@ def write_metadata(fd: int, path: str, metadata: dict[str, str]) -> None:
     """Replace the metadata of a file. Raises Failure if its file system cannot store it."""
     try:
         for name in os.listxattr(fd):
-            if name.startswith(_PREFIX) and name[len(_PREFIX) :] not in metadata:
+            if name.startswith(_ATTRIBUTE_PREFIX) and name[len(_ATTRIBUTE_PREFIX) :] not in metadata:
                 os.removexattr(fd, name)
         for key, value in metadata.items():
-            os.setxattr(fd, _PREFIX + key, value.encode())
+            os.setxattr(fd, _ATTRIBUTE_PREFIX + key, value.encode())
     except (OSError, AttributeError) as error:
-        number = getattr(error, "errno", errno.ENOTSUP)
-        if number in _NO_SPACE_ERRORS:
+        error_number = getattr(error, "errno", errno.ENOTSUP)
+        if error_number in _NO_SPACE_ERRORS:
             raise Failure(
                 "resource_exhausted",
                 f"there is no space left for the metadata of {make_displayable(path)}: use fewer or shorter entries",
                 507,
             ) from None
-        if isinstance(error, OSError) and number not in (errno.ENOTSUP, errno.ENOSYS):
+        if isinstance(error, OSError) and error_number not in (errno.ENOTSUP, errno.ENOSYS):
             raise from_os_error(error, make_displayable(path)) from None
         if metadata:
             raise Failure(

@@ -1,4 +1,4 @@
-"""``filesystem.Filesystem``, the service of envd for directories and their entries."""
+"""The envd service ``filesystem.Filesystem``, which manages directories and their entries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import stat
 from itertools import islice
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
-from sandbox_agent.files.entries import Owners, describe_entry
-from sandbox_agent.http.connect import streaming, unary
+from sandbox_agent.files.entries import OwnerNameCache, describe_entry
+from sandbox_agent.http.connect import make_streaming_route, make_unary_route
 from sandbox_agent.http.message import get_text
 from sandbox_agent.machine import users
 
@@ -28,78 +28,88 @@ MAX_ENTRIES = 100_000
 
 def routes() -> dict[str, list[Route]]:
     return {
-        "/filesystem.Filesystem/Stat": [unary(stat_entry)],
-        "/filesystem.Filesystem/ListDir": [unary(list_dir)],
-        "/filesystem.Filesystem/MakeDir": [unary(make_dir)],
-        "/filesystem.Filesystem/Move": [unary(move)],
-        "/filesystem.Filesystem/Remove": [unary(remove)],
-        "/filesystem.Filesystem/WatchDir": [streaming(lambda *args: _watchers().watch_dir(*args))],
-        "/filesystem.Filesystem/CreateWatcher": [unary(lambda *args: _watchers().create_watcher(*args))],
-        "/filesystem.Filesystem/GetWatcherEvents": [unary(lambda *args: _watchers().get_watcher_events(*args))],
-        "/filesystem.Filesystem/RemoveWatcher": [unary(lambda *args: _watchers().remove_watcher(*args))],
+        "/filesystem.Filesystem/Stat": [make_unary_route(stat_entry)],
+        "/filesystem.Filesystem/ListDir": [make_unary_route(list_dir)],
+        "/filesystem.Filesystem/MakeDir": [make_unary_route(make_dir)],
+        "/filesystem.Filesystem/Move": [make_unary_route(move)],
+        "/filesystem.Filesystem/Remove": [make_unary_route(remove)],
+        "/filesystem.Filesystem/WatchDir": [make_streaming_route(lambda *args: _load_watchers().watch_dir(*args))],
+        "/filesystem.Filesystem/CreateWatcher": [
+            make_unary_route(lambda *args: _load_watchers().create_watcher(*args))
+        ],
+        "/filesystem.Filesystem/GetWatcherEvents": [
+            make_unary_route(lambda *args: _load_watchers().get_watcher_events(*args))
+        ],
+        "/filesystem.Filesystem/RemoveWatcher": [
+            make_unary_route(lambda *args: _load_watchers().remove_watcher(*args))
+        ],
     }
 
 
-def _watchers() -> Watchers:
-    """Import the watchers on the first request, because most sandboxes never use them."""
+def _load_watchers() -> Watchers:
+    """Return the watchers, which are imported on the first request, because most sandboxes never use them."""
     from sandbox_agent.files import watch
 
     return watch.WATCHERS
 
 
 def stat_entry(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path}`` → ``{entry}``"""
+    """Describe an entry: ``{path}`` → ``{entry}``."""
     return {"entry": describe_entry(_resolve_path(request, message, "path"))}
 
 
 def list_dir(request: Request, message: dict[str, Any]) -> bytes:
-    """``{path, depth}`` → ``{entries}``, sorted by name, with each directory before its entries. Depth 0 means 1.
+    """List a directory and, if ``depth`` is greater than 1, its subdirectories.
 
-    The entries of unreadable subdirectories are omitted.
+    ``{path, depth}`` → ``{entries}``, sorted by name, with each directory before its entries. Depth 0 means 1. The
+    entries of unreadable subdirectories are omitted.
     """
     path = _resolve_path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise invalid("the field 'depth' must be a whole number of at least 1")
+        raise invalid("the field 'depth' must be a positive integer")
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise invalid(f"{path} is not a directory")
     # Encode entries one by one, because 100,000 dicts take more memory than a small sandbox has.
-    encoded = [json.dumps(entry, separators=(",", ":")).encode() for entry in _walk(path, depth)]
-    return b'{"entries":[%s]}' % b",".join(encoded)
+    encoded_entries = [json.dumps(entry, separators=(",", ":")).encode() for entry in _walk(path, depth)]
+    return b'{"entries":[%s]}' % b",".join(encoded_entries)
 
 
 def _walk(top: str, depth: int) -> Iterator[dict[str, Any]]:
-    owners = Owners()
-    remaining = MAX_ENTRIES
+    owner_names = OwnerNameCache()
+    remaining_entry_count = MAX_ENTRIES
 
     def read_names(directory: str) -> list[str]:
-        nonlocal remaining
+        nonlocal remaining_entry_count
         with os.scandir(directory) as items:
-            names = [item.name for item in islice(items, remaining + 1)]
-        remaining -= len(names)
-        if remaining < 0:
+            names = [item.name for item in islice(items, remaining_entry_count + 1)]
+        remaining_entry_count -= len(names)
+        if remaining_entry_count < 0:
             raise Failure("resource_exhausted", f"the listing has more than {MAX_ENTRIES} entries: use a smaller depth")
         return sorted(names, reverse=True)
 
     # Each open directory, with the names that are still to be listed.
     stack = [(top, read_names(top))]
     while stack:
-        directory, pending = stack[-1]
-        if not pending:
+        directory, pending_names = stack[-1]
+        if not pending_names:
             stack.pop()
             continue
-        child = os.path.join(directory, pending.pop())
+        child_path = os.path.join(directory, pending_names.pop())
         try:
-            entry = describe_entry(child, owners)
+            entry = describe_entry(child_path, owner_names)
             yield entry
             if len(stack) < depth and entry["type"] == "FILE_TYPE_DIRECTORY" and "isSymlink" not in entry:
-                stack.append((child, read_names(child)))
+                stack.append((child_path, read_names(child_path)))
         except OSError:
             continue
 
 
 def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path}`` → ``{entry}``. Creates missing parents. Raises ``already_exists`` if the directory exists."""
+    """Create a directory and its missing parents: ``{path}`` → ``{entry}``.
+
+    Raises Failure ``already_exists`` if the directory exists.
+    """
     user = users.user_of(request)
     path = _resolve_path(request, message, "path")
     if os.path.isdir(path):
@@ -111,7 +121,7 @@ def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{source, destination}`` → ``{entry}``. Replaces a file at the destination."""
+    """Move an entry: ``{source, destination}`` → ``{entry}``. Replaces a file at the destination."""
     user = users.user_of(request)
     source, destination = _resolve_path(request, message, "source"), _resolve_path(request, message, "destination")
     os.lstat(source)
@@ -128,7 +138,7 @@ def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path}`` → ``{}``. Removes directories with their contents. A missing path is not an error."""
+    """Remove an entry: ``{path}`` → ``{}``. Removes directories with their contents. A missing path is not an error."""
     path = _resolve_path(request, message, "path")
     if not message.get("path"):
         raise invalid("the field 'path' is missing or empty: set it to the path to remove")
@@ -151,4 +161,4 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_path(request: Request, message: dict[str, Any], key: str) -> str:
-    return users.user_of(request).path(get_text(message, key))
+    return users.user_of(request).resolve_path(get_text(message, key))

@@ -1,4 +1,4 @@
-"""Watch a directory with Linux's inotify, through ctypes because the standard library has no binding for it.
+"""Watch a directory with Linux's inotify through ctypes, because the standard library has no binding for inotify.
 
 inotify does not report changes that other machines make to a network file system.
 """
@@ -12,31 +12,31 @@ import select
 import struct
 
 from sandbox_agent.failure import Failure, from_os_error
-from sandbox_agent.machine.system import LINUX
+from sandbox_agent.machine.system import IS_LINUX
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AVAILABLE = LINUX
+IS_AVAILABLE = IS_LINUX
 MAX_DIRECTORIES = 32_768
 """Maximum number of directories per watch. The kernel also limits the total of all watches."""
-_MAX_REPORTED = 16_384
+_MAX_REPORTED_ENTRIES = 16_384
 
 _MODIFY, _ATTRIB, _MOVED_FROM, _MOVED_TO = 0x2, 0x4, 0x40, 0x80
 _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
 _UNMOUNT, _Q_OVERFLOW, _IGNORED = 0x2000, 0x4000, 0x8000
 _ONLYDIR, _DONT_FOLLOW, _EXCL_UNLINK, _ISDIR = 0x1000000, 0x2000000, 0x4000000, 0x40000000
-_CHILD_EVENTS = _MODIFY | _ATTRIB | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _ONLYDIR | _EXCL_UNLINK
-_EVENT_NAMES = ((_CREATE | _MOVED_TO, "CREATE"), (_MODIFY, "WRITE"), (_DELETE, "REMOVE"), (_MOVED_FROM, "RENAME"))
-_EVENT = struct.Struct("iIII")
+_CHILD_EVENT_MASK = _MODIFY | _ATTRIB | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _ONLYDIR | _EXCL_UNLINK
+_EVENT_TYPES = ((_CREATE | _MOVED_TO, "CREATE"), (_MODIFY, "WRITE"), (_DELETE, "REMOVE"), (_MOVED_FROM, "RENAME"))
+_EVENT_HEADER = struct.Struct("iIII")
 _BUFFER_SIZE = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Directory:
-    """A watched directory, which is called ``name`` in ``parent``."""
+    """A watched directory that is called ``name`` in ``parent``."""
 
     __slots__ = ("children", "name", "parent", "wd")
 
@@ -76,10 +76,11 @@ class _Directory:
         return directory is other
 
 
-class Tree:
-    """A watch of the directory ``path`` and, if ``recursive``, of its existing and future subdirectories.
+class TreeWatch:
+    """A watch on the directory ``path`` and, if ``recursive``, on its existing and future subdirectories.
 
-    ``fd`` is readable when there are events to ``read``; ``ended``: whether the directory was removed.
+    ``fd`` is readable when there are events to ``read``; ``has_ended``: whether the directory was removed,
+    renamed or unmounted.
     """
 
     def __init__(self, path: str, *, recursive: bool) -> None:
@@ -87,26 +88,26 @@ class Tree:
         self._recursive = recursive
         self._directories: dict[int, _Directory] = {}
         self._moved_directories: list[_Directory] = []
-        self._reported: set[tuple[int, str]] = set()
-        self.ended = False
+        self._reported_entries: set[tuple[int, str]] = set()
+        self.has_ended = False
         self.fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fd < 0:
             raise _watch_error(ctypes.get_errno(), path)
         try:
-            wd = self._add_watch(path, _CHILD_EVENTS | _DELETE_SELF | _MOVE_SELF)
+            wd = self._add_watch(path, _CHILD_EVENT_MASK | _DELETE_SELF | _MOVE_SELF)
             if wd < 0:
                 raise _watch_error(ctypes.get_errno(), path)
             self._root = self._directories[wd] = _Directory(wd)
             if recursive:
                 for _ in self._scan(self._root):
                     pass
-                self._reported.clear()
+                self._reported_entries.clear()
         except BaseException:
             self.close()
             raise
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until ``read`` is due even if ``fd`` is not readable; None if it never is."""
+        """Return the seconds after which to call ``read`` even if ``fd`` is not readable; None to wait for ``fd``."""
         return None
 
     def close(self) -> None:
@@ -124,9 +125,9 @@ class Tree:
         except BlockingIOError:
             return
         offset = 0
-        while offset < len(data) and not self.ended:
-            wd, mask, _, size = _EVENT.unpack_from(data, offset)
-            offset += _EVENT.size
+        while offset < len(data) and not self.has_ended:
+            wd, mask, _, size = _EVENT_HEADER.unpack_from(data, offset)
+            offset += _EVENT_HEADER.size
             name = os.fsdecode(data[offset : offset + size].rstrip(b"\0"))
             offset += size
             if mask & _Q_OVERFLOW:
@@ -142,19 +143,19 @@ class Tree:
             else:
                 yield from self._handle_own_event(directory, mask)
         if not _is_readable(self.fd):
-            self._forget_moved()
+            self._forget_moved_directories()
 
     def _handle_child_event(self, directory: _Directory, name: str, mask: int) -> Iterator[tuple[str, str]]:
         key = (directory.wd, name)
         if not directory.is_in(self._root):
             return  # The directory was moved out of the tree.
-        if mask & _CREATE and key in self._reported:
-            self._reported.discard(key)
+        if mask & _CREATE and key in self._reported_entries:
+            self._reported_entries.discard(key)
             return
         path = directory.path_of(name)
-        yield next((name for bits, name in _EVENT_NAMES if mask & bits), "CHMOD"), path
+        yield next((kind for bits, kind in _EVENT_TYPES if mask & bits), "CHMOD"), path
         if mask & (_DELETE | _MOVED_FROM):
-            self._reported.discard(key)
+            self._reported_entries.discard(key)
         if not (self._recursive and mask & _ISDIR):
             return
         if mask & _MOVED_FROM and name in directory.children:
@@ -169,10 +170,10 @@ class Tree:
     def _handle_own_event(self, directory: _Directory, mask: int) -> Iterator[tuple[str, str]]:
         """Handle an event on a watched directory itself.
 
-        Yields events only for the root, because the other directories are reported by the watches on their parents.
+        Yields events only for the root, because the watches on their parents report events on the other directories.
         """
         if directory is self._root and mask & (_DELETE_SELF | _MOVE_SELF | _UNMOUNT):
-            self.ended = True
+            self.has_ended = True
             yield "RENAME" if mask & _MOVE_SELF else "REMOVE", "."
         elif directory is self._root and mask & _ATTRIB:
             yield "CHMOD", "."
@@ -183,9 +184,9 @@ class Tree:
     def _scan(self, top: _Directory, *, new: bool = False) -> Iterator[tuple[str, str]]:
         """Yield events for the entries of a directory that has just appeared, and watch its subdirectories.
 
-        The kernel also reports entries that were created after the watch was added; ``_reported`` filters out these
-        duplicates. In a ``new`` directory, also yield WRITE for each file that is not empty, because it may have been
-        written before the watch was added.
+        The kernel also reports entries that were created after the watch was added; ``_reported_entries`` filters out
+        these duplicates. In a ``new`` directory, also yield WRITE for each file that is not empty, because it may have
+        been written before the watch was added.
         """
         stack = [top]
         while stack:
@@ -195,11 +196,11 @@ class Tree:
             except OSError:
                 continue
             with items:
-                for name, is_directory, has_content in _list_items(items, new):
-                    if len(self._reported) < _MAX_REPORTED:
-                        self._reported.add((directory.wd, name))
+                for name, is_directory, has_contents in _list_items(items, new):
+                    if len(self._reported_entries) < _MAX_REPORTED_ENTRIES:
+                        self._reported_entries.add((directory.wd, name))
                     yield "CREATE", directory.path_of(name)
-                    if has_content:
+                    if has_contents:
                         yield "WRITE", directory.path_of(name)
                     child = self._watch_child(directory, name) if is_directory else None
                     if child is not None:
@@ -207,11 +208,11 @@ class Tree:
 
     def _watch_child(self, parent: _Directory, name: str) -> _Directory | None:
         """Watch a subdirectory. Returns None if it is missing, unreadable, or an ancestor of ``parent``."""
-        wd = self._add_watch(os.path.join(self._path, parent.path_of(name)), _CHILD_EVENTS | _DONT_FOLLOW)
+        wd = self._add_watch(os.path.join(self._path, parent.path_of(name)), _CHILD_EVENT_MASK | _DONT_FOLLOW)
         if wd < 0:
-            number = ctypes.get_errno()
-            if number in (errno.ENOSPC, errno.ENOMEM):
-                raise _watch_error(number, self._path)
+            error_number = ctypes.get_errno()
+            if error_number in (errno.ENOSPC, errno.ENOMEM):
+                raise _watch_error(error_number, self._path)
             return None
         child = self._directories.get(wd)
         if child is None:
@@ -229,9 +230,9 @@ class Tree:
     def _add_watch(self, path: str, mask: int) -> int:
         return int(_libc.inotify_add_watch(self.fd, os.fsencode(path), mask))
 
-    def _forget_moved(self) -> None:
+    def _forget_moved_directories(self) -> None:
         """Stop watching directories that were moved out of the tree. Call this after all events have been read."""
-        self._reported.clear()
+        self._reported_entries.clear()
         for top in self._moved_directories:
             stack = [top] if top.parent is None else []
             while stack:
@@ -243,7 +244,10 @@ class Tree:
 
 
 def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each readable entry as (name, is a directory, is a non-empty file). The last is False unless ``new``."""
+    """Yield each entry as (name, whether it is a directory, whether it is a non-empty file).
+
+    The last item is False unless ``new``.
+    """
     while True:
         try:
             item = next(items)
@@ -251,10 +255,10 @@ def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[
             return
         try:
             is_directory = item.is_dir(follow_symlinks=False)
-            has_content = new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
+            has_contents = new and item.is_file(follow_symlinks=False) and item.stat(follow_symlinks=False).st_size > 0
         except OSError:
-            is_directory = has_content = False
-        yield item.name, is_directory, has_content
+            is_directory = has_contents = False
+        yield item.name, is_directory, has_contents
 
 
 def _is_readable(fd: int) -> bool:
@@ -263,13 +267,16 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _watch_error(number: int, path: str) -> Failure:
-    if number == errno.ENOSPC:
-        message = "the kernel's limit of watched directories (fs.inotify.max_user_watches) is reached: watch fewer"
-    elif number in (errno.EMFILE, errno.ENFILE):
-        message = "the kernel's limit of watches (fs.inotify.max_user_instances) is reached: stop one first"
-    elif number == errno.ENOSYS:
+def _watch_error(error_number: int, path: str) -> Failure:
+    if error_number == errno.ENOSPC:
+        message = (
+            "the kernel's limit on watched directories (fs.inotify.max_user_watches) is reached: "
+            "watch fewer directories"
+        )
+    elif error_number in (errno.EMFILE, errno.ENFILE):
+        message = "the kernel's limit on watches (fs.inotify.max_user_instances) is reached: stop a watch first"
+    elif error_number == errno.ENOSYS:
         return Failure("unimplemented", "this kernel has no inotify")
     else:
-        return from_os_error(OSError(number, os.strerror(number)), path)
+        return from_os_error(OSError(error_number, os.strerror(error_number)), path)
     return Failure("resource_exhausted", message)

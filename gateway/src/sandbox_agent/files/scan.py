@@ -14,25 +14,28 @@ if TYPE_CHECKING:
 
     Entries = dict[str, os.stat_result]
 
-SCAN_SECONDS = 1.0
+SCAN_INTERVAL_SECONDS = 1.0
 """Minimum number of seconds between two scans."""
 _PAUSE_FACTOR = 20
 """The pause after a scan is at least this many times as long as the scan itself."""
 MAX_ENTRIES = 10_000
 
 
-class Tree:
-    """A watch like ``inotify.Tree``. It misses files that exist only between two scans, and merges repeated changes."""
+class TreeWatch:
+    """A watch like ``inotify.TreeWatch``.
+
+    It misses files that exist only between two scans, and merges repeated changes.
+    """
 
     fd = -1
 
     def __init__(self, path: str, *, recursive: bool) -> None:
         self._path = path
         self._recursive = recursive
-        self.ended = False
+        self.has_ended = False
         self._entries: Entries = {}
         try:
-            self._root = os.stat(path)
+            self._root_stat = os.stat(path)
             os.scandir(path).close()
         except OSError as error:
             raise from_os_error(error, path) from None
@@ -45,21 +48,21 @@ class Tree:
         self._entries = {}
 
     def read(self) -> Iterator[tuple[str, str]]:
-        """Yield the changes since the last scan, if the next scan is due."""
+        """Yield the changes since the previous scan if the next scan is due."""
         if self.seconds_until_due():
             return
         try:
-            root = os.stat(self._path)
+            root_stat = os.stat(self._path)
         except OSError:
-            root = None
-        if root is None or not _is_same_file(root, self._root):
-            self.ended = True
+            root_stat = None
+        if root_stat is None or not _is_same_file(root_stat, self._root_stat):
+            self.has_ended = True
             yield "REMOVE", "."
             return
-        if _permissions(root) != _permissions(self._root):
+        if _permissions_of(root_stat) != _permissions_of(self._root_stat):
             yield "CHMOD", "."
         before, after = self._entries, self._scan()
-        self._root, self._entries = root, after
+        self._root_stat, self._entries = root_stat, after
         yield from _compare(before, after)
 
     def _scan(self) -> Entries:
@@ -79,7 +82,7 @@ class Tree:
                 prefix = f"{directory}/" if directory else ""
                 entries.update({name: entry for name, entry in self._entries.items() if name.startswith(prefix)})
         now = time.monotonic()
-        self._next_scan_at = now + max(SCAN_SECONDS, _PAUSE_FACTOR * (now - start_time))
+        self._next_scan_at = now + max(SCAN_INTERVAL_SECONDS, _PAUSE_FACTOR * (now - start_time))
         return entries
 
     def _add_item(self, item: os.DirEntry[str], directory: str, entries: Entries, stack: list[str]) -> None:
@@ -100,44 +103,47 @@ class Tree:
 
 def _compare(before: Entries, after: Entries) -> Iterator[tuple[str, str]]:
     """Yield the changes between two scans as (type, name)."""
-    removed = sorted((name for name in before if name not in after), reverse=True)
-    added = sorted(name for name in after if name not in before)
+    removed_names = sorted((name for name in before if name not in after), reverse=True)
+    added_names = sorted(name for name in after if name not in before)
     # A new file can reuse the inode number of a deleted one, but has another modification time.
-    names_by_key = {(*_identity(after[name]), after[name].st_mtime_ns): name for name in added}
-    keys = {name: (*_identity(before[name]), before[name].st_mtime_ns) for name in removed}
-    moved = {name: names_by_key[key] for name, key in keys.items() if key in names_by_key}
-    for name in removed:
+    names_by_key = {(*_identity_of(after[name]), after[name].st_mtime_ns): name for name in added_names}
+    keys_by_name = {name: (*_identity_of(before[name]), before[name].st_mtime_ns) for name in removed_names}
+    destinations_by_name = {name: names_by_key[key] for name, key in keys_by_name.items() if key in names_by_key}
+    for name in removed_names:
         # The entries of a moved directory are not reported.
-        if os.path.dirname(name) not in moved:
-            yield "RENAME" if name in moved else "REMOVE", name
-    destinations = set(moved.values())
-    for name in added:
+        if os.path.dirname(name) not in destinations_by_name:
+            yield "RENAME" if name in destinations_by_name else "REMOVE", name
+    destinations = set(destinations_by_name.values())
+    for name in added_names:
         yield "CREATE", name
         if name not in destinations and stat.S_ISREG(after[name].st_mode) and after[name].st_size:
             yield "WRITE", name
-    for name, current in sorted(after.items()):
+    for name, current_stat in sorted(after.items()):
         if name not in before:
             continue
-        previous = before[name]
-        if not _is_same_file(current, previous):
+        previous_stat = before[name]
+        if not _is_same_file(current_stat, previous_stat):
             yield "CREATE", name
             continue
-        is_modified = (current.st_mtime_ns, current.st_size) != (previous.st_mtime_ns, previous.st_size)
-        if is_modified and stat.S_ISREG(current.st_mode):
+        is_modified = (current_stat.st_mtime_ns, current_stat.st_size) != (
+            previous_stat.st_mtime_ns,
+            previous_stat.st_size,
+        )
+        if is_modified and stat.S_ISREG(current_stat.st_mode):
             yield "WRITE", name
-        if _permissions(current) != _permissions(previous) or (
-            current.st_ctime_ns != previous.st_ctime_ns and not is_modified
+        if _permissions_of(current_stat) != _permissions_of(previous_stat) or (
+            current_stat.st_ctime_ns != previous_stat.st_ctime_ns and not is_modified
         ):
             yield "CHMOD", name
 
 
 def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
-    return _identity(first) == _identity(second)
+    return _identity_of(first) == _identity_of(second)
 
 
-def _identity(file_stat: os.stat_result) -> tuple[int, int, int]:
+def _identity_of(file_stat: os.stat_result) -> tuple[int, int, int]:
     return file_stat.st_dev, file_stat.st_ino, stat.S_IFMT(file_stat.st_mode)
 
 
-def _permissions(file_stat: os.stat_result) -> tuple[int, int, int]:
+def _permissions_of(file_stat: os.stat_result) -> tuple[int, int, int]:
     return stat.S_IMODE(file_stat.st_mode), file_stat.st_uid, file_stat.st_gid

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     class Source(Protocol):
         fd: int
-        ended: bool
+        has_ended: bool
 
         def seconds_until_due(self) -> float | None: ...
 
@@ -43,25 +43,25 @@ MAX_PENDING_BYTES = 2 << 20
 """Maximum size of the events that a watcher keeps until its client fetches them."""
 EXPIRY_SECONDS = 1800.0
 """How long a watcher is kept if no client polls it."""
-NETWORK_FILE_SYSTEMS = {0x6969, 0x517B, 0xFF534D42, 0xFE534D42}
+NETWORK_FILE_SYSTEM_MAGIC_NUMBERS = {0x6969, 0x517B, 0xFF534D42, 0xFE534D42}
 """The magic numbers of NFS, SMB, CIFS and SMB2. FUSE is omitted, because inotify reports its local changes."""
 _PIECE_SIZE = 64 << 10
-_KEEPALIVE = encode_frame(b'{"keepalive":{}}')
+_KEEPALIVE_FRAME = encode_frame(b'{"keepalive":{}}')
 
 
 class Watch:
-    """A watch of a directory, with the options of a request."""
+    """A watch on a directory, with the options from a request."""
 
     def __init__(self, request: Request, message: dict[str, Any]) -> None:
-        """``{path, recursive?, includeEntry?, allowNetworkMounts?}``"""
-        self._path = users.user_of(request).path(get_text(message, "path"))
+        """Start watching: ``{path, recursive?, includeEntry?, allowNetworkMounts?}``."""
+        self._path = users.user_of(request).resolve_path(get_text(message, "path"))
         self._recursive = message.get("recursive") is True
         self._include_entry = message.get("includeEntry") is True
         os.stat(self._path)
         if not os.path.isdir(self._path):
             raise invalid(f"{self._path} is not a directory")
-        self._uses_inotify = inotify.AVAILABLE and not _is_on_network(self._path)
-        if inotify.AVAILABLE and not self._uses_inotify and message.get("allowNetworkMounts") is not True:
+        self._uses_inotify = inotify.IS_AVAILABLE and not _is_on_network(self._path)
+        if inotify.IS_AVAILABLE and not self._uses_inotify and message.get("allowNetworkMounts") is not True:
             raise invalid(
                 f"{self._path} is on a network file system, where changes are detected late or never: "
                 "set allowNetworkMounts to watch it anyway"
@@ -71,11 +71,11 @@ class Watch:
     def _open(self) -> Source:
         if self._uses_inotify:
             try:
-                return inotify.Tree(self._path, recursive=self._recursive)
+                return inotify.TreeWatch(self._path, recursive=self._recursive)
             except Failure as failure:
                 if failure.code != "unimplemented":
                     raise
-        return scan.Tree(self._path, recursive=self._recursive)
+        return scan.TreeWatch(self._path, recursive=self._recursive)
 
     def reopen(self) -> None:
         """Restart the watch from the current state."""
@@ -86,27 +86,27 @@ class Watch:
         self._source.close()
 
     @property
-    def ended(self) -> bool:
-        return self._source.ended
+    def has_ended(self) -> bool:
+        return self._source.has_ended
 
-    def wait(self, seconds: float, other: int, events: int) -> tuple[bool, bool]:
-        """Wait for changes, for at most ``seconds`` or until the descriptor ``other`` is ready for ``events``.
+    def wait(self, seconds: float, other_fd: int, events: int) -> tuple[bool, bool]:
+        """Wait for changes, for at most ``seconds`` or until the descriptor ``other_fd`` is ready for ``events``.
 
-        Returns whether there may be changes to read, and whether ``other`` is ready.
+        Returns whether there may be changes to read, and whether ``other_fd`` is ready.
         """
         poll = select.poll()
-        poll.register(other, events)
+        poll.register(other_fd, events)
         delay = self._source.seconds_until_due()
         if delay is None:
             poll.register(self._source.fd, select.POLLIN)
         else:
             seconds = min(seconds, delay)
-        ready = {fd for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1)}
-        return self._source.fd in ready or self._source.seconds_until_due() == 0, other in ready
+        ready_fds = {fd for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1)}
+        return self._source.fd in ready_fds or self._source.seconds_until_due() == 0, other_fd in ready_fds
 
     def read(self) -> Iterator[bytes]:
-        """Yield events as JSON in the format of envd, without immediate repetitions."""
-        last = b""
+        """Yield events as JSON in the format of envd, without consecutive duplicates."""
+        previous_data = b""
         for kind, name in self._source.read():
             event: dict[str, Any] = {"name": make_displayable(name), "type": f"EVENT_TYPE_{kind}"}
             if self._include_entry:
@@ -115,9 +115,9 @@ class Watch:
                 except OSError:
                     pass
             data = json.dumps(event, separators=(",", ":")).encode()
-            if data != last:
+            if data != previous_data:
                 yield data
-            last = data
+            previous_data = data
 
 
 def _is_on_network(path: str) -> bool:
@@ -125,7 +125,7 @@ def _is_on_network(path: str) -> bool:
     buffer = ctypes.create_string_buffer(1024)
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in NETWORK_FILE_SYSTEMS
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in NETWORK_FILE_SYSTEM_MAGIC_NUMBERS
 
 
 class Watcher:
@@ -146,26 +146,26 @@ class Watcher:
             raise
 
     def run(self) -> None:
-        """Collect events until the watcher is stopped, or no client has polled it for ``EXPIRY_SECONDS``."""
+        """Collect events until the watcher is stopped or no client has polled it for ``EXPIRY_SECONDS``."""
         try:
             while True:
-                remaining = EXPIRY_SECONDS - (time.monotonic() - self._polled_at)
-                if remaining <= 0:
+                remaining_seconds = EXPIRY_SECONDS - (time.monotonic() - self._polled_at)
+                if remaining_seconds <= 0:
                     return
-                if self._failure or self._watch.ended:
+                if self._failure or self._watch.has_ended:
                     self._watch.close()
-                    ready, stopped = False, _is_readable(self._stop_reader, remaining)
+                    has_changes, is_stopped = False, _is_readable(self._stop_reader, remaining_seconds)
                 else:
-                    ready, stopped = self._watch.wait(remaining, self._stop_reader, select.POLLIN)
-                if stopped:
+                    has_changes, is_stopped = self._watch.wait(remaining_seconds, self._stop_reader, select.POLLIN)
+                if is_stopped:
                     return
-                if ready:
-                    self._collect()
+                if has_changes:
+                    self._collect_events()
         finally:
             self._watch.close()
             os.close(self._stop_reader)
 
-    def _collect(self) -> None:
+    def _collect_events(self) -> None:
         try:
             for event in self._watch.read():
                 self._append_event(event)
@@ -229,7 +229,7 @@ class Watchers:
         self._lock = threading.Lock()
         self._watchers: dict[str, Watcher] = {}
 
-    def _reserve(self) -> None:
+    def _reserve_slot(self) -> None:
         if not self._slots.acquire(blocking=False):
             raise Failure(
                 "resource_exhausted",
@@ -237,13 +237,13 @@ class Watchers:
             )
 
     def watch_dir(self, request: Request, stream: Stream) -> None:
-        """``{path, recursive?, includeEntry?, allowNetworkMounts?}`` → start, events, keepalives.
+        """Stream the changes in a directory until it is removed.
 
-        The stream ends without an error when the directory is removed, and with an error at the deadline or if events
-        are lost.
+        ``{path, recursive?, includeEntry?, allowNetworkMounts?}`` → start, events, keepalives. The stream ends without
+        an error when the directory is removed, and with an error at the deadline or if events are lost.
         """
         message = stream.receive_single()
-        self._reserve()
+        self._reserve_slot()
         try:
             watch = Watch(request, message)
             try:
@@ -256,24 +256,24 @@ class Watchers:
 
     def _forward_events(self, watch: Watch, stream: Stream) -> None:
         next_keepalive_at = time.monotonic() + stream.keepalive
-        while not watch.ended:
+        while not watch.has_ended:
             now = time.monotonic()
             if stream.deadline is not None and now >= stream.deadline:
-                raise Failure("deadline_exceeded", "the request's deadline passed")
+                raise Failure("deadline_exceeded", "the request's deadline has passed")
             if now >= next_keepalive_at:
-                stream.send(_KEEPALIVE)
+                stream.send(_KEEPALIVE_FRAME)
                 next_keepalive_at = now + stream.keepalive
             wake_at = next_keepalive_at if stream.deadline is None else min(next_keepalive_at, stream.deadline)
-            ready, hung_up = watch.wait(wake_at - now, stream.fileno(), Stream.HANGUP_EVENTS)
-            if hung_up:
+            has_changes, is_client_gone = watch.wait(wake_at - now, stream.fileno(), Stream.HANGUP_EVENT)
+            if is_client_gone:
                 stream.abandon()
-            if ready and _send(watch, stream):
+            if has_changes and _send_events(watch, stream):
                 next_keepalive_at = time.monotonic() + stream.keepalive
         stream.end()
 
     def create_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{path, recursive?, includeEntry?, allowNetworkMounts?}`` → ``{watcherId}``"""
-        self._reserve()
+        """Create a watcher: ``{path, recursive?, includeEntry?, allowNetworkMounts?}`` → ``{watcherId}``."""
+        self._reserve_slot()
         try:
             watcher = Watcher(Watch(request, message))
         except BaseException:
@@ -302,7 +302,7 @@ class Watchers:
             self._slots.release()
 
     def get_watcher_events(self, request: Request, message: dict[str, Any]) -> bytes:
-        """``{watcherId}`` → ``{events}`` since the previous call."""
+        """Return the events since the previous call: ``{watcherId}`` → ``{events}``."""
         watcher_id = get_text(message, "watcherId")
         with self._lock:
             watcher = self._watchers.get(watcher_id)
@@ -311,7 +311,7 @@ class Watchers:
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{watcherId}`` → ``{}``"""
+        """Remove a watcher: ``{watcherId}`` → ``{}``."""
         watcher_id = get_text(message, "watcherId")
         with self._lock:
             watcher = self._watchers.pop(watcher_id, None)
@@ -324,7 +324,7 @@ class Watchers:
 WATCHERS = Watchers()
 
 
-def _send(watch: Watch, stream: Stream) -> bool:
+def _send_events(watch: Watch, stream: Stream) -> bool:
     """Send the pending events, including those that precede a failure. Returns whether there were any."""
     frames: list[bytes] = []
     size = 0

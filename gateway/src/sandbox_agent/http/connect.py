@@ -14,7 +14,7 @@ import time
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
 from sandbox_agent.http.server import Route
-from sandbox_agent.http.wire import MAX_JSON, ConnectionLost, parse_object
+from sandbox_agent.http.wire import MAX_JSON_BYTES, ConnectionLost, parse_object
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Body, Reply, Request
 
 KEEPALIVE_SECONDS = 50.0
-_FRAME = struct.Struct(">BI")
+_FRAME_HEAD = struct.Struct(">BI")
 _COMPRESSED, _END_OF_STREAM = 1, 2
 
 
-def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
-    """Return a route that responds with the result of ``call``: a dict, or a JSON object that is already encoded."""
+def make_unary_route(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
+    """Return a route that responds with the result of ``call``, which is a dict or an encoded JSON object."""
 
-    def handler(request: Request, reply: Reply) -> None:
+    def handle(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
             raise Failure("unimplemented", "this call requires Content-Type application/json", 415)
         response = call(request, request.json())
@@ -40,13 +40,16 @@ def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> 
         else:
             reply.json(response)
 
-    return Route(handler, connect_errors=True)
+    return Route(handle, uses_connect_codes=True)
 
 
-def streaming(call: Callable[[Request, Stream], None]) -> Route:
-    """Return a route whose ``call`` receives and sends frames. If it raises Failure, the last frame contains it."""
+def make_streaming_route(call: Callable[[Request, Stream], None]) -> Route:
+    """Return a route whose ``call`` receives and sends frames.
 
-    def handler(request: Request, reply: Reply) -> None:
+    If ``call`` raises Failure or OSError, the last frame contains the error.
+    """
+
+    def handle(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/connect+json":
             raise Failure("unimplemented", "this call requires Content-Type application/connect+json", 415)
         stream = Stream(request, reply)
@@ -57,33 +60,35 @@ def streaming(call: Callable[[Request, Stream], None]) -> Route:
         except OSError as error:
             stream.end(from_os_error(error))
 
-    return Route(handler, connect_errors=True)
+    return Route(handle, uses_connect_codes=True)
 
 
 def encode_frame(data: bytes, flags: int = 0) -> bytes:
-    return _FRAME.pack(flags, len(data)) + data
+    return _FRAME_HEAD.pack(flags, len(data)) + data
 
 
 class Stream:
-    """Receives and sends the frames of one call.
+    """A stream that receives and sends the frames of one call.
 
-    ``deadline``: a time on the monotonic clock, or None; ``keepalive``: the longest silence that the client accepts, in
-    seconds.
+    ``deadline``: a time on the monotonic clock, or None; ``keepalive``: the number of seconds without a frame after
+    which to send a keepalive.
     """
 
-    HANGUP_EVENTS = getattr(select, "POLLRDHUP", select.POLLHUP)
+    HANGUP_EVENT = getattr(select, "POLLRDHUP", select.POLLHUP)
     """The poll event for a client that hangs up. If the system has no such event, the next write fails instead."""
 
     def __init__(self, request: Request, reply: Reply) -> None:
         self._body = request.body
         self._reply = reply
-        timeout = request.headers.get("connect-timeout-ms", "")
+        timeout_header = request.headers.get("connect-timeout-ms", "")
         # Some clients send "0" for no deadline.
-        milliseconds = int(timeout) if timeout.isdigit() else 0
-        self.deadline = time.monotonic() + milliseconds / 1000 if milliseconds else None
-        seconds = request.headers.get("keepalive-ping-interval", "")
+        timeout_ms = int(timeout_header) if timeout_header.isdigit() else 0
+        self.deadline = time.monotonic() + timeout_ms / 1000 if timeout_ms else None
+        interval_header = request.headers.get("keepalive-ping-interval", "")
         self.keepalive = (
-            float(seconds) if seconds.isascii() and seconds.isdigit() and float(seconds) else KEEPALIVE_SECONDS
+            float(interval_header)
+            if interval_header.isascii() and interval_header.isdigit() and float(interval_header)
+            else KEEPALIVE_SECONDS
         )
 
     def fileno(self) -> int:
@@ -93,25 +98,27 @@ class Stream:
         """End the call without a response, because the client has hung up."""
         raise ConnectionLost
 
-    def allow_silence(self, seconds: float) -> None:
-        """Set for how many seconds the client may be idle (neither send nor read) before the connection is closed."""
+    def set_idle_timeout(self, seconds: float) -> None:
+        """Set the number of seconds after which to close the connection if the client neither sends nor reads."""
         self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:
         """Return the JSON object in the next frame; None at the end of the request."""
-        head = _read_exactly(self._body, _FRAME.size)
+        head = _read_exactly(self._body, _FRAME_HEAD.size)
         if not head:
             return None
-        flags, size = _FRAME.unpack(head)
-        if size > MAX_JSON:
-            raise Failure("resource_exhausted", f"a message is larger than {MAX_JSON} bytes: send smaller messages")
+        flags, size = _FRAME_HEAD.unpack(head)
+        if size > MAX_JSON_BYTES:
+            raise Failure(
+                "resource_exhausted", f"a message is larger than {MAX_JSON_BYTES} bytes: send smaller messages"
+            )
         data = _read_exactly(self._body, size)
         if flags & _COMPRESSED:
             raise Failure("unimplemented", "compressed messages are not supported: send them uncompressed")
         return None if flags & _END_OF_STREAM else parse_object(data)
 
     def receive_single(self) -> dict[str, Any]:
-        """Return the only message of the request."""
+        """Return the single message of the request."""
         message = self.receive()
         if message is None:
             raise invalid("the request body is empty: send one frame with a JSON object")
@@ -126,7 +133,7 @@ class Stream:
             self._reply.begin(b"application/connect+json", frames)
 
     def end(self, failure: Failure | None = None, before: bytes = b"") -> None:
-        """Send the encoded frames ``before`` and the last frame in a single write."""
+        """Send the encoded frames ``before``, then the last frame, which contains ``failure`` if there is one."""
         data = b"{}"
         if failure is not None:
             data = json.dumps({"error": {"code": failure.code, "message": failure.message}}).encode()
@@ -141,11 +148,11 @@ def _read_exactly(body: Body, size: int) -> bytes:
     if len(data) == size or not data:
         return data
     pieces = [data]
-    remaining = size - len(data)
-    while remaining:
-        data = body.read(remaining)
+    remaining_size = size - len(data)
+    while remaining_size:
+        data = body.read(remaining_size)
         if not data:
-            raise invalid("the request body ends in the middle of a message")
+            raise invalid("the request body ends in the middle of a message: send the complete message")
         pieces.append(data)
-        remaining -= len(data)
+        remaining_size -= len(data)
     return b"".join(pieces)

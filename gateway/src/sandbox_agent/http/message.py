@@ -1,4 +1,4 @@
-"""Read values from JSON messages. Each ``get_…`` raises Failure ``invalid_argument`` for an invalid value."""
+"""Read values from JSON messages. Each ``get_…`` function raises Failure ``invalid_argument`` for an invalid value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def get_object(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def get_text(message: dict[str, Any], key: str) -> str:
-    """Return a string without NUL characters; "" if absent."""
+    """Return the string in the field ``key``, which must not contain NUL characters; "" if it is absent."""
     value = message.get(key) or ""
     if not isinstance(value, str) or "\0" in value:
         raise invalid(f"the field '{key}' must be a string without NUL characters")
@@ -28,7 +28,10 @@ def get_text(message: dict[str, Any], key: str) -> str:
 
 
 def get_number(message: dict[str, Any], key: str, *, default: float, maximum: float) -> float:
-    """Return a number greater than 0 and at most ``maximum``; ``default`` if absent."""
+    """Return the number in the field ``key``; ``default`` if it is absent.
+
+    The number must be greater than 0 and at most ``maximum``.
+    """
     value = message.get(key)
     if value is None:
         return default
@@ -38,11 +41,11 @@ def get_number(message: dict[str, Any], key: str, *, default: float, maximum: fl
 
 
 def get_bytes(message: dict[str, Any], key: str) -> bytes:
-    """Return bytes, decoded from base64; b"" if absent."""
+    """Return the bytes that the field ``key`` encodes in base64; b"" if it is absent."""
     try:
         return binascii.a2b_base64(message.get(key) or "")
     except (ValueError, TypeError):
-        raise invalid(f"the field '{key}' must be base64") from None
+        raise invalid(f"the field '{key}' must be a base64 string") from None
 
 
 def get_strings(message: dict[str, Any], key: str) -> list[str]:
@@ -55,7 +58,7 @@ def get_strings(message: dict[str, Any], key: str) -> list[str]:
 
 
 def get_variables(message: dict[str, Any], key: str) -> dict[str, str]:
-    """Return environment variables; empty if absent."""
+    """Return the environment variables in the field ``key``; an empty dict if it is absent."""
     value = message.get(key)
     if value is None:
         return {}

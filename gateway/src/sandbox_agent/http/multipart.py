@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     class Source(Protocol):
         def read(self) -> bytes:
-            """Return some bytes; b"" at the end."""
+            """Return the next bytes; b"" at the end."""
 
 
-_MAX_HEAD = 16 << 10
+_MAX_HEAD_BYTES = 16 << 10
 
 
 def parse_boundary(content_type: str) -> bytes:
     value = parse_parameters(content_type).get("boundary", "")
     if not 1 <= len(value) <= 200:
-        raise invalid("the Content-Type multipart/form-data has no boundary parameter")
+        raise invalid("the Content-Type multipart/form-data requires a boundary parameter of 1 to 200 characters")
     return value.encode("latin-1")
 
 
@@ -41,10 +41,10 @@ class Parts:
         for _ in self.pieces():
             pass  # skip the preamble
         while True:
-            end = self._take(2)
-            if end == b"--":
+            suffix = self._take(2)
+            if suffix == b"--":
                 return
-            if end != b"\r\n":
+            if suffix != b"\r\n":
                 raise invalid("the multipart body is malformed: a boundary must be followed by CRLF or --")
             yield Part(self, self._read_head())
 
@@ -64,8 +64,8 @@ class Parts:
         """Return the header lines of a part, without the blank line at their end."""
         data = b"\r\n" + self._buffer
         while b"\r\n\r\n" not in data:
-            if len(data) > _MAX_HEAD:
-                raise invalid(f"the headers of a part are longer than {_MAX_HEAD} bytes: shorten them")
+            if len(data) > _MAX_HEAD_BYTES:
+                raise invalid(f"the headers of a part are longer than {_MAX_HEAD_BYTES} bytes: shorten them")
             self._read_more()
             data = b"\r\n" + self._buffer
         head, _, self._buffer = data.partition(b"\r\n\r\n")
@@ -125,11 +125,11 @@ def parse_parameters(value: str) -> dict[str, str]:
 
 def _unquote(text: str) -> tuple[str, str]:
     """Return the contents of a quoted string, and the rest of the text. Clients encode quotes as ``%22``."""
-    content = []
+    characters = []
     index = 0
     while index < len(text) and text[index] != '"':
         if text[index] == "\\" and text[index + 1 : index + 2] in ("\\", '"'):
             index += 1
-        content.append(text[index])
+        characters.append(text[index])
         index += 1
-    return "".join(content).replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n"), text[index + 1 :]
+    return "".join(characters).replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n"), text[index + 1 :]

@@ -11,7 +11,7 @@ import threading
 import time
 
 from sandbox_agent.failure import Failure, from_os_error
-from sandbox_agent.http.wire import MAX_HEAD, Connection, ConnectionLost, Reply, Request
+from sandbox_agent.http.wire import MAX_HEAD_BYTES, Connection, ConnectionLost, Reply, Request
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Handler = Callable[[Request, Reply], None]
     Guard = Callable[[Request], None]
 
-IDLE_SECONDS = 75.0
+IDLE_TIMEOUT_SECONDS = 75.0
 """How long a connection may be silent between requests, within a body, or while its buffers are full."""
 MAX_CONNECTIONS = 512
 """Maximum number of connections from other machines, and separately from this machine.
@@ -30,19 +30,19 @@ The limits are separate so that programs in the sandbox cannot lock the gateway 
 
 
 class Route:
-    """A handler and its method.
+    """A request handler and its HTTP method.
 
-    ``guarded``: the server's guard checks requests first; ``connect_errors``: errors carry a Connect code instead of an
-    HTTP status.
+    ``guarded``: whether the server's guard checks each request first; ``uses_connect_codes``: whether errors carry a
+    Connect code instead of an HTTP status.
     """
 
     def __init__(
-        self, handler: Handler, *, method: str = "POST", guarded: bool = True, connect_errors: bool = False
+        self, handler: Handler, *, method: str = "POST", guarded: bool = True, uses_connect_codes: bool = False
     ) -> None:
         self.handler = handler
         self.method = method
         self.guarded = guarded
-        self.connect_errors = connect_errors
+        self.uses_connect_codes = uses_connect_codes
 
 
 class Server:
@@ -90,11 +90,11 @@ class Server:
 
     def _serve_connection(self, sock: socket.socket, peer: str, slots: threading.Semaphore) -> None:
         try:
-            sock.settimeout(IDLE_SECONDS)
+            sock.settimeout(IDLE_TIMEOUT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = Connection(sock, peer[7:] if peer.startswith("::ffff:") else peer)
-            while self._exchange(connection):
+            while self._serve_request(connection):
                 pass
         except (ConnectionLost, OSError):
             pass
@@ -102,9 +102,9 @@ class Server:
             sock.close()
             slots.release()
 
-    def _exchange(self, connection: Connection) -> bool:
+    def _serve_request(self, connection: Connection) -> bool:
         """Serve one request. Returns False if the connection must be closed."""
-        head = connection.take_until(b"\r\n\r\n", MAX_HEAD)
+        head = connection.take_until(b"\r\n\r\n", MAX_HEAD_BYTES)
         request = Request(connection, head.lstrip(b"\r\n"))
         reply = Reply(connection, request)
         route = self._routes.get((request.path, request.method)) or self._find_parameter_route(request)
@@ -112,7 +112,7 @@ class Server:
             self._dispatch(route, request, reply)
         except Failure as failure:
             self._send_failure(failure, route, request, reply)
-        if not request.body.finished:
+        if not request.body.is_finished:
             _linger(connection, request)
             return False
         return request.keep_alive and reply.is_complete
@@ -151,9 +151,9 @@ class Server:
     def _send_failure(self, failure: Failure, route: Route | None, request: Request, reply: Reply) -> None:
         if reply.has_begun:
             raise ConnectionLost
-        connect_errors = route.connect_errors if route else "." in request.path
+        uses_connect_codes = route.uses_connect_codes if route else "." in request.path
         request.keep_alive = request.body.skip() and request.keep_alive
-        code: object = failure.code if connect_errors else failure.status
+        code: object = failure.code if uses_connect_codes else failure.status
         reply.json({"code": code, "message": failure.message}, failure.status)
 
 
@@ -166,7 +166,7 @@ def _unquote(text: str) -> str:
 
 
 def _linger(connection: Connection, request: Request) -> None:
-    """Let the peer read the response first, because closing a connection with unread bytes would reset it."""
+    """Give the peer time to read the response, because closing a connection with unread bytes would reset it."""
     connection.sock.shutdown(socket.SHUT_WR)
     connection.sock.settimeout(2)
     request.body.discard(2)

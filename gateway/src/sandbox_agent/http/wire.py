@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import socket
     from typing import Any
 
-MAX_HEAD = 64 << 10
-MAX_JSON = 32 << 20
+MAX_HEAD_BYTES = 64 << 10
+MAX_JSON_BYTES = 32 << 20
 PIECE_SIZE = 64 << 10
-_MAX_DIGITS = 18
+_MAX_LENGTH_DIGITS = 18
 
-REASONS = {
+REASON_PHRASES = {
     200: b"OK",
     204: b"No Content",
     400: b"Bad Request",
@@ -35,7 +35,7 @@ REASONS = {
     504: b"Gateway Timeout",
     507: b"Insufficient Storage",
 }
-_OK_JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+_OK_JSON_FORMAT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
 class ConnectionLost(Exception):
@@ -43,7 +43,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """A socket, with a ``buffer`` of bytes that were received but not consumed yet."""
+    """A socket, with a ``buffer`` of bytes that were received but not yet consumed."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock = sock
@@ -96,17 +96,17 @@ class Body:
         self._chunked = length is None
         self._remaining = length or 0
         self._expects_continue = expects_continue
-        self.finished = length == 0
+        self.is_finished = length == 0
 
     def read(self, limit: int = PIECE_SIZE) -> bytes:
         """Return between one and ``limit`` bytes; b"" at the end."""
-        if self.finished:
+        if self.is_finished:
             return b""
         if self._expects_continue:
             self._expects_continue = False
             self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._chunked and not self._remaining and not self._next_chunk():
-            self.finished = True
+        if self._chunked and not self._remaining and not self._begin_chunk():
+            self.is_finished = True
             return b""
         data = self._connection.take(min(limit, self._remaining))
         self._remaining -= len(data)
@@ -114,10 +114,10 @@ class Body:
             if self._chunked:
                 self._connection.take_until(b"\r\n", 2)
             else:
-                self.finished = True
+                self.is_finished = True
         return data
 
-    def _next_chunk(self) -> bool:
+    def _begin_chunk(self) -> bool:
         line = self._connection.take_until(b"\r\n", 1024)
         try:
             self._remaining = int(line.split(b";", 1)[0].strip(), 16)
@@ -126,15 +126,15 @@ class Body:
         if self._remaining < 0:
             raise ConnectionLost
         while not self._remaining:
-            if not self._connection.take_until(b"\r\n", MAX_HEAD):
+            if not self._connection.take_until(b"\r\n", MAX_HEAD_BYTES):
                 return False
         return True
 
-    def read_all(self, limit: int = MAX_JSON) -> bytes:
+    def read_all(self, limit: int = MAX_JSON_BYTES) -> bytes:
         if not self._chunked and self._remaining > limit:
             raise _too_large_error(limit)
         pieces, size = [], 0
-        while not self.finished:
+        while not self.is_finished:
             piece = self.read()
             pieces.append(piece)
             size += len(piece)
@@ -144,11 +144,11 @@ class Body:
 
     def skip(self) -> bool:
         """Read the rest of the body and return True if it is short and its length is known; otherwise return False."""
-        if self.finished:
+        if self.is_finished:
             return True
         if self._chunked or self._expects_continue or self._remaining > PIECE_SIZE:
             return False
-        while not self.finished:
+        while not self.is_finished:
             self.read()
         return True
 
@@ -158,7 +158,7 @@ class Body:
         Otherwise, a peer that is still sending would receive a reset instead of the response.
         """
         deadline = time.monotonic() + seconds
-        while not self.finished and not self._expects_continue and time.monotonic() < deadline:
+        while not self.is_finished and not self._expects_continue and time.monotonic() < deadline:
             self.read()
 
 
@@ -168,9 +168,10 @@ def _too_large_error(limit: int) -> Failure:
 
 
 class Request:
-    """A request.
+    """An HTTP request.
 
-    ``headers``: by lower-case name, with the last value of a repeated header; ``parameter``: see ``server.Server``.
+    ``headers``: the header values by lower-case name (the last value if a header is repeated); ``parameter``: see
+    ``server.Server``.
     """
 
     def __init__(self, connection: Connection, head: bytes) -> None:
@@ -190,10 +191,10 @@ class Request:
         self.accepts_chunked = version != "HTTP/1.0"
         self.keep_alive = self.accepts_chunked and "close" not in headers.get("connection", "").lower()
         expects_continue = headers.get("expect", "").lower() == "100-continue"
-        self.body = Body(connection, _parse_length(headers), expects_continue)
+        self.body = Body(connection, _parse_content_length(headers), expects_continue)
 
     def query(self) -> dict[str, str]:
-        """Return the parameters of the query. If a parameter is repeated, the last value wins."""
+        """Return the query parameters. If a parameter is repeated, the last value wins."""
         if not self._query:
             return {}
         from urllib.parse import parse_qsl
@@ -201,15 +202,15 @@ class Request:
         return dict(parse_qsl(self._query, keep_blank_values=True))
 
     def json(self) -> dict[str, Any]:
-        """Return the body as a JSON object; an empty object if the body is empty."""
+        """Return the JSON object in the body; an empty object if the body is empty."""
         return parse_object(self.body.read_all())
 
 
-def _parse_length(headers: dict[str, str]) -> int | None:
+def _parse_content_length(headers: dict[str, str]) -> int | None:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return None
     text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_LENGTH_DIGITS):
         raise ConnectionLost
     return int(text)
 
@@ -242,7 +243,7 @@ class Reply:
         body = json.dumps(value, separators=(",", ":")).encode()
         if status == 200 and self._request.keep_alive:
             self.has_begun = True
-            self.connection.send(_OK_JSON % (len(body), body))
+            self.connection.send(_OK_JSON_FORMAT % (len(body), body))
             self.is_complete = True
         else:
             self.send(status, body, b"application/json")
@@ -284,7 +285,7 @@ class Reply:
         return b"%x\r\n%s\r\n" % (len(data), data)
 
     def _format_head(self, status: int, content_type: bytes, extra: bytes) -> bytes:
-        head = b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b"Error"))
+        head = b"HTTP/1.1 %d %s\r\n" % (status, REASON_PHRASES.get(status, b"Error"))
         if content_type:
             head += b"Content-Type: " + content_type + b"\r\n"
         if not self._request.keep_alive:

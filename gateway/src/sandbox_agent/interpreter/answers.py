@@ -1,4 +1,4 @@
-"""Responses to the execution of a cell: a stream of its events, or only its value."""
+"""Responses to requests that execute a cell. They contain a stream of the cell's events, or only its value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import socket
 import time
 
-from sandbox_agent.interpreter.kernel_protocol import FIELDS
+from sandbox_agent.interpreter.kernel_protocol import FIELD_BY_MIME_TYPE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,20 +18,20 @@ _CONTENT_TYPE = b"application/x-ndjson"
 _PIECE_SIZE = 256 << 10
 _PEEK = socket.MSG_PEEK
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_TEXT_FIELDS = frozenset(FIELDS.values()) - {"json"}
-_RESULT_FIELDS = frozenset({"type", "extra", "is_main_result", *FIELDS.values()})
+_TEXT_FIELDS = frozenset(FIELD_BY_MIME_TYPE.values()) - {"json"}
+_RESULT_FIELDS = frozenset({"type", "extra", "is_main_result", *FIELD_BY_MIME_TYPE.values()})
 _ERROR_FIELDS = {"type", "name", "value", "traceback"}
 
 
 class CellResponse:
-    """The base class, which discards all events.
+    """The base class of the responses, which discards all events.
 
-    ``failed``: whether the cell raised an error; ``pending``: the number of bytes that are ready to be sent.
+    ``has_failed``: whether the cell raised an error; ``pending``: the number of bytes that are ready to be sent.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
         self.connection = connection
-        self.failed = False
+        self.has_failed = False
         self.pending = 0
 
     def client_descriptor(self) -> int:
@@ -39,7 +39,7 @@ class CellResponse:
         return self.connection.sock.fileno() if self.connection else -1
 
     def is_client_gone(self) -> bool:
-        """Return whether the client has hung up. The client's descriptor must be readable."""
+        """Return whether the client has hung up. Call this only if the client's descriptor is readable."""
         try:
             return self.connection is not None and not self.connection.sock.recv(1, _PEEK)
         except OSError:
@@ -68,10 +68,10 @@ class CellResponse:
         return True
 
     def handle_result(self, line: bytes, event: dict[str, Any]) -> None:
-        """Handle a result. ``line``: its JSON."""
+        """Handle a result. ``line``: the result as JSON."""
 
     def handle_error(self, name: str, value: str, traceback: str = "") -> None:
-        self.failed = True
+        self.has_failed = True
 
     def begin(self) -> None:
         """Send the head of the response early, so that the client knows that the cell is running."""
@@ -84,7 +84,7 @@ class CellResponse:
 
 
 class LineResponse(CellResponse):
-    """Sends a line of JSON for each event, in the format that ``Sandbox.run_code`` in E2B's clients expects."""
+    """A response with a line of JSON for each event, in the format that E2B's ``Sandbox.run_code`` expects."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.connection)
@@ -108,7 +108,7 @@ class LineResponse(CellResponse):
         self.flush()
 
     def flush(self) -> None:
-        data = self._take_pending()
+        data = self._take_pending_bytes()
         if not self._reply.has_begun:
             self._reply.begin(_CONTENT_TYPE, data[:_PIECE_SIZE])
             data = data[_PIECE_SIZE:]
@@ -121,7 +121,7 @@ class LineResponse(CellResponse):
             self.flush()
             self._reply.end()
         else:
-            self._reply.send(200, self._take_pending(), _CONTENT_TYPE)
+            self._reply.send(200, self._take_pending_bytes(), _CONTENT_TYPE)
 
     def _add_event(self, event: dict[str, Any]) -> None:
         self._add_line(_encode(event).encode())
@@ -130,7 +130,7 @@ class LineResponse(CellResponse):
         self._lines.append(line + b"\n")
         self.pending += len(line) + 1
 
-    def _take_pending(self) -> bytes:
+    def _take_pending_bytes(self) -> bytes:
         data = self._lines[0] if len(self._lines) == 1 else b"".join(self._lines)
         self._lines = []
         self.pending = 0
@@ -138,7 +138,7 @@ class LineResponse(CellResponse):
 
 
 class ValueResponse(CellResponse):
-    """Keeps the value or the error of the cell as text. Discards the output."""
+    """A response that keeps the value or the error of the cell as text, and discards the output."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -165,13 +165,13 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
     if not isinstance(event, dict):
         return None
     if event.get("type") == "error":
-        valid = set(event) == _ERROR_FIELDS and all(isinstance(value, str) for value in event.values())
+        is_valid = set(event) == _ERROR_FIELDS and all(isinstance(value, str) for value in event.values())
     else:
-        valid = (
+        is_valid = (
             event.get("type") == "result"
             and isinstance(event.get("is_main_result"), bool)
             and isinstance(event.get("extra", {}), dict)
             and set(event) <= _RESULT_FIELDS
             and all(isinstance(event[name], str) for name in _TEXT_FIELDS & set(event))
         )
-    return event if valid else None
+    return event if is_valid else None

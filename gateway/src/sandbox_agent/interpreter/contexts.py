@@ -19,15 +19,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEFAULT_CONTEXTS = {"python": "default", "bash": "bash"}
+DEFAULT_CONTEXT_IDS = {"python": "default", "bash": "bash"}
 """The id of the default context of each language, which is created on demand."""
 MAX_CONTEXTS = 64
 _DEFAULT_DIRECTORY = "/home/user"
-_STARTUP_SECONDS = 60.0
+_STARTUP_TIMEOUT_SECONDS = 60.0
 
 
 class Contexts:
-    """All contexts. ``environment``: a function that returns the sandbox's variables, called for each cell."""
+    """All contexts of the code interpreter.
+
+    ``environment``: a function that returns the sandbox's environment variables, called for each cell.
+    """
 
     def __init__(self, environment: Callable[[], dict[str, str]]) -> None:
         self._environment = environment
@@ -46,7 +49,7 @@ class Contexts:
         """
         language = _check_language(language or "python")
         user = users.find_user("")
-        directory = user.path(cwd) if cwd else _default_directory(user)
+        directory = user.resolve_path(cwd) if cwd else _find_default_directory(user)
         if not os.path.isdir(directory):
             raise invalid(f"the working directory {directory} does not exist: create it first")
         return self._add(os.urandom(16).hex(), language, directory)
@@ -54,14 +57,14 @@ class Contexts:
     def find(self, context_id: str, language: str = "") -> Context:
         """Return the context with the id ``context_id``; if that is "", the default context of ``language``."""
         language = _check_language(language) if language else ""
-        context_id = context_id or DEFAULT_CONTEXTS[language or "python"]
+        context_id = context_id or DEFAULT_CONTEXT_IDS[language or "python"]
         with self._lock:
             context = self._contexts.get(context_id)
         if context is None:
-            default_language = next((key for key, value in DEFAULT_CONTEXTS.items() if value == context_id), "")
+            default_language = next((key for key, value in DEFAULT_CONTEXT_IDS.items() if value == context_id), "")
             if not default_language:
                 raise _not_found_error(context_id)
-            context = self._add(context_id, default_language, _default_directory(users.find_user("")))
+            context = self._add(context_id, default_language, _find_default_directory(users.find_user("")))
         if language and context.language != language:
             raise invalid(
                 f"the context {context_id} runs {context.language}, not {language}: send either context_id or language"
@@ -111,7 +114,7 @@ class Context:
 
         Raises Failure if the cell cannot run, and ConnectionLost if the client hangs up.
         """
-        LANGUAGES[self.language]().check(cell)
+        LANGUAGES[self.language]().check_cell(cell)
         with self._queue.turn(response):
             kernel = self._ensure_kernel()
             kernel.count += 1
@@ -119,9 +122,9 @@ class Context:
             response.begin_cell(kernel.count)
             try:
                 kernel.run(cell, response, seconds)
-            except KernelEnded as end:
+            except KernelEnded as error:
                 self._forget_kernel(kernel)
-                response.handle_error(end.name, end.value)
+                response.handle_error(error.name, error.value)
             try:
                 response.end()
             finally:
@@ -136,18 +139,18 @@ class Context:
 
     def restart(self) -> None:
         """Stop the kernel and its running cell. The next cell starts a new kernel."""
-        self._retire_kernel("the context was restarted")
+        self._terminate_kernel("the context was restarted")
 
     def end(self) -> None:
         with self._lock:
             self._ended = True
-        self._retire_kernel("the context was removed")
+        self._terminate_kernel("the context was removed")
 
-    def _retire_kernel(self, reason: str) -> None:
+    def _terminate_kernel(self, reason: str) -> None:
         with self._lock:
             kernel, self._kernel = self._kernel, None
         if kernel is not None:
-            kernel.retire(reason)
+            kernel.terminate(reason)
 
     def _forget_kernel(self, kernel: Kernel) -> None:
         with self._lock:
@@ -159,7 +162,7 @@ class Context:
         with self._lock:
             if self._ended:
                 raise _not_found_error(self.id)
-            if self._kernel is not None and not self._kernel.closed:
+            if self._kernel is not None and not self._kernel.is_closed:
                 return self._kernel
         language = LANGUAGES[self.language]()
         kernel = Kernel(language, users.find_user(""), self._environment(), self.cwd)
@@ -168,17 +171,17 @@ class Context:
             self._run_quietly(kernel, startup_cell)
         with self._lock:
             if self._ended:
-                kernel.retire("the context was removed")
+                kernel.terminate("the context was removed")
                 raise _not_found_error(self.id)
             self._kernel = kernel
         return kernel
 
     def _run_quietly(self, kernel: Kernel, cell: Cell) -> None:
         try:
-            kernel.run(cell, CellResponse(), _STARTUP_SECONDS)
-        except KernelEnded as end:
+            kernel.run(cell, CellResponse(), _STARTUP_TIMEOUT_SECONDS)
+        except KernelEnded as error:
             self._forget_kernel(kernel)
-            raise Failure("unavailable", f"the {self.language} kernel did not start: {end.value}") from None
+            raise Failure("unavailable", f"the {self.language} kernel did not start: {error.value}") from None
         self._idle.watch(kernel)
 
 
@@ -234,19 +237,19 @@ class _Turn:
 
 
 def _wait_for_turn(reader: int, response: CellResponse) -> bool:
-    """Wait for the turn of this client. Returns False if the client hangs up first."""
+    """Wait until it is this client's turn. Returns False if the client hangs up first."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
-    client = response.client_descriptor()
-    if client >= 0:
-        poll.register(client, select.POLLIN)
+    client_fd = response.client_descriptor()
+    if client_fd >= 0:
+        poll.register(client_fd, select.POLLIN)
     while True:
-        ready = [fd for fd, _ in poll.poll()]
-        if reader in ready:
+        ready_fds = [fd for fd, _ in poll.poll()]
+        if reader in ready_fds:
             return True
         if response.is_client_gone():
             return False
-        poll.unregister(client)  # the client has sent its next request
+        poll.unregister(client_fd)  # the client has sent its next request
 
 
 def _check_language(language: str) -> str:
@@ -260,5 +263,5 @@ def _not_found_error(context_id: str) -> Failure:
     return Failure("not_found", f"context {context_id} not found")
 
 
-def _default_directory(user: users.User) -> str:
+def _find_default_directory(user: users.User) -> str:
     return next((path for path in (_DEFAULT_DIRECTORY, user.home) if os.path.isdir(path)), "/")

@@ -1,4 +1,4 @@
-"""Discard the output of kernels between cells, such as that of background threads and servers.
+"""Discard the output of kernels between cells, such as the output of background threads and servers.
 
 Otherwise, a full pipe would block the writers. While a cell runs, its own thread reads the output. The first output of
 a cell wakes the IdleReader once; it then ignores the pipe until the next call of ``watch``.
@@ -24,7 +24,7 @@ class IdleReader:
 
     def watch(self, kernel: Kernel) -> None:
         """Discard the output of ``kernel`` until its next cell. Does nothing if the kernel has ended."""
-        if kernel.closed:
+        if kernel.is_closed:
             return
         with self._lock:
             new_fds = [fd for fd in kernel.outputs if self._kernels.get(fd) is not kernel]

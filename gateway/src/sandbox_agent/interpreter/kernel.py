@@ -1,13 +1,13 @@
-"""The program of a Python context, which runs cells in one namespace until the agent hangs up.
+"""The program that runs the cells of a Python context in one namespace until the agent hangs up.
 
-It runs on the Python of the sandbox, with all packages installed there, and does not interfere with the user's code:
+It runs on the sandbox's Python, with all packages installed there, and does not interfere with the user's code:
 the agent's modules are not in its path, it does not import ``random``, whose state forks would share, and it does not
 depend on the identity of the sandbox.
 
 Standard input is the channel to the agent; at the start, it is moved to another descriptor. For each cell, the agent
 sends a frame of a 32-bit length and JSON: ``{code, count, changes, env, plain, sent, interrupts}``. ``sent`` is a time
-on the monotonic clock, ``interrupts`` the number of SIGINTs so far. An empty frame acknowledges the last event. A frame
-from the kernel consists of a letter, a 32-bit length and the contents:
+on the monotonic clock, and ``interrupts`` is the number of SIGINTs so far. An empty frame acknowledges the last event.
+A frame from the kernel consists of a letter, a 32-bit length and the contents:
 
     E   an event of the response
     S   an event in the middle of a cell; the kernel waits for the empty frame, to keep prints and results in order
@@ -35,27 +35,35 @@ import time
 import traceback
 import warnings
 
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MAX_EVENT_BYTES, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import (
+    AGENT_FRAME_HEAD,
+    DONE,
+    EVENT,
+    FIELD_BY_MIME_TYPE,
+    KERNEL_FRAME_HEAD,
+    MAX_EVENT_BYTES,
+    SYNC,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
     from typing import Any
 
-_MAX_TEXT = 1 << 20
+_MAX_TEXT_LENGTH = 1 << 20
 """Maximum number of characters in the text of an error, and in its traceback."""
-_MAX_CELLS = 1000
+_MAX_CACHED_CELLS = 1000
 """Maximum number of cells whose source is kept for tracebacks."""
 _INTERRUPT_WAIT_MS = 100
 """Milliseconds to wait for an interrupt. If none arrives, a signal handler of the user must have received it."""
 _PIECE_SIZE = 64 << 10
-_COROUTINE = 0x80
-_FEATURES = 0
+_COROUTINE_FLAG = 0x80
+_FEATURE_FLAGS = 0
 for _name in futures.all_feature_names:
-    _FEATURES |= getattr(futures, _name).compiler_flag
+    _FEATURE_FLAGS |= getattr(futures, _name).compiler_flag
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_METHODS = {mime: f"_repr_{field}_" for mime, field in FIELDS.items() if field != "text"}
+_REPR_METHODS = {mime: f"_repr_{field}_" for mime, field in FIELD_BY_MIME_TYPE.items() if field != "text"}
 
 
 class Kernel:
@@ -123,7 +131,7 @@ class Kernel:
                 sys.exit(0)
 
     def _await_interrupts(self, count: int) -> None:
-        """Wait until all ``count`` interrupts of earlier cells have arrived, so that none interrupts this cell."""
+        """Wait for all ``count`` interrupts of earlier cells, so that none of them interrupts this cell."""
         for _ in range(_INTERRUPT_WAIT_MS):
             if self._signals - self._foreign_signals >= count:
                 return
@@ -144,26 +152,29 @@ class Kernel:
                 _flush()
 
     def _evaluate(self, source: str, count: int) -> Any:
-        """Run the statements. Returns the value of the last statement if it is an expression without a semicolon."""
-        name = f"<cell {count}>"
-        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        linecache.cache.pop(f"<cell {count - _MAX_CELLS}>", None)
+        """Run the statements of a cell.
+
+        Returns the value of the last statement if that is an expression without a semicolon, otherwise None.
+        """
+        file_name = f"<cell {count}>"
+        linecache.cache[file_name] = (len(source), None, source.splitlines(True), file_name)
+        linecache.cache.pop(f"<cell {count - _MAX_CACHED_CELLS}>", None)
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        tree: Any = compile(source, name, "exec", flags | self._features | ast.PyCF_ONLY_AST, dont_inherit=True)
-        last = None
+        tree: Any = compile(source, file_name, "exec", flags | self._features | ast.PyCF_ONLY_AST, dont_inherit=True)
+        last_expression = None
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_with_semicolon(source, tree.body[-1]):
-            last = ast.Expression(tree.body.pop().value)
+            last_expression = ast.Expression(tree.body.pop().value)
         if tree.body:
-            code = compile(tree, name, "exec", flags | self._features, dont_inherit=True)
-            self._features |= code.co_flags & _FEATURES
+            code = compile(tree, file_name, "exec", flags | self._features, dont_inherit=True)
+            self._features |= code.co_flags & _FEATURE_FLAGS
             self._execute(code)
-        if last is None:
+        if last_expression is None:
             return None
-        return self._execute(compile(last, name, "eval", flags | self._features, dont_inherit=True))
+        return self._execute(compile(last_expression, file_name, "eval", flags | self._features, dont_inherit=True))
 
     def _execute(self, code: CodeType) -> Any:
         value = eval(code, self._namespace)
-        return self._run_coroutine(value) if code.co_flags & _COROUTINE else value
+        return self._run_coroutine(value) if code.co_flags & _COROUTINE_FLAG else value
 
     def _run_coroutine(self, coroutine: Any) -> Any:
         import asyncio
@@ -182,7 +193,10 @@ class Kernel:
     # -- called by the user's code -----------------------------------------------------------------------------------
 
     def display(self, *values: Any, **options: Any) -> None:
-        """Send each value as a result, at this position in the output. Ignores the options of IPython's ``display``."""
+        """Send each value as a result, at the current position in the output.
+
+        Ignores the options of IPython's ``display``.
+        """
         for value in values:
             self._send_result({"type": "result", **describe_value(value), "is_main_result": False})
 
@@ -215,7 +229,7 @@ class Kernel:
         elif self._armed:
             raise KeyboardInterrupt
 
-    def after_fork(self) -> None:
+    def handle_fork(self) -> None:
         """Close the channel in a forked child process, because it belongs to the parent."""
         self._is_forked_child = True
         try:
@@ -227,8 +241,8 @@ class Kernel:
 
     def _receive(self) -> bytes | None:
         """Return the contents of the next frame; None if the agent hung up."""
-        head = self._receive_exactly(SIZE.size)
-        return None if head is None else self._receive_exactly(SIZE.unpack(head)[0])
+        head = self._receive_exactly(AGENT_FRAME_HEAD.size)
+        return None if head is None else self._receive_exactly(AGENT_FRAME_HEAD.unpack(head)[0])
 
     def _receive_exactly(self, size: int) -> bytes | None:
         while len(self._buffer) < size:
@@ -244,7 +258,7 @@ class Kernel:
         return data
 
     def _send(self, *frames: tuple[bytes, bytes]) -> None:
-        data = memoryview(b"".join([HEAD.pack(kind, len(content)) + content for kind, content in frames]))
+        data = memoryview(b"".join([KERNEL_FRAME_HEAD.pack(kind, len(content)) + content for kind, content in frames]))
         while data:
             data = data[os.write(self._fd, data) :]
 
@@ -252,13 +266,13 @@ class Kernel:
 def describe_value(value: Any) -> dict[str, Any]:
     """Return the fields of a result for ``value``, according to Jupyter's display protocol."""
     contents: dict[str, Any] = {}
-    kind = type(value)
+    value_class = type(value)
     if not isinstance(value, type):
         # Check the class, because an object can pretend to have any attribute.
-        if hasattr(kind, "_repr_mimebundle_"):
+        if hasattr(value_class, "_repr_mimebundle_"):
             contents.update(_call_repr(value, "_repr_mimebundle_") or {})
-        for mime, method in _METHODS.items():
-            if mime not in contents and hasattr(kind, method):
+        for mime, method in _REPR_METHODS.items():
+            if mime not in contents and hasattr(value_class, method):
                 contents[mime] = _call_repr(value, method)
         if "image/png" not in contents and _is_figure(value):
             contents["image/png"] = _render_png(value)
@@ -267,16 +281,19 @@ def describe_value(value: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for mime, content in contents.items():
-        encoded = _encode_content(mime, content)
-        if encoded is not None:
-            (fields if mime in FIELDS else extra)[FIELDS.get(mime, str(mime))] = encoded
+        encoded_content = _encode_content(mime, content)
+        if encoded_content is not None:
+            (fields if mime in FIELD_BY_MIME_TYPE else extra)[FIELD_BY_MIME_TYPE.get(mime, str(mime))] = encoded_content
     if extra:
         fields["extra"] = extra
     return fields
 
 
 def _call_repr(value: Any, method: str) -> Any:
-    """Call a method of the protocol. Returns None if it fails: the plain text is always available."""
+    """Call a method of Jupyter's display protocol.
+
+    Returns None if the method fails, because the plain text is always available.
+    """
     try:
         content = getattr(value, method)()
     except Exception:
@@ -289,7 +306,7 @@ def _call_repr(value: Any, method: str) -> Any:
 def _encode_content(mime: Any, content: Any) -> Any:
     if isinstance(content, (bytes, bytearray)):
         return binascii.b2a_base64(content, newline=False).decode()
-    if mime in FIELDS and FIELDS[mime] != "json" and content is not None:
+    if mime in FIELD_BY_MIME_TYPE and FIELD_BY_MIME_TYPE[mime] != "json" and content is not None:
         return str(content)
     try:
         json.dumps(content)
@@ -305,12 +322,12 @@ def _is_figure(value: Any) -> bool:
 def _render_png(figure: Any) -> Any:
     from io import BytesIO
 
-    file = BytesIO()
+    buffer = BytesIO()
     try:
-        figure.savefig(file, format="png", bbox_inches="tight")
+        figure.savefig(buffer, format="png", bbox_inches="tight")
     except Exception:
         return None
-    return file.getvalue()
+    return buffer.getvalue()
 
 
 def _show_figures(lines: list[bytes]) -> None:
@@ -346,27 +363,29 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     return {
         "type": "error",
         "name": type(error).__name__,
-        "value": value[:_MAX_TEXT],
-        "traceback": text[-_MAX_TEXT:].rstrip("\n"),
+        "value": value[:_MAX_TEXT_LENGTH],
+        "traceback": text[-_MAX_TEXT_LENGTH:].rstrip("\n"),
     }
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Remove the kernel's own frames from the beginning and the end of a traceback."""
-    own_file = _trim_traceback.__code__.co_filename
-    frames = []
+    own_file_name = _trim_traceback.__code__.co_filename
+    entries = []
     while trace is not None:
-        frames.append(trace)
+        entries.append(trace)
         trace = trace.tb_next
-    names = [frame.tb_frame.f_code.co_filename for frame in frames]
-    first = next((index for index, name in enumerate(names) if name.startswith("<cell ")), None)
-    if first is None:
-        first = next((index for index, name in enumerate(names) if name != own_file), len(names))
-    last = max((index for index, name in enumerate(names) if name != own_file), default=-1)
-    if last < first:
+    file_names = [entry.tb_frame.f_code.co_filename for entry in entries]
+    first_index = next((index for index, file_name in enumerate(file_names) if file_name.startswith("<cell ")), None)
+    if first_index is None:
+        first_index = next(
+            (index for index, file_name in enumerate(file_names) if file_name != own_file_name), len(file_names)
+        )
+    last_index = max((index for index, file_name in enumerate(file_names) if file_name != own_file_name), default=-1)
+    if last_index < first_index:
         return None
-    frames[last].tb_next = None
-    return frames[first]
+    entries[last_index].tb_next = None
+    return entries[first_index]
 
 
 def _ends_with_semicolon(source: str, node: ast.stmt) -> bool:
@@ -391,17 +410,17 @@ def _flush() -> None:
 
 
 def _exit_child(lines: list[bytes]) -> None:
-    """Exit a forked child process at the end of the cell, and print its error to standard error."""
-    failed = False
+    """Print the error of a forked child process, if any, to standard error, and exit the child process."""
+    has_failed = False
     for line in lines:
         event = json.loads(line)
         if event["type"] == "error":
-            failed = event["name"] != "SystemExit"
+            has_failed = event["name"] != "SystemExit"
             print(event["traceback"], file=sys.stderr, flush=True)
-    os._exit(1 if failed else 0)
+    os._exit(1 if has_failed else 0)
 
 
-def _refuse_input(prompt: object = "") -> str:
+def _reject_input(prompt: object = "") -> str:
     raise RuntimeError("input() is not available, because nobody can enter a value: put the value into the code")
 
 
@@ -421,9 +440,9 @@ def main() -> None:
         del namespace[name]
     kernel = Kernel(channel, namespace)
     signal.signal(signal.SIGINT, kernel.handle_interrupt)
-    os.register_at_fork(after_in_child=kernel.after_fork)
+    os.register_at_fork(after_in_child=kernel.handle_fork)
     builtins.display = kernel.display  # type: ignore[attr-defined]
-    builtins.input = _refuse_input
+    builtins.input = _reject_input
     # There is no display: figures are shown at the end of the cell.
     os.environ.setdefault("MPLBACKEND", "agg")
     warnings.filterwarnings("ignore", message=".* is non-interactive, and thus cannot be shown")

@@ -1,4 +1,4 @@
-"""Run cells in the process of a kernel, which is controlled through a socket and pipes.
+"""Run cells in a kernel process, which is controlled through a socket and pipes.
 
 The output of a kernel is untrusted. It can affect only the responses to the kernel's own cells.
 """
@@ -36,7 +36,7 @@ KERNEL_DIED = "KernelDied"
 
 
 class KernelEnded(Exception):
-    """The kernel has ended. ``name`` and ``value``: the error to report."""
+    """The kernel has ended. ``name`` and ``value``: the name and the value of the error to report."""
 
     def __init__(self, name: str, value: str) -> None:
         super().__init__(value)
@@ -45,7 +45,7 @@ class KernelEnded(Exception):
 
 
 class Kernel:
-    """A kernel, which runs one cell at a time. Any thread may call ``retire`` and ``drain``.
+    """A kernel, which runs one cell at a time. Any thread may call ``terminate`` and ``drain``.
 
     ``count``: the number of cells so far.
     """
@@ -56,7 +56,7 @@ class Kernel:
         self._env = env
         self._lock = threading.Lock()
         self._busy = False
-        self._retire_reason = ""
+        self._termination_reason = ""
         self._closed = False
         agent_end, kernel_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
@@ -80,11 +80,11 @@ class Kernel:
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
-    def retire(self, reason: str) -> None:
+    def terminate(self, reason: str) -> None:
         """Kill the kernel. A running cell fails with ``reason``."""
         with self._lock:
             if not self._closed:
-                self._retire_reason = self._retire_reason or reason
+                self._termination_reason = self._termination_reason or reason
                 self._kill()
                 if not self._busy:
                     self._close()
@@ -102,29 +102,29 @@ class Kernel:
     def run(self, cell: Cell, response: CellResponse, seconds: float | None) -> None:
         """Run a cell until it ends. If the kernel ends, forward its last output, then raise KernelEnded.
 
-        Interrupts the code if the client hangs up or after ``seconds``, and kills the kernel if the code continues.
+        Interrupts the code if the client hangs up or after ``seconds``, and kills the kernel if the code does not stop.
         """
         with self._lock:
-            if self._retire_reason:
-                raise KernelEnded(KERNEL_DIED, self._retire_reason)
+            if self._termination_reason:
+                raise KernelEnded(KERNEL_DIED, self._termination_reason)
             self._busy = True
-        completed = False
+        has_completed = False
         try:
             _CellRun(self, cell, response, seconds).run()
-            completed = True
+            has_completed = True
         finally:
             with self._lock:
                 self._busy = False
-                if not completed or self._retire_reason:
+                if not has_completed or self._termination_reason:
                     self._kill()
                     self._close()
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._closed
 
     def update_environment(self, env: dict[str, str]) -> dict[str, str | None]:
-        """Return the changes since the previous call, which the next cell applies. None removes a variable."""
+        """Return the changes since the previous call, for the next cell to apply. None removes a variable."""
         if env == self._env:
             return {}
         changes: dict[str, str | None] = {name: None for name in self._env if name not in env}
@@ -136,18 +136,18 @@ class Kernel:
         child.signal_group(self._process, signal.SIGINT)
 
     def describe_end(self) -> str:
-        """Wait until the process ends, kill it if necessary, and return a sentence that says how it ended."""
+        """Wait until the process ends, kill it if necessary, and return a description of how it ended."""
         _is_readable(self._exit_fd, _EXIT_WAIT_MS)
         with self._lock:
             self._kill()
             if not _is_readable(self._exit_fd, _KILL_WAIT_MS):
                 return f"the {self._language.name} kernel cannot be killed"
-            code = self._process.wait()
-        if self._retire_reason:
-            return self._retire_reason
-        cause = f"with exit code {code}" if code >= 0 else f"by {_signal_name(-code)}"
+            exit_code = self._process.wait()
+        if self._termination_reason:
+            return self._termination_reason
+        outcome = f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by {_signal_name(-exit_code)}"
         return (
-            f"the {self._language.name} kernel ended {cause}: its variables are lost, and the next execution starts "
+            f"the {self._language.name} kernel {outcome}: its variables are lost, and the next execution starts "
             "a new kernel"
         )
 
@@ -202,16 +202,16 @@ class _CellRun:
     def run(self) -> None:
         self._write_channel()
         while self._status is None:
-            ready = dict(self._poll.poll(self._milliseconds_until_due()))
-            if self._client_fd in ready:
+            ready_events = dict(self._poll.poll(self._milliseconds_until_due()))
+            if self._client_fd in ready_events:
                 self._check_client()
             self._check_deadlines()
-            has_frames, has_ended = self._channel_fd in ready, self._exit_fd in ready
+            has_frames, has_ended = self._channel_fd in ready_events, self._exit_fd in ready_events
             for fd in list(self._open_outputs):
-                if fd in ready:
-                    self._read_output(fd, empty=has_frames or has_ended)
+                if fd in ready_events:
+                    self._forward_output(fd, empty=has_frames or has_ended)
             if has_frames:
-                has_ended = self._read_channel(ready[self._channel_fd]) or has_ended
+                has_ended = self._read_channel(ready_events[self._channel_fd]) or has_ended
             if self._status is None:
                 if has_ended:
                     self._read_last_output()
@@ -220,7 +220,7 @@ class _CellRun:
             self._handle_text(fd, b"", final=True)
 
     def _milliseconds_until_due(self) -> float | None:
-        """Return the milliseconds until the next deadline; None without a deadline."""
+        """Return the milliseconds until the next deadline; None if there is none."""
         due_times = [due for due in (self._deadline, self._send_head_at, self._kill_at) if due is not None]
         return max(0.0, min(due_times) - time.monotonic()) * 1000 + 1 if due_times else None
 
@@ -241,7 +241,7 @@ class _CellRun:
                 if self._overdue
                 else "the code did not end"
             )
-            self._kernel.retire(
+            self._kernel.terminate(
                 f"{problem} when it was interrupted, so its kernel was killed and its variables are lost"
             )
 
@@ -264,15 +264,18 @@ class _CellRun:
 
     def _interrupt_now(self) -> None:
         self._kernel.interrupt()
-        self._unsent = memoryview(bytes(self._unsent) + self._language.after_interrupt())
+        self._unsent = memoryview(bytes(self._unsent) + self._language.handle_interrupt())
         self._write_channel()
 
     # -- from the kernel ---------------------------------------------------------------------------------------------
 
-    def _read_output(self, fd: int, *, empty: bool) -> None:
-        """Forward a piece of the output. ``empty``: forward everything in the pipe, up to its maximum capacity."""
-        read_bytes = 0
-        while read_bytes < _MAX_PIPE_BYTES:
+    def _forward_output(self, fd: int, *, empty: bool) -> None:
+        """Forward a piece of the output.
+
+        ``empty``: whether to forward everything in the pipe, up to its maximum capacity.
+        """
+        forwarded_byte_count = 0
+        while forwarded_byte_count < _MAX_PIPE_BYTES:
             data = child.read_some(fd)
             if data is None:
                 return
@@ -282,7 +285,7 @@ class _CellRun:
                 return
             self._handle_text(fd, data)
             self._flush_response(limit=child.PIECE_SIZE)
-            read_bytes += len(data)
+            forwarded_byte_count += len(data)
             if not empty or len(data) < child.PIECE_SIZE:
                 return
 
@@ -312,21 +315,21 @@ class _CellRun:
         for kind, content in self._language.parse(data):
             if kind == "done":
                 for fd in list(self._open_outputs) if has_just_begun else ():
-                    self._read_output(fd, empty=True)  # the pipes may have filled since the poll
+                    self._forward_output(fd, empty=True)  # the pipes may have filled since the poll
                 self._finish(content)
                 return False
             if kind == "broken":
-                return self._kill_broken()
+                return self._kill_broken_kernel()
             if kind == "begun":
                 if not self._has_begun and self._kill_at is not None:
                     self._interrupt_now()
                 self._has_begun = has_just_begun = True
                 continue
             if self._unsent or not self._handle_event(content):
-                return self._kill_broken()
+                return self._kill_broken_kernel()
             if kind == "sync":
                 self._flush_response()
-                self._unsent = memoryview(self._language.acknowledge())
+                self._unsent = memoryview(self._language.encode_acknowledgement())
                 self._write_channel()
         return False
 
@@ -338,13 +341,15 @@ class _CellRun:
         self._flush_response(limit=child.PIECE_SIZE)
         return is_event
 
-    def _kill_broken(self) -> bool:
-        self._kernel.retire("something other than the kernel wrote to its channel, so it was killed")
+    def _kill_broken_kernel(self) -> bool:
+        self._kernel.terminate(
+            "something other than the kernel wrote to the kernel's channel, so the kernel was killed"
+        )
         return True
 
     def _finish(self, status: bytes) -> None:
         self._status = int(status)
-        if self._overdue and not self._response.failed:
+        if self._overdue and not self._response.has_failed:
             self._response.handle_error("TimeoutError", self._timeout_message())
         elif self._status and not self._overdue:
             self._response.handle_error("ExitError", f"exit code {self._status}")
@@ -353,10 +358,13 @@ class _CellRun:
         return f"the code ran longer than {self._seconds:g} s"
 
     def _read_last_output(self) -> None:
-        """Read the rest of the output after the kernel has ended or closed its channel, then raise KernelEnded."""
+        """Read the rest of the output after the kernel has ended or closed its channel.
+
+        Raises KernelEnded unless the cell has ended.
+        """
         description = self._kernel.describe_end()
         for fd in list(self._open_outputs):
-            self._read_output(fd, empty=True)
+            self._forward_output(fd, empty=True)
         while self._status is None and _is_readable(self._channel_fd, 0):
             if self._read_channel(select.POLLIN):
                 break
@@ -392,7 +400,7 @@ class _CellRun:
 def _spawn(
     language: Language, user: User, env: dict[str, str], cwd: str, channel: int, stdout: int, stderr: int
 ) -> subprocess.Popen[bytes]:
-    """Start the first program of the language that can be run."""
+    """Start the first of the language's programs that can be run."""
     env = {**child.build_environment(user, env), **language.environment()}
     *preferred, fallback = language.programs()
     for argv in preferred:

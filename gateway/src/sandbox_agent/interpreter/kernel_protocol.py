@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 
-HEAD = struct.Struct(">cI")
+KERNEL_FRAME_HEAD = struct.Struct(">cI")
 """The head of a frame from the kernel: its kind, and the length of its contents."""
-SIZE = struct.Struct(">I")
+AGENT_FRAME_HEAD = struct.Struct(">I")
 """The head of a frame from the agent: the length of its contents."""
 EVENT, SYNC, DONE = b"E", b"S", b"D"
 MAX_EVENT_BYTES = 32 << 20
 """Maximum size of an event, in bytes."""
 
-FIELDS = {
+FIELD_BY_MIME_TYPE = {
     "text/plain": "text",
     "text/html": "html",
     "text/markdown": "markdown",

@@ -9,23 +9,30 @@ import sys
 import time
 
 from sandbox_agent.failure import invalid
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MAX_EVENT_BYTES, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import (
+    AGENT_FRAME_HEAD,
+    DONE,
+    EVENT,
+    KERNEL_FRAME_HEAD,
+    MAX_EVENT_BYTES,
+    SYNC,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_START = (
+_START_CODE = (
     "import sys; saved = sys.path[0], sys.dont_write_bytecode; "
     "sys.path[0], sys.dont_write_bytecode = sys.argv.pop(), True; from sandbox_agent.interpreter.kernel import main; "
     "sys.path[0], sys.dont_write_bytecode = saved; main()"
 )
-_MAX_STATUS = 4096
+_MAX_STATUS_BYTES = 4096
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_")
 
 
 class Cell:
-    """Code to run.
+    """Code for a kernel to run.
 
     ``env``: variables for this run; ``changes``: variables to change permanently (None removes a variable); ``plain``:
     whether results contain only text.
@@ -39,7 +46,7 @@ class Cell:
 
 
 class Language:
-    """The protocol of one kernel. An instance buffers incomplete frames."""
+    """A language with the protocol of its kernel. Each kernel has its own instance, which buffers incomplete frames."""
 
     name = ""
     reports_begin = False
@@ -57,7 +64,7 @@ class Language:
         """Return the first cell of a new kernel, whose output is discarded; None if there is none."""
         return None
 
-    def check(self, cell: Cell) -> None:
+    def check_cell(self, cell: Cell) -> None:
         """Raise Failure if the cell cannot run."""
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
@@ -71,10 +78,10 @@ class Language:
         """
         raise NotImplementedError
 
-    def acknowledge(self) -> bytes:
+    def encode_acknowledgement(self) -> bytes:
         return b""
 
-    def after_interrupt(self) -> bytes:
+    def handle_interrupt(self) -> bytes:
         return b""
 
 
@@ -87,9 +94,9 @@ class Python(Language):
         self._interrupts = 0
 
     def programs(self) -> list[list[str]]:
-        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        import_directory = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         # Prefer the Python in the user's PATH, because the user's packages are installed for it.
-        return [[python, "-c", _START, folder] for python in ("python3", sys.executable)]
+        return [[python, "-c", _START_CODE, import_directory] for python in ("python3", sys.executable)]
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
         self._number = b"%d" % count
@@ -103,35 +110,35 @@ class Python(Language):
             "interrupts": self._interrupts,
         }
         data = json.dumps(request).encode()
-        return SIZE.pack(len(data)) + data
+        return AGENT_FRAME_HEAD.pack(len(data)) + data
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         buffer = self._received
         buffer += data
-        while len(buffer) >= HEAD.size:
-            letter, size = HEAD.unpack_from(buffer)
+        while len(buffer) >= KERNEL_FRAME_HEAD.size:
+            letter, size = KERNEL_FRAME_HEAD.unpack_from(buffer)
             kind = {EVENT: "event", SYNC: "sync", DONE: "done"}.get(letter, "broken")
-            if size > MAX_EVENT_BYTES or (kind == "done" and size > _MAX_STATUS):
+            if size > MAX_EVENT_BYTES or (kind == "done" and size > _MAX_STATUS_BYTES):
                 kind = "broken"
-            if kind != "broken" and len(buffer) < HEAD.size + size:
+            if kind != "broken" and len(buffer) < KERNEL_FRAME_HEAD.size + size:
                 return
-            content = bytes(buffer[HEAD.size : HEAD.size + size])
-            del buffer[: HEAD.size + size]
+            contents = bytes(buffer[KERNEL_FRAME_HEAD.size : KERNEL_FRAME_HEAD.size + size])
+            del buffer[: KERNEL_FRAME_HEAD.size + size]
             if kind != "done":
-                yield kind, content
-            elif content == self._number:  # ignore repeated reports of other cells
+                yield kind, contents
+            elif contents == self._number:  # ignore repeated reports of other cells
                 yield kind, b"0"
 
-    def acknowledge(self) -> bytes:
-        return SIZE.pack(0)
+    def encode_acknowledgement(self) -> bytes:
+        return AGENT_FRAME_HEAD.pack(0)
 
-    def after_interrupt(self) -> bytes:
+    def handle_interrupt(self) -> bytes:
         self._interrupts += 1
         return b""
 
 
 class Shell(Language):
-    """An interactive bash, or sh if there is no bash. Interrupting it ends only the running command.
+    """An interactive bash, or sh if there is no bash. An interrupt ends only the running command.
 
     The channel is the standard input of the shell; commands read from /dev/null instead. Each cell is followed by
     commands that report its status.
@@ -160,17 +167,20 @@ class Shell(Language):
             {},
         )
 
-    def check(self, cell: Cell) -> None:
+    def check_cell(self, cell: Cell) -> None:
         for name in cell.env:
-            if not _is_name(name):
-                raise invalid(f"{name!r} is not a valid shell variable name: use letters, digits and _")
+            if not _is_variable_name(name):
+                raise invalid(
+                    f"{name!r} is not a valid shell variable name: use letters, digits and _, and do not "
+                    "start with a digit"
+                )
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
         self._number += 1
         self._received = b""
         setup, teardown = [], []
         for name, value in cell.changes.items():
-            if _is_name(name):
+            if _is_variable_name(name):
                 setup.append(f"unset {name}" if value is None else f"export {name}={_quote(value)}")
         if cell.env:
             setup.append("_agent_kept=1")
@@ -182,26 +192,26 @@ class Shell(Language):
             teardown.append(f"unset _agent_set_{name} _agent_was_{name}")
         self._restore_commands = f'if [ "${{_agent_kept-}}" ]; then {"; ".join(teardown)}; fi; ' if teardown else ""
         self._status, self._awaited_mark = b"", b"%d" % self._number
-        prepare = _encode(f"{{ {'; '.join(setup)}; }} 2>/dev/null\n") if setup else b""
+        setup_line = _encode(f"{{ {'; '.join(setup)}; }} 2>/dev/null\n") if setup else b""
         # Use "command", because otherwise sh would drop the rest of its input after a syntax error.
-        report_begin = f"{{ printf '{self._number}\\n' >&0; }} 2>/dev/null; "
+        begin_command = f"{{ printf '{self._number}\\n' >&0; }} 2>/dev/null; "
         return (
-            prepare
-            + _encode(f"{report_begin}command eval {_quote(cell.code)} </dev/null\n")
+            setup_line
+            + _encode(f"{begin_command}command eval {_quote(cell.code)} </dev/null\n")
             + self._format_status_commands()
         )
 
     def _format_status_commands(self) -> bytes:
         """Return commands that report the status of the cell.
 
-        The empty line resets bash's parser after an open quote.
+        They begin with an empty line, which resets bash's parser after an open quote.
         """
-        status = f"printf '%s %s\\n' {self._awaited_mark.decode()} \"$_agent_status\" >&0"
-        return _encode(f"\n{{ _agent_status=$?; {self._restore_commands}{status}; }} 2>/dev/null\n")
+        status_command = f"printf '%s %s\\n' {self._awaited_mark.decode()} \"$_agent_status\" >&0"
+        return _encode(f"\n{{ _agent_status=$?; {self._restore_commands}{status_command}; }} 2>/dev/null\n")
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > _MAX_STATUS:
+        if len(self._received) > _MAX_STATUS_BYTES:
             yield "broken", b""
         for line in lines:
             mark, _, status = line.partition(b" ")
@@ -212,7 +222,7 @@ class Shell(Language):
                 if mark == self._awaited_mark:
                     yield "done", self._status
 
-    def after_interrupt(self) -> bytes:
+    def handle_interrupt(self) -> bytes:
         # Request the status again, because some shells drop their input on an interrupt. The next cell must wait until
         # the shell has handled the interrupt.
         self._awaited_mark = b"%d!" % self._number
@@ -226,7 +236,7 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-def _is_name(name: str) -> bool:
+def _is_variable_name(name: str) -> bool:
     return set(name) <= _NAME_CHARACTERS and not name[0].isdigit()
 
 

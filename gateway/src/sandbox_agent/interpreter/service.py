@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from sandbox_agent.http.wire import Reply, Request
 
-_MAX_SECONDS = 1e6
+_MAX_TIMEOUT_SECONDS = 1e6
 
 
 class Interpreter:
@@ -23,7 +23,9 @@ class Interpreter:
         self._contexts = Contexts(environment)
 
     def execute(self, request: Request, reply: Reply) -> None:
-        """``{code, context_id?, language?, env_vars?, timeout?}`` → a stream of events, one line of JSON each.
+        """Run code in a context, and stream the events.
+
+        ``{code, context_id?, language?, env_vars?, timeout?}`` → a stream of events, one line of JSON each.
 
         Events: ``number_of_executions {execution_count}``; ``stdout`` and ``stderr`` ``{text, timestamp}``, in
         nanoseconds since the epoch; ``result {text, html, …, extra: {MIME type: contents}, is_main_result}``, with
@@ -38,7 +40,9 @@ class Interpreter:
         )
 
     def evaluate(self, request: Request, reply: Reply) -> None:
-        """``{code, timeout?}`` → ``{result, error, exit_code}``, run in the default Python context.
+        """Run code in the default Python context, and return its value.
+
+        ``{code, timeout?}`` → ``{result, error, exit_code}``.
 
         ``result``: the ``repr`` of the last expression, "None" after a statement, "" after an error; ``error``: the
         text of the error, otherwise ""; ``exit_code``: 1 after an error, otherwise 0.
@@ -46,15 +50,17 @@ class Interpreter:
         message = request.json()
         response = ValueResponse(reply.connection)
         self._contexts.find("").run(Cell(_get_code(message), {}, plain=True), response, _get_timeout(message))
-        failed = response.failed
-        reply.json({"result": "" if failed else response.value, "error": response.error_text, "exit_code": int(failed)})
+        has_failed = response.has_failed
+        reply.json(
+            {"result": "" if has_failed else response.value, "error": response.error_text, "exit_code": int(has_failed)}
+        )
 
     def list(self, request: Request, reply: Reply) -> None:
-        """→ ``[{id, language, cwd}]`` of the contexts that clients created, and of default contexts used so far."""
+        """List the contexts that clients created and the default contexts used so far: ``[{id, language, cwd}]``."""
         reply.json([context.describe() for context in self._contexts.list()])
 
     def create(self, request: Request, reply: Reply) -> None:
-        """``{language?, cwd?}`` → ``{id, language, cwd}``. The first execution starts the kernel."""
+        """Create a context: ``{language?, cwd?}`` → ``{id, language, cwd}``. The first execution starts the kernel."""
         message = request.json()
         reply.json(self._contexts.create(get_text(message, "language"), get_text(message, "cwd")).describe())
 
@@ -63,13 +69,13 @@ class Interpreter:
         reply.send(204)
 
     def restart(self, request: Request, reply: Reply) -> None:
-        """→ ``{id, language, cwd}``. A running cell ends with an error."""
+        """Restart a context, and return its ``{id, language, cwd}``. A running cell ends with an error."""
         context = self._context_of(request)
         context.restart()
         reply.json(context.describe())
 
     def start(self, request: Request, reply: Reply) -> None:
-        """→ ``{id, language, cwd}``, after the kernel has started and run an empty cell.
+        """Start the kernel of a context, run an empty cell, and return the context's ``{id, language, cwd}``.
 
         A template that is captured afterwards contains the running kernel.
         """
@@ -89,4 +95,4 @@ def _get_code(message: dict[str, Any]) -> str:
 
 
 def _get_timeout(message: dict[str, Any]) -> float | None:
-    return get_number(message, "timeout", default=0, maximum=_MAX_SECONDS) or None
+    return get_number(message, "timeout", default=0, maximum=_MAX_TIMEOUT_SECONDS) or None

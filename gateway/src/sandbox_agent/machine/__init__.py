@@ -1,1 +1,1 @@
-"""Manage the machine: users, the identity after a fork, clock, entropy, file system freezes and mounts."""
+"""Manage the machine's users, identity, clock, entropy, file system freezes and mounts."""

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_FREEZE_SECONDS = 60.0
-"""The longest freeze that a request may ask for. A guest that cannot write is unusable."""
+"""The longest freeze that a request may specify. A guest that cannot write is unusable."""
 
 
 class Freezer:
-    """Freezes the file system that contains the directory ``path``. Tests replace ``ioctl``."""
+    """A freezer for the file system that contains the directory ``path``. Tests replace ``ioctl``."""
 
     def __init__(self, path: str = "/", ioctl: Callable[[int, int, int], object] = fcntl.ioctl) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class Freezer:
     def freeze(self, seconds: float) -> None:
         """Sync the file system, then block writers for at most ``seconds``.
 
-        If the file system is already frozen, this only restarts the timer. Raises OSError if it cannot be frozen.
+        If the file system is already frozen, the call only restarts the timer. Raises OSError if it cannot be frozen.
         """
         system.sync_file_system(self._path)
         with self._lock:

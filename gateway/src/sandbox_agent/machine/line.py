@@ -18,17 +18,17 @@ import select
 import sys
 import time
 
-PATH = "/dev/virtio-ports/sandbox.agent"
-QUERY = b"?"
-MAX_FRAME = 4096
-REPLY_SECONDS = 5.0
+SERIAL_PORT_PATH = "/dev/virtio-ports/sandbox.agent"
+PROBE = b"?"
+MAX_FRAME_BYTES = 4096
+REPLY_TIMEOUT_SECONDS = 5.0
 """How long to wait for the identity after answering a probe."""
-_OPEN_SECONDS = 120.0
-_RETRY_SECONDS = 0.5
+_OPEN_TIMEOUT_SECONDS = 120.0
+_RETRY_INTERVAL_SECONDS = 0.5
 
 
 class SerialLine:
-    """The serial port. The first ``read`` waits until the kernel has detected the port, and opens it."""
+    """The serial port. The first ``read`` waits until the kernel has detected the port, then opens it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class SerialLine:
         if seconds is not None and not _is_readable(self._fd, seconds):
             return b""
         try:
-            frame = os.read(self._fd, MAX_FRAME)
+            frame = os.read(self._fd, MAX_FRAME_BYTES)
         except OSError:
             frame = b""
         if not frame and seconds is None:
@@ -59,7 +59,7 @@ class SerialLine:
 
 
 def _open_when_present(path: str) -> int:
-    deadline = time.monotonic() + _OPEN_SECONDS
+    deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_NOCTTY)
@@ -69,7 +69,7 @@ def _open_when_present(path: str) -> int:
         except OSError as error:
             print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
             sys.exit()
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(_RETRY_INTERVAL_SECONDS)
 
 
 def _is_readable(fd: int, seconds: float) -> bool:

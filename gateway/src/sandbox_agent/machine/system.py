@@ -1,4 +1,4 @@
-"""Interfaces to the kernel for mounts, entropy, the clock and the network. All constants are those of Linux."""
+"""Interfaces to the kernel for mounts, entropy, the clock and the network. All constants are Linux's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import suppress
 
-LINUX = sys.platform.startswith("linux")
+IS_LINUX = sys.platform.startswith("linux")
 
 MS_BIND = 0x1000
 RNDADDENTROPY = 0x40085203
@@ -20,7 +20,7 @@ RNDRESEEDCRNG = 0x5207
 FIFREEZE = 0xC0045877
 FITHAW = 0xC0045878
 
-CLOCK_TOLERANCE = 0.05
+CLOCK_TOLERANCE_SECONDS = 0.05
 """Seconds by which the clock may be wrong before it is set, because the request itself took some time."""
 
 
@@ -28,8 +28,8 @@ def bind_mount(source: str, target: str) -> None:
     """Mount the file ``source`` over the file ``target``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), target)
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), target)
 
 
 def sync_file_system(path: str) -> None:
@@ -37,7 +37,7 @@ def sync_file_system(path: str) -> None:
 
     On Linux, other file systems are not synced, because sync(2) would wait for a network volume that hangs.
     """
-    if not LINUX:
+    if not IS_LINUX:
         os.sync()
         return
     fd = os.open(path, os.O_RDONLY)
@@ -59,28 +59,28 @@ def add_entropy(seed: bytes) -> None:
 
 
 def set_clock(now: float) -> None:
-    if abs(time.time() - now) > CLOCK_TOLERANCE:
+    if abs(time.time() - now) > CLOCK_TOLERANCE_SECONDS:
         time.clock_settime(time.CLOCK_REALTIME, now)
 
 
 def set_generation_interrupt() -> None:
-    """Unmask the ACPI event of a new VM generation if the kernel has the driver for it; mask it otherwise.
+    """Unmask the ACPI interrupt for a new VM generation if the kernel has the driver for it; mask it otherwise.
 
     Without the driver, the kernel would interpret useless ACPI code at the start of each fork.
     """
     if os.path.isdir("/sys/bus/acpi/devices/QEMUVGID:00"):
         has_driver = os.path.isdir("/sys/bus/acpi/drivers/vmgenid")
-        # The kernel refuses to set the state that is already set.
-        with suppress(OSError), open("/sys/firmware/acpi/interrupts/gpe05", "w") as event:
-            event.write("unmask\n" if has_driver else "mask\n")
+        # The kernel rejects a state that is already set.
+        with suppress(OSError), open("/sys/firmware/acpi/interrupts/gpe05", "w") as interrupt:
+            interrupt.write("unmask\n" if has_driver else "mask\n")
 
 
 def grow_file_system(path: str = "/") -> None:
     """Grow the ext4 file system at ``path`` to the size of its device."""
-    device = os.stat(path).st_dev
-    name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+    device_number = os.stat(path).st_dev
+    device_name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device_number)}:{os.minor(device_number)}"))
     result = subprocess.run(
-        ["resize2fs", f"/dev/{name}"],
+        ["resize2fs", f"/dev/{device_name}"],
         env={"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -101,8 +101,8 @@ def read_boot_id() -> str:
 
 def find_gateway_address() -> str:
     """Return the address of the default gateway; "" if there is none."""
-    if not LINUX:
-        return _find_gateway_on_freebsd()
+    if not IS_LINUX:
+        return _find_gateway_address_on_freebsd()
     try:
         with open("/proc/net/route") as file:
             lines = file.read().splitlines()[1:]
@@ -115,8 +115,8 @@ def find_gateway_address() -> str:
     return ""
 
 
-def _find_gateway_on_freebsd() -> str:
-    """Parse the address of the default gateway from the output of FreeBSD's ``route``."""
+def _find_gateway_address_on_freebsd() -> str:
+    """Return the address of the default gateway, according to FreeBSD's ``route``; "" if there is none."""
     try:
         result = subprocess.run(["/sbin/route", "-n", "get", "default"], capture_output=True, timeout=5, text=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Users of the sandbox: find the user of a request, resolve paths, set owners."""
+"""Find the user of a request, resolve the user's paths, and set the owners of files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class User:
         self.home = entry.pw_dir or "/"
         self.shell = entry.pw_shell or "/bin/sh"
 
-    def path(self, path: str) -> str:
-        """Return ``path`` as an absolute path. Relative paths, "" and ``~`` start at the user's home."""
+    def resolve_path(self, path: str) -> str:
+        """Return ``path`` as an absolute path. Relative paths, "" and ``~`` refer to the user's home directory."""
         if "\0" in path:
             raise invalid("a path cannot contain a NUL character")
         require_encodable(path)
@@ -32,20 +32,20 @@ class User:
         return os.path.normpath(os.path.join(self.home, path))
 
     def take_ownership(self, target: str | int) -> None:
-        """Make the user the owner of ``target``, a path or descriptor of a new file, if the agent runs as root."""
+        """Make the user the owner of the new file ``target`` (a path or a descriptor) if the agent runs as root."""
         if os.geteuid() == 0 and self.uid != 0:
             os.chown(target, self.uid, self.gid)
 
     def make_dirs(self, path: str) -> None:
         """Create the directory ``path`` and its missing parents; the user owns the new directories."""
-        missing = []
+        missing_directories = []
         while not os.path.isdir(path):
-            missing.append(path)
+            missing_directories.append(path)
             parent = os.path.dirname(path)
             if parent == path:
                 break
             path = parent
-        for directory in reversed(missing):
+        for directory in reversed(missing_directories):
             try:
                 os.mkdir(directory)
             except FileExistsError:
@@ -56,7 +56,7 @@ class User:
 
 
 def require_encodable(*texts: str) -> None:
-    """Raise Failure if one of ``texts`` cannot be encoded.
+    """Raise Failure if one of ``texts`` cannot be encoded for the file system.
 
     ``\\udc80`` to ``\\udcff`` are allowed: each represents a single byte.
     """
@@ -68,7 +68,7 @@ def require_encodable(*texts: str) -> None:
 
 
 def find_user(name: str) -> User:
-    """Return the user called ``name``; if it is "", the user that the agent runs as, normally root."""
+    """Return the user called ``name``; if that is "", the user that the agent runs as, normally root."""
     try:
         if name:
             return User(pwd.getpwnam(name))

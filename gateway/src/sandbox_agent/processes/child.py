@@ -59,11 +59,11 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start ``argv`` as ``user``, in a new session and process group.
 
-    ``program``: the file to run instead of ``argv[0]``; ``terminal``: the three descriptors are a terminal, which
-    becomes the controlling terminal. Raises StartFailure if the command cannot be run, and Failure if the user or the
-    directory cannot be used.
+    ``program``: the file to run instead of ``argv[0]``; ``terminal``: whether the three descriptors are a terminal,
+    which becomes the controlling terminal. Raises StartFailure if the command cannot be run, and Failure if the user or
+    the directory cannot be used.
     """
-    directory = user.path(cwd)
+    directory = user.resolve_path(cwd)
     if not os.path.isdir(directory):
         if cwd:
             raise invalid(f"the working directory {directory} does not exist: create it first")
@@ -119,7 +119,9 @@ def resize_terminal(fd: int, cols: int, rows: int) -> None:
     try:
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
     except struct.error:
-        raise invalid(f"cols {cols} and rows {rows} must be between 0 and 65535") from None
+        raise invalid(
+            f"the terminal size of {cols} columns and {rows} rows is not valid: use values between 0 and 65535"
+        ) from None
 
 
 def open_exit_descriptor(pid: int) -> int:
@@ -140,7 +142,7 @@ def open_exit_descriptor(pid: int) -> int:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the group of a process that the caller has not waited for yet."""
+    """Send a signal to the group of a process that the caller has not yet waited for."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -154,7 +156,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_available(fd: int) -> bytes:
-    """Return the bytes that can be read without waiting; b"" if there are none or at the end."""
+    """Return the bytes that can be read without waiting; b"" if there are none."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return (read_some(fd) or b"") if poll.poll(0) else b""

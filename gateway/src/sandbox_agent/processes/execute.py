@@ -1,4 +1,4 @@
-"""``POST /exec``: run a command until it exits, and return all of its output."""
+"""``POST /exec``: run a command until it exits, and return its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sandbox_agent.http.wire import Reply, Request
 
-MAX_OUTPUT = 16 << 20
+MAX_OUTPUT_BYTES = 16 << 20
 """Maximum number of bytes to return of stdout and of stderr. The rest is discarded."""
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -30,11 +30,12 @@ class ExecHandler:
         self._default_env = default_env
 
     def handle(self, request: Request, reply: Reply) -> None:
-        """``{args, env?, cwd?, user?, timeout?, stdin?}`` → ``{exitCode, stdout, stderr, timedOut, truncated}``.
+        """Run a command until it exits, and return its output.
 
-        ``timeout`` is in seconds (default 60); ``stdin``, ``stdout`` and ``stderr`` are in base64. ``exitCode`` is 128
-        + n if signal n ended the process, 127 if the command does not exist, and 126 if it cannot be run. In the last
-        two cases, stderr contains the reason.
+        ``{args, env?, cwd?, user?, timeout?, stdin?}`` → ``{exitCode, stdout, stderr, timedOut, truncated}``.
+        ``timeout`` is in seconds (default 60); ``stdin``, ``stdout`` and ``stderr`` are in base64. ``exitCode`` is
+        ``128 + n`` if signal n ended the process, 127 if the command does not exist, and 126 if it cannot be run. In
+        the last two cases, stderr contains the reason.
         """
         message = request.json()
         argv = get_strings(message, "args")
@@ -42,27 +43,27 @@ class ExecHandler:
             raise invalid("the field 'args' must contain a command")
         user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
         env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
-        run = CommandRun(
+        command_run = CommandRun(
             get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_TIMEOUT_SECONDS, maximum=1e6)
         )
         try:
-            code = run.run(argv, user, env, get_text(message, "cwd"))
+            exit_code = command_run.run(argv, user, env, get_text(message, "cwd"))
         except child.StartFailure as failure:
-            code = failure.exit_code
-            run.output[1] = [failure.message.encode() + b"\n"]
+            exit_code = failure.exit_code
+            command_run.output[1] = [failure.message.encode() + b"\n"]
         reply.json(
             {
-                "exitCode": code,
-                "stdout": _encode(run.output[0]),
-                "stderr": _encode(run.output[1]),
-                "timedOut": run.timed_out,
-                "truncated": run.truncated,
+                "exitCode": exit_code,
+                "stdout": _encode(command_run.output[0]),
+                "stderr": _encode(command_run.output[1]),
+                "timedOut": command_run.timed_out,
+                "truncated": command_run.truncated,
             }
         )
 
 
 class CommandRun:
-    """A single run of a command. ``output``: the pieces of stdout and those of stderr."""
+    """A single run of a command. ``output``: the pieces of stdout and the pieces of stderr."""
 
     def __init__(self, stdin: bytes, seconds: float) -> None:
         self.output: list[list[bytes]] = [[], []]
@@ -74,29 +75,29 @@ class CommandRun:
 
     def run(self, argv: list[str], user: users.User, env: dict[str, str], cwd: str) -> int:
         pipe = subprocess.PIPE
-        source = pipe if self._stdin else subprocess.DEVNULL
-        process = child.spawn(argv, user=user, env=env, cwd=cwd, stdin=source, stdout=pipe, stderr=pipe)
+        stdin_source = pipe if self._stdin else subprocess.DEVNULL
+        process = child.spawn(argv, user=user, env=env, cwd=cwd, stdin=stdin_source, stdout=pipe, stderr=pipe)
         assert process.stdout and process.stderr
-        outputs = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
+        stream_by_fd = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
         exit_fd = child.open_exit_descriptor(process.pid)
         try:
-            self._run_command(process, outputs, exit_fd)
+            self._run_command(process, stream_by_fd, exit_fd)
         except BaseException:
             child.kill_group(process)
             raise
         finally:
             os.close(exit_fd)
-            code = process.wait()
+            exit_code = process.wait()
             if process.stdin:
                 process.stdin.close()
-            self._collect(process, outputs)
-        return code if code >= 0 else 128 - code
+            self._collect_rest(process, stream_by_fd)
+        return exit_code if exit_code >= 0 else 128 - exit_code
 
-    def _run_command(self, process: subprocess.Popen[bytes], outputs: dict[int, int], exit_fd: int) -> None:
+    def _run_command(self, process: subprocess.Popen[bytes], stream_by_fd: dict[int, int], exit_fd: int) -> None:
         """Transfer input and output until the process ends, and kill its group at the deadline."""
         poll = select.poll()
         poll.register(exit_fd, select.POLLIN)
-        for fd in outputs:
+        for fd in stream_by_fd:
             poll.register(fd, select.POLLIN)
         stdin_fd = -1
         if process.stdin:
@@ -104,20 +105,20 @@ class CommandRun:
             os.set_blocking(stdin_fd, False)
             poll.register(stdin_fd, select.POLLOUT)
         while True:
-            remaining = self._deadline - time.monotonic()
-            if remaining <= 0 and not self.timed_out:
+            remaining_seconds = self._deadline - time.monotonic()
+            if remaining_seconds <= 0 and not self.timed_out:
                 self.timed_out = True
                 child.kill_group(process)
-            ready = [fd for fd, _ in poll.poll(None if self.timed_out else remaining * 1000 + 1)]
-            for fd in ready:
+            ready_fds = [fd for fd, _ in poll.poll(None if self.timed_out else remaining_seconds * 1000 + 1)]
+            for fd in ready_fds:
                 if fd == stdin_fd:
-                    self._feed(process, poll)
-                elif fd != exit_fd and self._read_output(fd, outputs[fd]):
+                    self._write_stdin(process, poll)
+                elif fd != exit_fd and self._read_output(fd, stream_by_fd[fd]):
                     poll.unregister(fd)
-            if exit_fd in ready:
+            if exit_fd in ready_fds:
                 return
 
-    def _feed(self, process: subprocess.Popen[bytes], poll: select.poll) -> None:
+    def _write_stdin(self, process: subprocess.Popen[bytes], poll: select.poll) -> None:
         assert process.stdin
         fd = process.stdin.fileno()
         try:
@@ -138,24 +139,24 @@ class CommandRun:
         return data == b""
 
     def _append(self, stream: int, data: bytes) -> None:
-        room = MAX_OUTPUT - self._sizes[stream]
-        if len(data) > room:
+        free_bytes = MAX_OUTPUT_BYTES - self._sizes[stream]
+        if len(data) > free_bytes:
             self.truncated = True
-            data = data[:room]
+            data = data[:free_bytes]
         self._sizes[stream] += len(data)
         self.output[stream].append(data)
 
-    def _collect(self, process: subprocess.Popen[bytes], outputs: dict[int, int]) -> None:
+    def _collect_rest(self, process: subprocess.Popen[bytes], stream_by_fd: dict[int, int]) -> None:
         """Read the rest of the output. Keep draining a pipe in a thread if a child process still has it open."""
         open_fds = []
-        for fd, stream in outputs.items():
-            budget = MAX_OUTPUT
-            while budget > 0:
+        for fd, stream in stream_by_fd.items():
+            remaining_bytes = MAX_OUTPUT_BYTES
+            while remaining_bytes > 0:
                 data = child.read_available(fd)
                 if not data:
                     break
                 self._append(stream, data)
-                budget -= len(data)
+                remaining_bytes -= len(data)
             if not _is_at_end(fd):
                 open_fds.append(os.dup(fd))
         for pipe in (process.stdout, process.stderr):

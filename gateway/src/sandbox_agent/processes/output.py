@@ -61,10 +61,10 @@ class Output:
         return self._size <= WINDOW_BYTES
 
     def _trim(self) -> None:
-        first_needed = min(
+        first_needed_position = min(
             (follower.position for follower in self._followers), default=self._first_position + len(self._chunks)
         )
-        while self._size > TAIL_BYTES and self._first_position < first_needed:
+        while self._size > TAIL_BYTES and self._first_position < first_needed_position:
             self._size -= len(self._chunks.popleft()[1]) + _OVERHEAD_BYTES
             self._first_position += 1
 
@@ -77,7 +77,7 @@ class Follower:
         self.position = position
 
     def take(self, timeout: float | None) -> tuple[list[Chunk], dict[str, object] | None]:
-        """Wait at most ``timeout`` seconds for new chunks. Returns them, with the end event if they are the last."""
+        """Wait at most ``timeout`` seconds for new chunks. Returns them, and the end event if they are the last."""
         output = self._output
         deadline = None if timeout is None else time.monotonic() + timeout
         with output._changed:
@@ -86,10 +86,10 @@ class Follower:
                 chunks = list(islice(output._chunks, start, None))
                 if chunks or output.end_event is not None:
                     break
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
+                remaining_seconds = None if deadline is None else deadline - time.monotonic()
+                if remaining_seconds is not None and remaining_seconds <= 0:
                     break
-                output._changed.wait(remaining)
+                output._changed.wait(remaining_seconds)
             self.position += len(chunks)
             output._trim()
             output._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Processes that keep running after the request that started them, and a table of these processes."""
+"""Processes that keep running after the request that started them has ended, and a table of these processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from sandbox_agent.machine.users import User
 
-KEEP_SECONDS = 60.0
+RETENTION_SECONDS = 60.0
 """How long clients can connect to a process after it has ended."""
-MAX_ENDED = 32
-INPUT_SECONDS = 60.0
+MAX_ENDED_PROCESSES = 32
+INPUT_TIMEOUT_SECONDS = 60.0
 """How long a process may take to read its input."""
 _MAX_LEFTOVER_BYTES = 1 << 20
 _TURN_MS = 200
@@ -50,7 +50,7 @@ class Process:
     ) -> None:
         """Start the process.
 
-        ``size``: columns and rows of its terminal, None for pipes; ``deadline``: the time on the monotonic clock at
+        ``size``: the columns and rows of the terminal, None for pipes; ``deadline``: the time on the monotonic clock at
         which to kill it.
         """
         self.tag = tag
@@ -96,10 +96,10 @@ class Process:
 
     def _start_on_pipes(self, argv: list[str], user: User, env: dict[str, str], cwd: str, stdin: bool) -> None:
         pipe = subprocess.PIPE
-        source = pipe if stdin else subprocess.DEVNULL
+        stdin_source = pipe if stdin else subprocess.DEVNULL
         program, argv = shell.resolve_program(argv, env.get("PATH", ""))
         self._child = child.spawn(
-            argv, user=user, env=env, cwd=cwd, stdin=source, stdout=pipe, stderr=pipe, program=program
+            argv, user=user, env=env, cwd=cwd, stdin=stdin_source, stdout=pipe, stderr=pipe, program=program
         )
         assert self._child.stdout and self._child.stderr
         self._outputs = {_detach(self._child.stdout): "stdout", _detach(self._child.stderr): "stderr"}
@@ -108,7 +108,7 @@ class Process:
             self._input = _detach(self._child.stdin)
             os.set_blocking(self._input, False)
 
-    def pump(self) -> None:
+    def forward_output(self) -> None:
         """Forward the output until the process ends, record its exit status, then drain the output of its children."""
         exit_fd = child.open_exit_descriptor(self.pid)
         poll = select.poll()
@@ -119,20 +119,20 @@ class Process:
             if not self.output.wait_for_room(self._seconds_left()):
                 self._kill_if_overdue()
                 continue
-            ready = [fd for fd, _ in poll.poll(_milliseconds(self._seconds_left()))]
-            if not ready:
+            ready_fds = [fd for fd, _ in poll.poll(_to_milliseconds(self._seconds_left()))]
+            if not ready_fds:
                 self._kill_if_overdue()
-            for fd in ready:
+            for fd in ready_fds:
                 if fd != exit_fd:
-                    self._forward_output(fd, poll)
-            if exit_fd in ready:
+                    self._forward_chunk(fd, poll)
+            if exit_fd in ready_fds:
                 break
         os.close(exit_fd)
-        self._collect()
+        self._collect_rest()
         self.close_input()
         child.drain(list(self._outputs))
 
-    def _forward_output(self, fd: int, poll: select.poll) -> None:
+    def _forward_chunk(self, fd: int, poll: select.poll) -> None:
         data = child.read_some(fd)
         if data:
             self.output.put(self._outputs[fd], data)
@@ -141,20 +141,20 @@ class Process:
             del self._outputs[fd]
             os.close(fd)
 
-    def _collect(self) -> None:
+    def _collect_rest(self) -> None:
         """Read the rest of the output after the process has ended, then its exit status."""
         for fd, kind in self._outputs.items():
-            read_bytes = 0
-            while read_bytes < _MAX_LEFTOVER_BYTES:
+            read_byte_count = 0
+            while read_byte_count < _MAX_LEFTOVER_BYTES:
                 data = child.read_available(fd)
                 if not data:
                     break
                 self.output.put(kind, data)
-                read_bytes += len(data)
+                read_byte_count += len(data)
         with self._state_lock:
-            code = self._child.wait()
+            exit_code = self._child.wait()
             self.ended_at = time.monotonic()
-        self.output.end(make_end_event(code))
+        self.output.end(make_end_event(exit_code))
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -179,17 +179,20 @@ class Process:
             child.resize_terminal(self._input, cols, rows)
 
     def write(self, data: bytes, *, terminal: bool) -> None:
-        """Write ``data`` to the process. Raises Failure if it lacks this input or does not read for INPUT_SECONDS."""
+        """Write ``data`` to the terminal or to the standard input of the process.
+
+        Raises Failure if the process has no such input, or does not read the input for INPUT_TIMEOUT_SECONDS.
+        """
         with self._input_lock:
             if terminal != self._terminal or self._input < 0:
                 kind = "terminal" if terminal else "standard input"
                 raise Failure("failed_precondition", f"process {self.pid} has no {kind} to write to")
-            self._write(memoryview(data))
+            self._write_all(memoryview(data))
 
     def feed(self, data: bytes) -> None:
         """Write ``data`` as the whole standard input, and close it. Waits indefinitely for the process to read it."""
-        remaining = memoryview(data)
-        while remaining:
+        unwritten_data = memoryview(data)
+        while unwritten_data:
             with self._input_lock:
                 if self._input < 0:
                     return
@@ -197,18 +200,18 @@ class Process:
                 poll.register(self._input, select.POLLOUT)
                 try:
                     if poll.poll(_TURN_MS):
-                        remaining = remaining[os.write(self._input, remaining) :]
+                        unwritten_data = unwritten_data[os.write(self._input, unwritten_data) :]
                 except BlockingIOError:
                     continue
                 except OSError:
                     break
         self.close_input()
 
-    def _write(self, data: memoryview) -> None:
+    def _write_all(self, data: memoryview) -> None:
         poll = select.poll()
         poll.register(self._input, select.POLLOUT)
         while data:
-            if not poll.poll(INPUT_SECONDS * 1000):
+            if not poll.poll(INPUT_TIMEOUT_SECONDS * 1000):
                 raise Failure(
                     "deadline_exceeded",
                     f"process {self.pid} does not read its input: send less data, or wait until the process reads it",
@@ -244,44 +247,50 @@ class ProcessTable:
         with self._lock:
             self._processes[process.pid] = process
             self._forget_ended()
-        threading.Thread(target=process.pump, daemon=True).start()
+        threading.Thread(target=process.forward_output, daemon=True).start()
 
     def list_running(self) -> list[Process]:
         with self._lock:
             return [process for process in self._processes.values() if not process.ended_at]
 
-    def find(self, selector: Any, *, ended: bool = False) -> Process:
-        """Find a process by ``{"pid": n}`` or ``{"tag": "…"}``. ``ended``: include processes that have ended."""
+    def find(self, selector: Any, *, include_ended: bool = False) -> Process:
+        """Return the process with ``{"pid": n}`` or ``{"tag": "…"}``.
+
+        ``include_ended``: whether to find a process that has ended.
+        """
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")
         with self._lock:
             self._forget_ended()
-            matches = [
+            matching_processes = [
                 process
                 for process in self._processes.values()
-                if (process.pid == pid if pid else tag and process.tag == tag) and (ended or not process.ended_at)
+                if (process.pid == pid if pid else tag and process.tag == tag)
+                and (include_ended or not process.ended_at)
             ]
-        if not matches:
+        if not matching_processes:
             description = f"with pid {pid}" if pid else f"with tag {tag!r}"
             raise Failure("not_found", f"process {description} not found")
-        return min(matches, key=lambda process: bool(process.ended_at))
+        return min(matching_processes, key=lambda process: bool(process.ended_at))
 
     def _forget_ended(self) -> None:
         now = time.monotonic()
-        ended = sorted((process.ended_at, process.pid) for process in self._processes.values() if process.ended_at)
-        for index, (ended_at, pid) in enumerate(ended):
-            if now - ended_at > KEEP_SECONDS or len(ended) - index > MAX_ENDED:
+        ended_processes = sorted(
+            (process.ended_at, process.pid) for process in self._processes.values() if process.ended_at
+        )
+        for index, (ended_at, pid) in enumerate(ended_processes):
+            if now - ended_at > RETENTION_SECONDS or len(ended_processes) - index > MAX_ENDED_PROCESSES:
                 del self._processes[pid]
 
 
 def make_end_event(code: int) -> dict[str, object]:
-    """Return the end event for an exit code in envd's format. A negative code is the number of a signal."""
+    """Return the end event, in envd's format, for an exit code. A negative code is the number of a signal."""
     if code < 0:
         try:
-            name = signal.strsignal(-code) or str(-code)
+            signal_name = signal.strsignal(-code) or str(-code)
         except ValueError:
-            name = str(-code)
-        status = f"signal: {name.lower()}"
+            signal_name = str(-code)
+        status = f"signal: {signal_name.lower()}"
         return {"exitCode": -1, "exited": False, "status": status, "error": status}
     status = f"exit status {code}"
     event: dict[str, object] = {"exitCode": code, "exited": True, "status": status}
@@ -297,5 +306,5 @@ def _detach(pipe: Any) -> int:
     return fd
 
 
-def _milliseconds(seconds: float | None) -> float | None:
+def _to_milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000 + 1

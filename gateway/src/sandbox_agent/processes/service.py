@@ -1,4 +1,4 @@
-"""``process.Process``, the service of envd for commands and terminals."""
+"""The envd service ``process.Process``, which runs commands and terminals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import threading
 import time
 
 from sandbox_agent.failure import Failure, invalid
-from sandbox_agent.http.connect import Stream, encode_frame, streaming, unary
+from sandbox_agent.http.connect import Stream, encode_frame, make_streaming_route, make_unary_route
 from sandbox_agent.http.message import get_bytes, get_object, get_strings, get_text, get_variables, make_displayable
-from sandbox_agent.http.server import IDLE_SECONDS
+from sandbox_agent.http.server import IDLE_TIMEOUT_SECONDS
 from sandbox_agent.machine import users
 from sandbox_agent.processes import child
 from sandbox_agent.processes.process import Process, ProcessTable
@@ -24,34 +24,35 @@ if TYPE_CHECKING:
     from sandbox_agent.http.server import Route
     from sandbox_agent.http.wire import Request
 
-INPUT_SILENCE_SECONDS = 3600.0
-_KEEPALIVE = encode_frame(b'{"event":{"keepalive":{}}}')
+INPUT_IDLE_TIMEOUT_SECONDS = 3600.0
+_KEEPALIVE_FRAME = encode_frame(b'{"event":{"keepalive":{}}}')
 _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, 15: signal.SIGTERM, 9: signal.SIGKILL}
 
 
 class ProcessService:
     def __init__(self, table: ProcessTable, default_env: Callable[[], dict[str, str]]) -> None:
-        """Create the service. ``default_env``: a function that returns the variables of every new process."""
+        """Create the service. ``default_env`` returns the environment variables that every new process gets."""
         self._table = table
         self._default_env = default_env
 
     def routes(self) -> dict[str, list[Route]]:
         return {
-            "/process.Process/Start": [streaming(self.start)],
-            "/process.Process/Connect": [streaming(self.connect)],
-            "/process.Process/StreamInput": [streaming(self.stream_input)],
-            "/process.Process/SendInput": [unary(self.send_input)],
-            "/process.Process/CloseStdin": [unary(self.close_stdin)],
-            "/process.Process/SendSignal": [unary(self.send_signal)],
-            "/process.Process/Update": [unary(self.update)],
-            "/process.Process/List": [unary(self.list)],
+            "/process.Process/Start": [make_streaming_route(self.start)],
+            "/process.Process/Connect": [make_streaming_route(self.connect)],
+            "/process.Process/StreamInput": [make_streaming_route(self.stream_input)],
+            "/process.Process/SendInput": [make_unary_route(self.send_input)],
+            "/process.Process/CloseStdin": [make_unary_route(self.close_stdin)],
+            "/process.Process/SendSignal": [make_unary_route(self.send_signal)],
+            "/process.Process/Update": [make_unary_route(self.update)],
+            "/process.Process/List": [make_unary_route(self.list)],
         }
 
     def start(self, request: Request, stream: Stream) -> None:
-        """``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?, input?}`` → events until the process ends.
+        """Start a process, and stream its events until it ends.
 
-        ``input``, which envd's API does not have, is the whole standard input in base64. The start event confirms it.
-        The process is killed at the request's deadline, but not when the client hangs up.
+        The request is ``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?, input?}``. ``input``, which
+        envd's API does not have, is the whole standard input in base64; the start event confirms that it is supported.
+        The process is killed at the request's deadline, but not when the client disconnects.
         """
         message = stream.receive_single()
         config = get_object(message, "process")
@@ -83,57 +84,69 @@ class ProcessService:
         self._follow(process, stream, lambda: self._table.add(process), input_data)
 
     def connect(self, request: Request, stream: Stream) -> None:
-        """``{process: selector}`` → the start event, the tail of the output, then new events."""
-        process = self._table.find(stream.receive_single().get("process"), ended=True)
+        """Stream the events of an existing process: the start event, the tail of its output, then new events.
+
+        The request is ``{process: selector}``.
+        """
+        process = self._table.find(stream.receive_single().get("process"), include_ended=True)
         self._follow(process, stream)
 
     def _follow(
         self,
         process: Process,
         stream: Stream,
-        ready: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
         input_data: bytes | None = None,
     ) -> None:
         follower = process.output.follow()
-        ready()
+        on_ready()
         start_event = {"pid": process.pid}
         if input_data is not None:
             threading.Thread(target=process.feed, args=(input_data,), daemon=True).start()
             start_event["input"] = True
-        interval = stream.keepalive
+        keepalive_interval = stream.keepalive
         try:
             stream.send(encode_frame(json.dumps({"event": {"start": start_event}}).encode()))
             while True:
                 timeout = (
-                    interval if stream.deadline is None else min(interval, max(0.0, stream.deadline - time.monotonic()))
+                    keepalive_interval
+                    if stream.deadline is None
+                    else min(keepalive_interval, max(0.0, stream.deadline - time.monotonic()))
                 )
                 chunks, end_event = follower.take(timeout)
                 frames = b"".join([_data_frame(kind, data) for kind, data in chunks])
-                is_late = stream.deadline is not None and time.monotonic() >= stream.deadline
-                if is_late and (end_event is None or process.overdue):
+                is_past_deadline = stream.deadline is not None and time.monotonic() >= stream.deadline
+                if is_past_deadline and (end_event is None or process.overdue):
                     if frames:
                         stream.send(frames)
                     raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
                 if end_event is not None:
                     stream.end(before=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
                     return
-                stream.send(frames or _KEEPALIVE)
+                stream.send(frames or _KEEPALIVE_FRAME)
         finally:
             follower.close()
 
     def send_input(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{process: selector, input: {stdin|pty: base64}}``"""
+        """Write to a process's standard input or terminal.
+
+        The request is ``{process: selector, input: {stdin|pty: base64}}``.
+        """
         _write_input(self._table.find(message.get("process")), get_object(message, "input"))
         return {}
 
     def stream_input(self, request: Request, stream: Stream) -> None:
-        """A frame ``{start: {process: selector}}``, then any number of ``{data: {input}}`` and ``{keepalive}``."""
+        """Write a stream of frames to a process's standard input or terminal.
+
+        The first frame is ``{start: {process: selector}}``; any number of ``{data: {input}}`` and ``{keepalive}``
+        frames follow.
+        """
         # Some clients send no keepalives.
-        stream.allow_silence(INPUT_SILENCE_SECONDS)
+        stream.set_idle_timeout(INPUT_IDLE_TIMEOUT_SECONDS)
         try:
             self._receive_input(stream)
         finally:
-            stream.allow_silence(IDLE_SECONDS)
+            stream.set_idle_timeout(IDLE_TIMEOUT_SECONDS)
         stream.end(before=encode_frame(b"{}"))
 
     def _receive_input(self, stream: Stream) -> None:
@@ -153,16 +166,19 @@ class ProcessService:
         return {}
 
     def send_signal(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{process: selector, signal: SIGNAL_SIGTERM|SIGNAL_SIGKILL}``. Signals the whole process group."""
+        """Send a signal to a process and its whole process group.
+
+        The request is ``{process: selector, signal: SIGNAL_SIGTERM|SIGNAL_SIGKILL}``.
+        """
         process = self._table.find(message.get("process"))
-        number = _SIGNALS.get(message.get("signal", ""))
-        if number is None:
+        signal_number = _SIGNALS.get(message.get("signal", ""))
+        if signal_number is None:
             raise invalid("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
-        process.signal(number)
+        process.signal(signal_number)
         return {}
 
     def update(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{process: selector, pty: {size: {cols, rows}}}``"""
+        """Resize the terminal of a process. The request is ``{process: selector, pty: {size: {cols, rows}}}``."""
         process = self._table.find(message.get("process"))
         size = _terminal_size(message)
         if size is not None:
@@ -170,7 +186,7 @@ class ProcessService:
         return {}
 
     def list(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """→ ``{processes: [{config, pid, tag?}]}`` of the running processes."""
+        """List the running processes. The response is ``{processes: [{config, pid, tag?}]}``."""
         return {"processes": [_describe(process) for process in self._table.list_running()]}
 
 
@@ -203,4 +219,4 @@ def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     try:
         return int(size.get("cols") or 80), int(size.get("rows") or 24)
     except (ValueError, TypeError, AttributeError):
-        raise invalid("the field 'pty.size' must be {cols, rows}") from None
+        raise invalid("the field 'pty.size' must be {cols, rows}, both integers") from None

@@ -1,1 +1,5 @@
-"""The HTTP API: access/ authorises requests, native/ and forkd/ translate them, data_plane/ forwards them."""
+"""The HTTP API of the gateway.
+
+access/ authorises requests, native/ and forkd/ translate them to calls of the engine, and data_plane/ forwards them to
+sandboxes.
+"""

@@ -1,4 +1,4 @@
-"""The application: routes and middleware."""
+"""The ASGI application with its routes and middleware."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastapi.openapi.utils import get_openapi
 from sandbox_gateway import __version__
 from sandbox_gateway.api import errors, events, metrics
 from sandbox_gateway.api.access.auth import OPEN_PATHS, AuthMiddleware, Keys, is_identified
-from sandbox_gateway.api.access.limits import BodyLimit
+from sandbox_gateway.api.access.limits import BodyLimitMiddleware
 from sandbox_gateway.api.data_plane.pools import Pools
 from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane
 from sandbox_gateway.api.dependencies import EngineDep
-from sandbox_gateway.api.errors import ErrorShape, Guard
+from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.native.shapes import HealthShape, room_shape
@@ -44,10 +44,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 _ERROR_SCHEMA = {"$ref": "#/components/schemas/ErrorShape"}
 
-_health = APIRouter(tags=["gateway"])
+_health_router = APIRouter(tags=["gateway"])
 
 
-@_health.get(
+@_health_router.get(
     "/health",
     summary="Check that the gateway is running. Needs no key; with one, the answer contains the room on the host",
     response_model_exclude_none=True,
@@ -67,7 +67,7 @@ async def health(request: Request, engine: EngineDep) -> HealthShape:
 
 
 def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
-    """Create the ASGI application for ``engine``. Wrap it in ``auth.LocalPeer`` for the unix socket's listener.
+    """Create the ASGI application for ``engine``. For the unix socket, wrap it in ``auth.LocalPeerMiddleware``.
 
     ``app.state.closing`` (an asyncio.Event) ends the streams that would otherwise never end;
     ``app.state.pools.close()`` closes the connections to sandboxes.
@@ -88,21 +88,21 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.state.metrics = metrics.Metrics(engine)
     app.state.pools = Pools(engine)
     errors.register(app)
-    parts = (templates, sandboxes, snapshots, volumes, events, metrics, forkd)
-    for router in (_health, *(part.router for part in parts)):
+    modules = (templates, sandboxes, snapshots, volumes, events, metrics, forkd)
+    for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
     # The middleware added last runs first.
-    app.add_middleware(BodyLimit, seconds=config.server.request_seconds)
+    app.add_middleware(BodyLimitMiddleware, seconds=config.server.request_seconds)
     app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(
         DataPlane, engine=engine, keys=keys, addresses=AddressFormats(config.server.domain), pools=app.state.pools
     )
-    app.add_middleware(Guard, metrics=app.state.metrics)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(ErrorMiddleware, metrics=app.state.metrics)
+    app.openapi = lambda: _get_openapi_document(app)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _get_openapi_document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document, with the authentication schemes, and status 400 in place of the framework's 422."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -110,15 +110,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for operation in item.values():
                 operation["responses"].pop("422", None)
                 if "requestBody" not in operation:
-                    _hide_strict(operation)
+                    _hide_strict_parameter(operation)
                 for status in _ERRORS:
                     # Errors are JSON even where the successful answer is not.
                     operation["responses"][str(status)]["content"] = {"application/json": {"schema": _ERROR_SCHEMA}}
                 if path in OPEN_PATHS:
                     operation["security"] = []
         components = document["components"]
-        for unused in ("HTTPValidationError", "ValidationError"):
-            components["schemas"].pop(unused, None)
+        for unused_name in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(unused_name, None)
         components["securitySchemes"] = {
             "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -128,8 +128,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _hide_strict(operation: dict[str, Any]) -> None:
-    """Hide the parameter `strict` of requests without a body."""
+def _hide_strict_parameter(operation: dict[str, Any]) -> None:
+    """Remove the parameter `strict` from an operation whose requests have no body."""
     operation["parameters"] = [parameter for parameter in operation["parameters"] if parameter["name"] != "strict"]
     if not operation["parameters"]:
         del operation["parameters"]

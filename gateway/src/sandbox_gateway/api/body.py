@@ -12,29 +12,31 @@ from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.engine.spec import UNSET
 
 MAX_FORKS = 1000
-_CENTURY_SECONDS = 3_153_600_000
+_MAX_SECONDS = 3_153_600_000
 
 
 def _parse_never(value: object) -> object:
-    """Return None for -1, which means never in both dialects."""
+    """Return None for -1, which means never in both dialects, and any other value unchanged."""
     if isinstance(value, bool):
         raise ValueError("must be a number of seconds, or -1 for never")
     return None if value == -1 else value
 
 
 AnyRef = Annotated[str, Field(min_length=1, max_length=MAX_REF_LENGTH)]
-Seconds = Annotated[float, Field(ge=0, le=_CENTURY_SECONDS, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False)]
 Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
 """Seconds from now until the sandbox ends; null or -1: never."""
-TIMEOUT = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or no change.")
+TIMEOUT_FIELD = Field(
+    None, description="Seconds from now; -1 or null: never. Absent: the host's default, or no change."
+)
 
 
 @dataclass(frozen=True)
-class Refused:
-    """An unsupported field, which is refused because a caller that sets it relies on it.
+class Refusal:
+    """The refusal of an unsupported field, because a caller that sets the field expects it to take effect.
 
-    ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead. ``accepted`` are the
-    values that have no effect; null is always accepted.
+    ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead. ``accepted`` contains the
+    values that are accepted because they have no effect; null is always accepted.
     """
 
     reason: str
@@ -47,15 +49,15 @@ class Refused:
 class Body(BaseModel):
     """A request body.
 
-    Unknown fields are ignored, as the dialects' clients expect; ``unknown_fields`` warns about them and refuses
-    those in ``refused``. Both use the names of fields in JSON. tests/sdk/test_fields.py compares the fields with the
-    published clients, and generates the tables in docs/.
+    Unknown fields are ignored, as the dialects' clients expect. The module ``unknown_fields`` warns about them, and
+    refuses the fields in ``refused``. ``ignored`` and ``refused`` contain the JSON names of fields.
+    tests/sdk/test_fields.py compares the fields with those of the published clients, and generates the tables in docs/.
     """
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
     ignored: ClassVar[Mapping[str, str]] = {}
-    """Harmless fields without effect that known clients send, with the reason; they cause no warning."""
-    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Fields that known clients send and that are ignored without a warning, with the reason."""
+    refused: ClassVar[Mapping[str, Refusal]] = {}
     """Fields of known clients that the gateway does not support."""
 
     def value_or_unset(self, field: str) -> Any:

@@ -11,12 +11,12 @@ from sandbox_gateway.engine.engine import Engine
 MAX_REF_LENGTH = 128
 
 
-async def _engine(request: Request) -> Engine:
+async def _get_engine(request: Request) -> Engine:
     engine: Engine = request.app.state.engine
     return engine
 
 
-EngineDep = Annotated[Engine, Depends(_engine)]
+EngineDep = Annotated[Engine, Depends(_get_engine)]
 Ref = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="An id or a name.")]
 IdempotencyKey = Annotated[
     str,
@@ -24,6 +24,6 @@ IdempotencyKey = Annotated[
         alias="Idempotency-Key", max_length=256, description="A request with the same key returns the same sandboxes."
     ),
 ]
-Operation = Annotated[
+OperationId = Annotated[
     str, Header(alias="X-Operation-Id", max_length=64, description="An id that the events of this request contain.")
 ]

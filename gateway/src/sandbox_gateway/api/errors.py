@@ -30,17 +30,17 @@ MAX_MESSAGE_CHARS = 4000
 """Maximum length of an error message, in characters."""
 RETRY_SECONDS = 1
 CLIENT_CLOSED_REQUEST = 499
-_MAX_DIGITS = 15
+_MAX_LENGTH_DIGITS = 15
 SWITCHING_PROTOCOLS = 101
 """The status recorded for an accepted WebSocket."""
 
 
-WARNING = "sandbox_gateway.warning"
+WARNING_KEY = "sandbox_gateway.warning"
 """The key in an ASGI scope under which the `Warning` header of the response is stored."""
 
 
 class ErrorShape(BaseModel):
-    """The JSON of every error."""
+    """The JSON body of every error response."""
 
     code: int = Field(description="The HTTP status.")
     message: str = Field(description="A sentence that says what is wrong and how to fix it.")
@@ -113,11 +113,11 @@ def register(app: FastAPI) -> None:
     async def _handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
             return response_to(error.__cause__)
-        kind, message = _routing_error(request, error)
+        kind, message = _describe_routing_error(request, error)
         return error_response(error.status_code, kind, message, headers=error.headers)
 
 
-def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
+def _describe_routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
     request_line = f"{request.method} {clip(request.url.path, MAX_SHOWN_CHARS)}"
     if error.status_code == 404:
         return "not_found", f"route {request_line} not found: GET /openapi.json lists the routes"
@@ -130,7 +130,7 @@ def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
 
 
 def explain(errors: Sequence[Any]) -> str:
-    """Return one sentence that names each invalid field, the reason, and the shortened value."""
+    """Return one sentence that names each invalid field, with the reason and the shortened value."""
     parts = [_describe_field(item) for item in errors[:MAX_LISTED_FIELDS]]
     if len(errors) > MAX_LISTED_FIELDS:
         parts.append(f"and {len(errors) - MAX_LISTED_FIELDS} more")
@@ -164,8 +164,8 @@ def _shorten(value: object) -> str:
     return clip(repr(value), MAX_SHOWN_CHARS)
 
 
-class Guard:
-    """The outermost middleware: catches every exception, and logs and counts every request once."""
+class ErrorMiddleware:
+    """The outermost middleware, which catches every exception, and logs and counts every request once."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -181,8 +181,8 @@ class Guard:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
-                if WARNING in scope:
-                    MutableHeaders(scope=message)["Warning"] = scope[WARNING]
+                if WARNING_KEY in scope:
+                    MutableHeaders(scope=message)["Warning"] = scope[WARNING_KEY]
             elif message["type"] == "websocket.accept":
                 status = SWITCHING_PROTOCOLS
             await send(message)
@@ -197,11 +197,11 @@ class Guard:
                 raise
             await response_to(error)(scope, receive, send_and_record)
         except Exception as error:
-            incident = secrets.token_hex(4)
-            log.error("bug", exc_info=True, incident=incident, method=_method_of(scope), path=scope["path"])
+            incident_id = secrets.token_hex(4)
+            log.error("bug", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"])
             if status:
-                raise ConnectionError(f"incident {incident}") from error
-            await _incident_response(incident)(scope, receive, send_and_record)
+                raise ConnectionError(f"incident {incident_id}") from error
+            await _incident_response(incident_id)(scope, receive, send_and_record)
         finally:
             self._record_request(scope, status, time.perf_counter() - started_at)
 
@@ -210,8 +210,8 @@ class Guard:
         method = _method_of(scope)
         self.metrics.record_request(method, route, status, seconds)
         caller = scope.get("sandbox_gateway.caller")
-        write = log.debug if method in ("GET", "HEAD") and status < 500 else log.info
-        write(
+        log_request = log.debug if method in ("GET", "HEAD") and status < 500 else log.info
+        log_request(
             "request",
             method=method,
             path=clip(scope["path"], 200),
@@ -222,12 +222,12 @@ class Guard:
 
 
 def _check_framing(scope: Scope) -> None:
-    fields = dict(scope["headers"])
-    if b"content-length" in fields and b"transfer-encoding" in fields:
-        raise AmbiguousFraming("the request has both Content-Length and Transfer-Encoding: send one of them")
-    if len(fields.get(b"content-length", b"")) > _MAX_DIGITS:
+    headers = dict(scope["headers"])
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        raise AmbiguousFraming("the request has both Content-Length and Transfer-Encoding: send only one of them")
+    if len(headers.get(b"content-length", b"")) > _MAX_LENGTH_DIGITS:
         # A service inside may parse it as a 64-bit number and read a different length.
-        raise AmbiguousFraming(f"Content-Length has more than {_MAX_DIGITS} digits: send the length of the body")
+        raise AmbiguousFraming(f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits: send the length of the body")
 
 
 def _method_of(scope: Scope) -> str:
@@ -235,9 +235,9 @@ def _method_of(scope: Scope) -> str:
     return method
 
 
-def _incident_response(incident: str) -> JSONResponse:
+def _incident_response(incident_id: str) -> JSONResponse:
     return error_response(
         500,
         "internal",
-        f"internal error in the gateway: please report incident {incident} with the gateway's log",
+        f"internal error in the gateway: please report incident {incident_id} with the gateway's log",
     )

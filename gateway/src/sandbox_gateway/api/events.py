@@ -45,7 +45,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _stream_events(source: Events, operation: str, closing: asyncio.Event) -> AsyncGenerator[str, None]:
-    """Yield events until the gateway closes; a comment every HEARTBEAT_SECONDS keeps the connection open."""
+    """Yield events until the gateway shuts down, and a comment after every HEARTBEAT_SECONDS without an event."""
     closing_task = asyncio.ensure_future(closing.wait())
     try:
         with source.subscribed() as events:

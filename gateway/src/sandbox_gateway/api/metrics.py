@@ -15,7 +15,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from sandbox_gateway.api.dependencies import EngineDep
-from sandbox_gateway.engine.loads import totals
+from sandbox_gateway.engine.loads import sum_samples
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import SandboxState, Snapshot
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.room import RoomReport
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
-_STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
+_STATUS_LABELS = {str(status.value) for status in HTTPStatus} | {"499"}
 """The allowed label values: Prometheus keeps each value, and guests choose the status of their responses."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
@@ -104,7 +104,7 @@ class Metrics:
 
     def record_request(self, method: str, route: str, status: int, seconds: float) -> None:
         method_label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
-        status_label = str(status) if str(status) in _STATUSES else "other"
+        status_label = str(status) if str(status) in _STATUS_LABELS else "other"
         self._requests.labels(method_label, route, status_label).observe(seconds)
 
     def record_capture(self, snapshot: Snapshot) -> None:
@@ -118,46 +118,46 @@ class Metrics:
 
 
 class _Inventory(Collector):
-    """A collector that counts sandboxes and snapshots on each scrape."""
+    """A collector that reads the current numbers of sandboxes, snapshots and starts on each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        states = self._engine.sandboxes.count()
-        sandboxes = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
+        count_by_state = self._engine.sandboxes.count()
+        sandbox_gauge = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
         for state in SandboxState:
-            sandboxes.add_metric([state.value], states[state.value])
-        yield sandboxes
-        kinds = self._engine.snapshots.count()
-        snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
+            sandbox_gauge.add_metric([state.value], count_by_state[state.value])
+        yield sandbox_gauge
+        count_by_kind = self._engine.snapshots.count()
+        snapshot_gauge = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):
-            snapshots.add_metric([kind], kinds[kind])
-        yield snapshots
+            snapshot_gauge.add_metric([kind], count_by_kind[kind])
+        yield snapshot_gauge
         level = self._engine.prewarm.total()
-        prewarmed = GaugeMetricFamily(
+        prewarmed_fork_gauge = GaugeMetricFamily(
             "sandbox_gateway_prewarmed_forks",
             "Prewarmed forks: those that are ready, and the target.",
             labels=["state"],
         )
-        prewarmed.add_metric(["ready"], level.ready)
-        prewarmed.add_metric(["target"], level.target)
-        yield prewarmed
-        starts = CounterMetricFamily(
+        prewarmed_fork_gauge.add_metric(["ready"], level.ready)
+        prewarmed_fork_gauge.add_metric(["target"], level.target)
+        yield prewarmed_fork_gauge
+        start_counter = CounterMetricFamily(
             "sandbox_gateway_starts",
-            "Machines that were started, by how: claimed ready, from memory, or by a boot.",
+            "Machines that were started, by how: from a prewarmed fork, from memory, or by a boot.",
             labels=["how"],
         )
         for how in ("prewarmed", "memory", "boot"):
-            starts.add_metric([how], self._engine.machines.starts[how])
-        yield starts
-        sums = totals(self._engine.loads.current())
-        yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", sums["cpus"])
+            start_counter.add_metric([how], self._engine.machines.starts[how])
+        yield start_counter
+        usage_sums = sum_samples(self._engine.loads.current())
+        yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(
                 f"sandbox_gateway_used_{resource}_bytes",
                 f"Bytes of {resource} that running sandboxes use; shared ones count for each.",
-                sums[f"{resource}_bytes"],
+                usage_sums[f"{resource}_bytes"],
             )
 
     def describe(self) -> Iterable[Metric]:

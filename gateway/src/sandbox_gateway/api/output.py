@@ -1,6 +1,7 @@
-"""Send responses that contain a guest program's output: up to 32 MiB, or six times as much when encoded as JSON.
+"""Send responses that contain a guest program's output.
 
-They are encoded and sent in pieces, so that the event loop can serve other requests in between.
+The output can be up to 32 MiB, or six times as much when encoded as JSON. The responses are encoded and sent in pieces,
+so that the event loop can serve other requests in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MAX_UNSPLIT_BYTES = 64 << 10
 
 
 def respond(fields: Mapping[str, Output | int | bool | None]) -> Response:
-    """Return a response with a JSON object. Output in bytes becomes text: invalid UTF-8 is replaced."""
+    """Return a response with ``fields`` as a JSON object. Bytes are decoded as UTF-8, with invalid ones replaced."""
     if sum(len(value) for value in fields.values() if isinstance(value, Output)) <= _MAX_UNSPLIT_BYTES:
         return Response(b"".join(_encode_object(fields)), media_type="application/json")
     return StreamingResponse(_yield_in_pieces(_encode_object(fields)), media_type="application/json")

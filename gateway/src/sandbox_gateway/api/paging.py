@@ -18,10 +18,10 @@ from sandbox_gateway.errors import Invalid
 Item = TypeVar("Item")
 Order = Literal["asc", "desc"]
 
-HEADER = "x-next-token"
+NEXT_TOKEN_HEADER = "x-next-token"
 MAX_ITEMS = 1000
 Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="Maximum number of entries on a page.")]
-NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the previous page.")]
+NextToken = Annotated[str, Query(max_length=500, description=f"The `{NEXT_TOKEN_HEADER}` header of the previous page.")]
 
 
 def page(
@@ -32,25 +32,25 @@ def page(
     token: str,
     order: Order = "asc",
 ) -> list[Item]:
-    """Return the page after ``token``, and set ``response``'s header for the next. Raises Invalid.
+    """Return the page after ``token``, and set the token of the next page in ``response``. Raises Invalid.
 
-    ``walk(after, backwards)``: returns the entries after the key ``after``, sorted by ``key``. Only those on the page
-    are taken from it.
+    ``walk(after, backwards)`` returns the entries after the key ``after``, sorted by ``key``, in reverse order if
+    ``backwards``. At most ``limit + 1`` entries are taken from it.
     """
     last_key = _decode(token, order) if token else None
     items = [*itertools.islice(walk(last_key, order == "desc"), limit + 1)]
     if len(items) > limit:
-        response.headers[HEADER] = _encode(key(items[limit - 1]), order)
+        response.headers[NEXT_TOKEN_HEADER] = _encode(key(items[limit - 1]), order)
     return items[:limit]
 
 
 def page_list(
     items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str
 ) -> list[Item]:
-    """Return the page of ``items`` after ``token``, like ``page``. For lists that are short and not sorted."""
-    ordered = sorted(items, key=key)
+    """Return the page after ``token`` of a list that is short and need not be sorted. Raises Invalid, like ``page``."""
+    sorted_items = sorted(items, key=key)
     return page(
-        lambda after, _: ordered if after is None else [item for item in ordered if key(item) > after],
+        lambda after, _: sorted_items if after is None else [item for item in sorted_items if key(item) > after],
         key,
         response,
         limit,
@@ -66,9 +66,9 @@ def _encode(key: Key, order: Order) -> str:
 def _decode(token: str, order: Order) -> Key:
     try:
         created_at, id, token_order = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
-        time = datetime.fromisoformat(created_at)
+        creation_time = datetime.fromisoformat(created_at)
     except (ValueError, TypeError, binascii.Error, RecursionError):
         raise Invalid("the parameter 'nextToken' was not issued by this gateway: start again without it") from None
-    if not isinstance(id, str) or time.tzinfo is None or token_order != order:
-        raise Invalid("the parameter 'nextToken' belongs to another list or order: start again without it")
-    return time, id
+    if not isinstance(id, str) or creation_time.tzinfo is None or token_order != order:
+        raise Invalid("the parameter 'nextToken' was issued for a different list or sort order: start again without it")
+    return creation_time, id

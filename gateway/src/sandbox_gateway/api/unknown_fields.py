@@ -1,7 +1,7 @@
 """Check the fields of request bodies before they are validated.
 
-A field that a known client has but the gateway does not support is refused. A header warns about fields that no known
-client has, and `?strict=true` refuses them too.
+A field that a known client has but the gateway does not support is refused. A response header warns about fields that
+no known client has; with `?strict=true`, these fields are also refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_args
 from fastapi import Depends, Query, Request
 from pydantic import AliasChoices
 
-from sandbox_gateway.api.body import Body, Refused
-from sandbox_gateway.api.errors import MAX_SHOWN_CHARS, WARNING, clip
+from sandbox_gateway.api.body import Body, Refusal
+from sandbox_gateway.api.errors import MAX_SHOWN_CHARS, WARNING_KEY, clip
 from sandbox_gateway.errors import Invalid, Unsupported
 
 _MAX_NAMED_FIELDS = 24
@@ -55,11 +55,11 @@ class RefusedField(_FieldPath):
 
 @dataclass(frozen=True)
 class UnknownField(_FieldPath):
-    similar: str
+    similar_name: str
     """A known field of the same object with a similar name; empty if there is none."""
 
     def __str__(self) -> str:
-        return f"{self.name} (did you mean {self.similar}?)" if self.similar else self.name
+        return f"{self.name} (did you mean {self.similar_name}?)" if self.similar_name else self.name
 
 
 async def _check_fields(
@@ -78,15 +78,17 @@ async def _check_fields(
         data = await request.json()  # FastAPI has already parsed it, and Starlette caches the result.
     except (ValueError, RecursionError):
         return
-    if refused := list(islice(find_refused_fields(model, data), _MAX_NAMED_FIELDS)):
-        raise Unsupported("; ".join(map(str, refused)))
-    unknown = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
-    if unknown and strict:
-        noun, pronoun = ("field", "it") if len(unknown) == 1 else ("fields", "them")
-        raise Invalid(f"unknown {noun}: {_join_names([str(field) for field in unknown])}: correct or remove {pronoun}")
-    if unknown:
-        text = f"ignored fields: {_join_names([field.name for field in unknown])}"
-        request.scope[WARNING] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
+    if refused_fields := list(islice(find_refused_fields(model, data), _MAX_NAMED_FIELDS)):
+        raise Unsupported("; ".join(map(str, refused_fields)))
+    unknown_fields = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
+    if unknown_fields and strict:
+        noun, pronoun = ("field", "it") if len(unknown_fields) == 1 else ("fields", "them")
+        raise Invalid(
+            f"unknown {noun}: {_join_names([str(field) for field in unknown_fields])}: correct or remove {pronoun}"
+        )
+    if unknown_fields:
+        text = f"ignored fields: {_join_names([field.name for field in unknown_fields])}"
+        request.scope[WARNING_KEY] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
 
 
 CheckFields = Depends(_check_fields)
@@ -107,44 +109,44 @@ def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
             yield RefusedField(f"{prefix}{name}", refusal.reason)
 
 
-def find_refusal(model: type[Body], name: str) -> Refused | None:
-    """Return the entry of a field in ``model.refused``. Like other fields, it may be sent in snake_case."""
-    return model.refused.get(name) or model.refused.get(_snake_names(model).get(name, ""))
+def find_refusal(model: type[Body], name: str) -> Refusal | None:
+    """Return the entry of ``model.refused`` for the field ``name``, which may be in snake_case, or None."""
+    return model.refused.get(name) or model.refused.get(_json_name_by_snake_name(model).get(name, ""))
 
 
 def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type[Body], str, str, Any]]:
-    """Yield the model, the prefix of the path, the name and the value of each field in ``data`` and nested objects."""
+    """Yield (model, prefix of the path, name, value) for each field of ``data`` and its nested objects."""
     if not isinstance(data, dict):
         return
     fields = fields_of(model)
     for name, value in data.items():
         yield model, prefix, name, value
-        nested = fields.get(name)
-        if nested is None:
+        nested_model = fields.get(name)
+        if nested_model is None:
             continue
         if isinstance(value, list):
             for index, entry in enumerate(value[:_MAX_LIST_ENTRIES]):
-                yield from _walk(nested, entry, f"{prefix}{name}.{index}.")
+                yield from _walk(nested_model, entry, f"{prefix}{name}.{index}.")
         else:
-            yield from _walk(nested, value, f"{prefix}{name}.")
+            yield from _walk(nested_model, value, f"{prefix}{name}.")
 
 
 @cache
-def _snake_names(model: type[Body]) -> dict[str, str]:
-    """Return the JSON name of each refused field by its name in snake_case."""
+def _json_name_by_snake_name(model: type[Body]) -> dict[str, str]:
+    """Return a map from the snake_case name to the JSON name of each refused field."""
     return {_CAPITALS.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
 
 
 @cache
 def fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
-    """Return every field name that ``model`` accepts, with the model of nested objects if there are any."""
+    """Return every field name that ``model`` accepts, with the model of its nested objects, or None."""
     fields: dict[str, type[Body] | None] = {}
     for name, field in model.model_fields.items():
-        aliases = field.validation_alias
-        choices = aliases.choices if isinstance(aliases, AliasChoices) else [aliases]
-        for known in (name, field.alias, *choices):
-            if isinstance(known, str):
-                fields[known] = model_in(field.annotation)
+        validation_alias = field.validation_alias
+        choices = validation_alias.choices if isinstance(validation_alias, AliasChoices) else [validation_alias]
+        for accepted_name in (name, field.alias, *choices):
+            if isinstance(accepted_name, str):
+                fields[accepted_name] = model_in(field.annotation)
     return fields
 
 
@@ -156,12 +158,12 @@ def model_in(annotation: Any) -> type[Body] | None:
 
 
 def _find_similar(name: str, model: type[Body]) -> str:
-    known = {
+    name_by_normal_form = {
         _normalize(field_name): field_name
         for field_name in (field.alias or key for key, field in model.model_fields.items())
     }
-    matches = difflib.get_close_matches(_normalize(name[:_MAX_MATCHED_LENGTH]), known, n=1)
-    return known[matches[0]] if matches else ""
+    matches = difflib.get_close_matches(_normalize(name[:_MAX_MATCHED_LENGTH]), name_by_normal_form, n=1)
+    return name_by_normal_form[matches[0]] if matches else ""
 
 
 def _normalize(name: str) -> str:

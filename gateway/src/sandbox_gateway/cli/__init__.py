@@ -1,1 +1,1 @@
-"""`sandboxctl`, the command-line client: talks HTTP to a gateway."""
+"""`sandboxctl`, the command-line client of the gateway's HTTP API."""

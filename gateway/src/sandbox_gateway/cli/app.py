@@ -1,4 +1,4 @@
-"""The commands of `sandboxctl` and its global options. `main` is the entry point."""
+"""The commands and the global options of `sandboxctl`. `main` is the entry point."""
 
 from __future__ import annotations
 

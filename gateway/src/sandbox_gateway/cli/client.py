@@ -1,4 +1,4 @@
-"""An HTTP client of the gateway, over its unix socket or TCP. Uses only modules that are quick to import."""
+"""An HTTP client for the gateway, over its unix socket or TCP. Imports only modules that load quickly."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def path(*parts: str) -> str:
 
 
 class Client:
-    """An HTTP client whose requests return parsed JSON. Raises Failure."""
+    """An HTTP client whose methods return parsed JSON, and raise Failure."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
         self._address = _Address(url)
         self._headers = {**self._address.headers, **({"X-API-Key": token} if token else {})}
         self._connection: http.client.HTTPConnection | None = None
-        """The connection of ``call``, which is used again."""
+        """The connection for all requests except streams. It is reused."""
 
     def call(
         self,
@@ -44,9 +44,9 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Send a request. Returns the JSON of the response; None if it is empty."""
+        """Send a request, and return the parsed JSON of the response, or None if it is empty."""
         params = params if body is None else {**(params or {}), "strict": True}
-        return self._call(method, route, body, params, headers)[0]
+        return self._call_with_headers(method, route, body, params, headers)[0]
 
     def get(self, route: str, **params: Any) -> Any:
         return self.call("GET", route, params=_remove_empty(params))
@@ -54,17 +54,19 @@ class Client:
     def get_all(self, route: str, **params: Any) -> list[Any]:
         """Return the items of all pages of a list."""
         items: list[Any] = []
-        token = ""
+        next_token = ""
         while True:
-            page, headers = self._call("GET", route, None, _remove_empty({**params, "limit": 1000, "nextToken": token}))
+            page, headers = self._call_with_headers(
+                "GET", route, None, _remove_empty({**params, "limit": 1000, "nextToken": next_token})
+            )
             items += page
-            token = headers.get("x-next-token", "")
-            if not token:
+            next_token = headers.get("x-next-token", "")
+            if not next_token:
                 return items
 
     def stream_lines(self, route: str, **params: Any) -> Iterator[str]:
         """Yield the lines of a response as they arrive, over a connection of its own."""
-        connection = self._address.connection()
+        connection = self._address.create_connection()
         try:
             response = self._request(connection, "GET", route, None, _remove_empty(params))
             if not 200 <= response.status < 300:
@@ -75,7 +77,10 @@ class Client:
             connection.close()
 
     def stream_events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (type, data) of each event as it happens. The first is ("connected", {}): no later event is missed."""
+        """Yield the type and the data of each event as it happens.
+
+        The first item is ("connected", {}); from then on, no event is missed.
+        """
         event_type = ""
         for line in self.stream_lines("/events", operation=operation):
             if line == ": connected":
@@ -85,7 +90,7 @@ class Client:
             elif line.startswith("data: "):
                 yield event_type, json.loads(line.removeprefix("data: "))
 
-    def _call(
+    def _call_with_headers(
         self,
         method: str,
         route: str,
@@ -93,15 +98,15 @@ class Client:
         params: Mapping[str, Any] | None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[Any, http.client.HTTPMessage]:
-        """Send a request. Returns the JSON of the response, or None if it is empty, and its headers."""
+        """Send a request. Return the parsed JSON of the response (None if it is empty) and its headers."""
         if self._connection is None:
-            self._connection = self._address.connection()
+            self._connection = self._address.create_connection()
         response = self._request(self._connection, method, route, body, params, headers)
         content = self._read(response)
-        parsed = _parse(content)
-        if not 200 <= response.status < 300 or (content and parsed is None and content.strip() != b"null"):
-            raise failure_from_response(response.status, parsed)
-        return parsed, response.headers
+        value = _parse(content)
+        if not 200 <= response.status < 300 or (content and value is None and content.strip() != b"null"):
+            raise failure_from_response(response.status, value)
+        return value, response.headers
 
     def _request(
         self,
@@ -127,7 +132,9 @@ class Client:
             raise self._lost_connection_failure(error) from None
         except ValueError:  # A header must be Latin-1 text without line breaks.
             raise Failure(
-                "the API key contains characters that cannot be sent", ExitCode.USAGE, "check the key, or its file"
+                "the API key contains characters that are not allowed in a header",
+                ExitCode.USAGE,
+                "check the key, or its file",
             ) from None
 
     def _connect(self, connection: http.client.HTTPConnection) -> None:
@@ -184,14 +191,14 @@ class _Address:
         if self._proxy and not self._is_tls:
             self.prefix = f"http://{parts.netloc.rpartition('@')[2]}{self.prefix}"
 
-    def connection(self) -> http.client.HTTPConnection:
+    def create_connection(self) -> http.client.HTTPConnection:
         if self._socket_path:
             return _UnixConnection(self._socket_path)
-        connection_class = _tls_connection if self._is_tls else http.client.HTTPConnection
+        create = _tls_connection if self._is_tls else http.client.HTTPConnection
         if not self._proxy:
-            return connection_class(self._host, self._port, timeout=CONNECT_SECONDS)
+            return create(self._host, self._port, timeout=CONNECT_SECONDS)
         proxy = urlsplit(self._proxy if "//" in self._proxy else f"//{self._proxy}")
-        connection = connection_class(proxy.hostname or "", proxy.port or 80, timeout=CONNECT_SECONDS)
+        connection = create(proxy.hostname or "", proxy.port or 80, timeout=CONNECT_SECONDS)
         if self._is_tls:
             connection.set_tunnel(self._host, self._port or 443)
         return connection
@@ -213,12 +220,12 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _tls_connection(host: str, port: int | None, *, timeout: float) -> http.client.HTTPSConnection:
-    """Create a connection that trusts the system's authorities, or those in SSL_CERT_FILE or SSL_CERT_DIR."""
+    """Create a connection that trusts the certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR, or the system's."""
     return http.client.HTTPSConnection(host, port, timeout=timeout, context=ssl.create_default_context())
 
 
 def _find_proxy(scheme: str, host: str) -> str:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY select, or "" for none."""
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY select, or "" if there is none."""
     if not any(name.lower() in (f"{scheme}_proxy", "all_proxy") for name in os.environ):
         return ""
     from urllib.request import getproxies, proxy_bypass

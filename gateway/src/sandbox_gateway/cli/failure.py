@@ -30,7 +30,7 @@ class Failure(Exception):
         self.hint = hint
 
 
-_EXIT_BY_STATUS = {
+_EXIT_CODE_BY_STATUS = {
     400: ExitCode.USAGE,
     401: ExitCode.UNREACHABLE,
     403: ExitCode.UNREACHABLE,
@@ -40,17 +40,17 @@ _EXIT_BY_STATUS = {
     413: ExitCode.USAGE,
     507: ExitCode.NO_SPACE,
 }
-_EXIT_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED}
+_EXIT_CODE_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED}
 
 
 def failure_from_response(status: int, body: Any) -> Failure:
-    """Create the Failure for an error response of the gateway. ``body``: its JSON, or None."""
+    """Create the Failure for an error response of the gateway. ``body`` is its parsed JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
         return Failure(
             f"the response is not from a sandbox gateway (HTTP {status})", ExitCode.UNREACHABLE, "check --url"
         )
     kind, message = body.get("kind", ""), str(body["message"])
-    code = _EXIT_BY_KIND.get(kind) or _EXIT_BY_STATUS.get(status, ExitCode.FAILED)
+    code = _EXIT_CODE_BY_KIND.get(kind) or _EXIT_CODE_BY_STATUS.get(status, ExitCode.FAILED)
     return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 
@@ -59,30 +59,30 @@ def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str
         return _in_use_hint(blockers, details)
     if kind == "not_found":
         return f"`sandboxctl {_list_command(details)}` shows the existing ones"
-    hints = {
-        "name_taken": "choose another name, or delete the one that has it",
+    hint_by_kind = {
+        "name_taken": "choose another name, or delete the object that has this name",
         "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
         "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",
         "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",
         "internal": "look for the incident in the gateway's log",
     }
-    return hints.get(kind, "")
+    return hint_by_kind.get(kind, "")
 
 
 def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
-    """Return the hint for an object in use. ``details``: empty in the responses of older gateways."""
-    users = {user["kind"] for user in details.get("users", [])}
-    if details and not users:
+    """Return the hint for an object in use. ``details`` is empty in responses from older gateways."""
+    user_kinds = {user["kind"] for user in details.get("users", [])}
+    if details and not user_kinds:
         return "try again in a moment"
     if details.get("resource") in ("volume", "volume_snapshot"):
-        obstacles = {*users, *details["overrides"]}
+        obstacles = {*user_kinds, *details["overrides"]}
         return "; ".join(remedy for obstacle, remedy in _REMEDIES.items() if obstacle in obstacles)
-    if details and not users & {"sandbox", "clone"}:
+    if details and not user_kinds & {"sandbox", "clone"}:
         # Only the host knows these users, and the message says what to do.
         return ""
     commands = f"sandboxctl kill {' '.join(blockers) or 'them'}"
-    if "clone" in users:
+    if "clone" in user_kinds:
         commands = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
     return f"delete its users first ({commands}), or delete it with --when-unused"
 

@@ -12,8 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_MIB = {"": 1, "m": 1, "g": 1024, "t": 1024 * 1024}
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_MIB_BY_UNIT = {"": 1, "m": 1, "g": 1024, "t": 1024 * 1024}
+_SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _NEVER_YEAR = 9999
 
 
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mgt]?)(?:i?b)?", text.strip().lower())
     if not match:
         raise Failure(f"{text!r} is not a size", ExitCode.USAGE, "write 512M, 4G, or a number of MiB")
-    return round(float(match[1]) * _MIB[match[2]])
+    return round(float(match[1]) * _MIB_BY_UNIT[match[2]])
 
 
 def parse_duration(text: str) -> float:
@@ -32,11 +32,11 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not match:
         raise Failure(f"{text!r} is not a duration", ExitCode.USAGE, "write 90s, 10m, 2h, 1d, or never")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * _SECONDS_BY_UNIT[match[2]]
 
 
 def parse_pairs(texts: Sequence[str], noun: str) -> dict[str, str]:
-    """Parse texts such as `KEY=VALUE` into a mapping; ``noun``: the word for one pair in error messages."""
+    """Parse `KEY=VALUE` strings into a mapping. ``noun`` describes one pair in error messages. Raises Failure."""
     pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -47,7 +47,7 @@ def parse_pairs(texts: Sequence[str], noun: str) -> dict[str, str]:
 
 
 def parse_mount(text: str) -> dict[str, Any]:
-    """Return the request's fields for `NAME:PATH`, optionally followed by `:ro` and `:clone` in any order."""
+    """Parse `NAME:PATH`, optionally followed by `:ro` and `:clone` in any order, into the fields of a request."""
     name, _, rest = text.partition(":")
     path, flags = rest, set()
     while (parts := path.rpartition(":"))[2] in ("ro", "clone"):
@@ -61,7 +61,7 @@ def parse_mount(text: str) -> dict[str, Any]:
 
 
 def format_mount(mount: Mapping[str, Any]) -> str:
-    """Format a mount from the gateway's response as an option: "data:/srv/data:ro"."""
+    """Format a mount from the gateway's response like a value of --volume: "data:/srv/data:ro"."""
     return f"{mount['name']}:{mount['path']}{':ro' if mount['readOnly'] else ''}"
 
 
@@ -71,7 +71,7 @@ def format_prewarm(level: Mapping[str, Any]) -> str:
 
 
 def split_list(texts: list[str]) -> list[str]:
-    """Split values at commas."""
+    """Split each text at commas, and return the parts that are not empty."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
@@ -109,5 +109,5 @@ def format_time_left(text: str, now: datetime | None = None) -> str:
     end = parse_time(text)
     if end.year >= _NEVER_YEAR:
         return "never ends"
-    remaining = (end - (now or datetime.now(UTC))).total_seconds()
-    return f"ends in {format_duration(remaining)}" if remaining > 0 else "ending"
+    remaining_seconds = (end - (now or datetime.now(UTC))).total_seconds()
+    return f"ends in {format_duration(remaining_seconds)}" if remaining_seconds > 0 else "ending"

@@ -33,8 +33,8 @@ def events(
             print(json.dumps({"type": kind, **data}), flush=True)
         else:
             at = str(data.pop("at", ""))[11:19]
-            fields = " ".join(f"{key}={value}" for key, value in data.items())
-            print(remove_control_characters(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
+            fields_text = " ".join(f"{key}={value}" for key, value in data.items())
+            print(remove_control_characters(f"{at} {kind} {fields_text}").replace("\n", " "), flush=True)
 
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:

@@ -114,13 +114,13 @@ def mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
 def count_fields(
     count: int | None, names: list[str] | None, concurrency: int | None, best_effort: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return the request's fields for the number and names of sandboxes, and that number itself."""
+    """Return the request's fields for the number and names of sandboxes, and the number of sandboxes."""
     all_names = formats.split_list(names or [])
-    body: dict[str, Any] = {"names": all_names} if all_names else {"count": count or 1}
+    fields: dict[str, Any] = {"names": all_names} if all_names else {"count": count or 1}
     if all_names and count is not None:
-        body["count"] = count
+        fields["count"] = count
     if concurrency is not None:
-        body["concurrency"] = concurrency
+        fields["concurrency"] = concurrency
     if best_effort:
-        body["atomic"] = False
-    return body, len(all_names) or count or 1
+        fields["atomic"] = False
+    return fields, len(all_names) or count or 1

@@ -1,4 +1,4 @@
-"""Progress bars and live logs on standard error, if it is a terminal."""
+"""Live logs on standard error, and progress bars if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.control_characters import remove_control_characters
 
-_SUBSCRIBE_SECONDS = 5
+_SUBSCRIBE_TIMEOUT_SECONDS = 5
 
 
 def follow_log(lines: Iterable[str], title: str) -> None:
-    """Print ``lines`` as they arrive, above the elapsed time."""
+    """Print ``lines`` as they arrive and, on a terminal, the elapsed time below them."""
     lines = map(remove_control_characters, lines)
     if not sys.stderr.isatty():
         for line in lines:
@@ -34,28 +34,28 @@ def follow_log(lines: Iterable[str], title: str) -> None:
 
 
 def fork_many(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
-    """POST ``body`` to ``route``, with a progress bar if there is more than one fork."""
+    """POST ``body`` to ``route``, with a progress bar if it creates more than one fork."""
     if count < 2 or not sys.stderr.isatty():
         return client.call("POST", route, body)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    operation = secrets.token_hex(8)
+    operation_id = secrets.token_hex(8)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=count)
-        subscribed = threading.Event()
+        task_id = bar.add_task(title, total=count)
+        subscribed_event = threading.Event()
 
         def listen() -> None:
             # Ignore errors here: the request itself reports them.
             try:
-                for kind, data in client.stream_events(operation):
-                    subscribed.set()
+                for kind, data in client.stream_events(operation_id):
+                    subscribed_event.set()
                     if kind == "fork.progress":
-                        bar.update(task, completed=data["done"], total=data["total"])
+                        bar.update(task_id, completed=data["done"], total=data["total"])
             except (Failure, RuntimeError):
-                subscribed.set()
+                subscribed_event.set()
 
         threading.Thread(target=listen, daemon=True).start()
-        subscribed.wait(_SUBSCRIBE_SECONDS)
-        return client.call("POST", route, body, headers={"X-Operation-Id": operation})
+        subscribed_event.wait(_SUBSCRIBE_TIMEOUT_SECONDS)
+        return client.call("POST", route, body, headers={"X-Operation-Id": operation_id})

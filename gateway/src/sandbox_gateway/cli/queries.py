@@ -1,4 +1,4 @@
-"""Commands that only show something. `quick` and `app` call them."""
+"""Commands that only show information. `quick` and `app` call them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sandbox_gateway.cli.settings import Settings
 def list_sandboxes(
     settings: Settings, *, state: str = "", template: str = "", snapshot: str = "", metadata: Sequence[str] = ()
 ) -> None:
-    query = urlencode(formats.parse_pairs(metadata, "metadata"))
+    metadata_query = urlencode(formats.parse_pairs(metadata, "metadata"))
     sandboxes = settings.client.get_all(
-        "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query
+        "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=metadata_query
     )
     render.print_json(sandboxes) if settings.json else render.print_sandboxes(sandboxes)
 
@@ -65,12 +65,12 @@ def show_usage(settings: Settings, sandbox: str) -> None:
 
 
 def show_health(settings: Settings) -> None:
-    status = settings.client.get("/health")
+    health = settings.client.get("/health")
     if settings.json:
-        render.print_json(status)
+        render.print_json(health)
         return
-    print(f"{status['status']}: {status['backend']}, version {status['version']}, {status['sandboxes']} sandboxes")
-    if room := status.get("room"):
+    print(f"{health['status']}: {health['backend']}, version {health['version']}, {health['sandboxes']} sandboxes")
+    if room := health.get("room"):
         for resource in ("disk", "memory"):
             free, total, promised = (
                 formats.format_size(room[f"{resource}{kind}Bytes"]) for kind in ("Free", "Total", "Promised")

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 _JSON_OPTION = "--json"
 _GLOBAL_OPTIONS = {"--url": "url", "--token": "token", "--token-file": "token_file"}
-REPEATABLE = ("metadata",)
+REPEATABLE_PARAMETERS = ("metadata",)
 """Parameters whose options can be given several times."""
 
 
 class Query:
-    """A command: a function of `queries`, the number of its operands, and the parameters of its options."""
+    """A function of `queries`, with the number of its operands and the parameters of its options."""
 
-    def __init__(self, run: Callable[..., None], operands: int = 0, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, run: Callable[..., None], operand_count: int = 0, options: Mapping[str, str] | None = None
+    ) -> None:
         self.run = run
-        self.operands = operands
+        self.operand_count = operand_count
         self.options = dict(options or {})
 
 
@@ -59,13 +61,13 @@ def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
     """Return a function that runs the query, or None if `app` has to parse the command line."""
     if "_SANDBOXCTL_COMPLETE" in os.environ:  # The shell asks for completions.
         return None
-    words, remaining = list(arguments), []
-    settings: dict[str, Any] = {}
+    words, operand_words = list(arguments), []
+    global_options: dict[str, Any] = {}
     while words and words[0].startswith("-"):
         if (word := words.pop(0)) == _JSON_OPTION:
-            settings["json"] = True
+            global_options["json"] = True
         elif (option := _parse_option(word, words, _GLOBAL_OPTIONS)) is not None:
-            settings[option[0]] = option[1]
+            global_options[option[0]] = option[1]
         else:
             return None
     query = QUERIES.get(name := tuple(words[:1])) or QUERIES.get(name := tuple(words[:2]))
@@ -76,22 +78,25 @@ def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
     while words:
         word = words.pop(0)
         if word == _JSON_OPTION:
-            settings["json"] = True
+            global_options["json"] = True
         elif not word.startswith("-"):
-            remaining.append(word)
+            operand_words.append(word)
         elif (option := _parse_option(word, words, query.options)) is None:
             return None
-        elif option[0] in REPEATABLE:
+        elif option[0] in REPEATABLE_PARAMETERS:
             parameters.setdefault(option[0], []).append(option[1])
         else:
             parameters[option[0]] = option[1]
-    if len(remaining) != query.operands:
+    if len(operand_words) != query.operand_count:
         return None
-    return partial(query.run, _settings(settings), *remaining, **parameters)
+    return partial(query.run, _create_settings(global_options), *operand_words, **parameters)
 
 
 def _parse_option(word: str, words: list[str], options: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the parameter and the value of an option, whose value may be the next word; None if it is unknown."""
+    """Return the parameter and the value of the option ``word``, or None if the option is unknown or has no value.
+
+    Remove the value from ``words`` if it is the next word.
+    """
     name, equals, value = word.partition("=")
     if name not in options or (equals and not name.startswith("--")):
         return None
@@ -102,9 +107,9 @@ def _parse_option(word: str, words: list[str], options: Mapping[str, str]) -> tu
     return options[name], value
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def _create_settings(options: Mapping[str, Any]) -> Settings:
     defaults = {
         "url": os.environ.get("SANDBOX_GATEWAY_URL", ""),
         "token": os.environ.get("SANDBOX_GATEWAY_TOKEN", ""),
     }
-    return Settings(**{**defaults, **given})
+    return Settings(**{**defaults, **options})

@@ -1,4 +1,4 @@
-"""Output: tables for people, JSON for programs."""
+"""Output of the commands: tables for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 200
 _GAP = "  "
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+_BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 
 
 def print_json(value: Any) -> None:
@@ -30,14 +30,14 @@ def print_note(text: str) -> None:
 
 def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
-    _table(
+    _print_table(
         headings, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
     )
 
 
 def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
-    _table(
+    _print_table(
         headings,
         (_snapshot_row(item) for item in items),
         empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
@@ -47,19 +47,19 @@ def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
 def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
     rows = (_volume_row(item) for item in items)
-    _table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
+    _print_table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
 
 
 def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
     headings = ("NAME", "ID", "SIZE", "PART OF", "AGE")
     rows = (_volume_snapshot_row(item) for item in items)
-    _table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
+    _print_table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_template_row(item) for item in items)
-    _table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
+    _print_table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
 
 
 def print_details(item: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def print_details(item: Mapping[str, Any]) -> None:
     rows = [
         (key, remove_control_characters(_format_value(key, value)))
         for key, value in item.items()
-        if value not in (None, "", [], {}) and key not in _HIDDEN
+        if value not in (None, "", [], {}) and key not in _HIDDEN_PROPERTIES
     ]
     if _print_plainly(rows, bold_column=True):
         return
@@ -83,7 +83,7 @@ def print_details(item: Mapping[str, Any]) -> None:
 
 
 def print_tree(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Print trees. ``nodes``: each object before its descendants, with its ``depth``.
+    """Print trees. ``nodes`` contains each object before its descendants, with its ``depth``.
 
     Objects deeper than ``_MAX_TREE_LEVELS`` are not indented further, and their level is shown as a number.
     """
@@ -109,25 +109,25 @@ def print_tree(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def create_console() -> Any:
-    """Create a console on standard output. It wraps at the terminal's width, or at a large width without a terminal."""
+    """Create a console on standard output, as wide as the terminal, or _PLAIN_WIDTH columns wide without one."""
     from rich.console import Console
 
     return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
-_HIDDEN = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
+_HIDDEN_PROPERTIES = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
 _MAX_TREE_LEVELS = 16
 """Maximum depth to which a tree is indented, because a chain of snapshots can have thousands of levels."""
 _MAX_NAMES = 3
 """Maximum number of sandboxes that a row names."""
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
-    cells = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
-    if not cells:
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+    clean_rows = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
+    if not clean_rows:
         print_note(empty)
         return
-    if _print_plainly([tuple(headings), *cells]):
+    if _print_plainly([tuple(headings), *clean_rows]):
         return
     from rich.table import Table
     from rich.text import Text
@@ -135,16 +135,16 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
-    for row in cells:
+    for row in clean_rows:
         table.add_row(*map(Text, row))
     create_console().print(table)
 
 
 def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:
-    """Print a table as rich would, without rich, whose import takes longer than a request.
+    """Print a table as rich would, but without importing rich, which takes longer than a request.
 
-    The first row or the first column is bold. Returns False, and prints nothing, if only rich can print the table: if
-    it is too wide, or if a cell has several lines or characters other than ASCII.
+    The first row or the first column is bold. Returns False, and prints nothing, if only rich can print the table,
+    because it is too wide, or because a cell has several lines or characters other than ASCII.
     """
     if not all(cell.isascii() and cell.isprintable() for row in rows for cell in row):
         return False
@@ -156,9 +156,9 @@ def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False
     for number, row in enumerate(rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         if has_styles and bold_column:
-            cells[0] = f"{_BOLD}{cells[0]}{_PLAIN}"
+            cells[0] = f"{_BOLD}{cells[0]}{_RESET}"
         line = _GAP.join(cells).rstrip()
-        print(f"{_BOLD}{line}{_PLAIN}" if has_styles and number == 0 and not bold_column else line)
+        print(f"{_BOLD}{line}{_RESET}" if has_styles and number == 0 and not bold_column else line)
     return True
 
 
@@ -201,12 +201,12 @@ def _snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
-    users = [user["sandboxName"] for user in item["mounts"]]
+    user_names = [user["sandboxName"] for user in item["mounts"]]
     return (
         item["name"],
         formats.format_mib(item["sizeMB"]),
         "-" if item["usedMB"] is None else formats.format_mib(item["usedMB"]),
-        (", ".join(users) if len(users) <= _MAX_NAMES else f"{len(users)} sandboxes") or "-",
+        (", ".join(user_names) if len(user_names) <= _MAX_NAMES else f"{len(user_names)} sandboxes") or "-",
         item["fromSnapshot"] or "-",
         formats.format_age(item["createdAt"]),
     )
@@ -257,8 +257,8 @@ def _format_value(key: str, value: Any) -> str:
 
 
 def _format_user(entry: Mapping[str, Any]) -> str:
-    mode = ", read-only" if entry["readonly"] else ""
-    return f"{entry['sandboxName']} ({entry['sandboxID']}, {entry['state']}) at {entry['path']}{mode}"
+    suffix = ", read-only" if entry["readonly"] else ""
+    return f"{entry['sandboxName']} ({entry['sandboxID']}, {entry['state']}) at {entry['path']}{suffix}"
 
 
 _LINE_FORMATS: dict[str, Callable[[Any], str]] = {
@@ -272,6 +272,6 @@ _LINE_FORMATS: dict[str, Callable[[Any], str]] = {
 
 def _format_node(node: Mapping[str, Any]) -> str:
     colour = {"sandbox": "green", "snapshot": "cyan", "template": "magenta"}.get(node["kind"], "dim")
-    names = ", ".join(name for name in node["names"] if name != node["id"])
+    names_text = ", ".join(name for name in node["names"] if name != node["id"])
     suffix = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""
-    return remove_control_characters(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{suffix}")
+    return remove_control_characters(f"[{colour}]{node['kind']}[/] [bold]{names_text}[/] [dim]{node['id']}[/]{suffix}")

@@ -12,9 +12,9 @@ from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import ExitCode, Failure
 
-Refs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
+SandboxRefs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
 _EXIT_TIMED_OUT = 124
-_WEEK_SECONDS = 604_800
+_MAX_TIMEOUT_SECONDS = 604_800
 
 
 def register(app: typer.Typer) -> None:
@@ -74,8 +74,8 @@ def create(
         no_volumes,
     )
     body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.body()}
-    created = settings.client.call("POST", "/sandboxes", body)
-    _print_sandbox(created, settings.json)
+    new_sandbox = settings.client.call("POST", "/sandboxes", body)
+    _print_sandbox(new_sandbox, settings.json)
 
 
 def list_(
@@ -130,8 +130,10 @@ def exec_(
     # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
     if not args:
-        raise Failure("the program to run is missing", ExitCode.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
-    body: dict[str, Any] = {"args": args, "timeout": _WEEK_SECONDS if seconds < 0 else seconds}
+        raise Failure(
+            "the program to run is missing", ExitCode.USAGE, "write `sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]`"
+        )
+    body: dict[str, Any] = {"args": args, "timeout": _MAX_TIMEOUT_SECONDS if seconds < 0 else seconds}
     body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
     if env:
         body["env"] = formats.parse_pairs(env, "an environment variable")
@@ -152,7 +154,7 @@ def exec_(
 
 def pause(
     ctx: typer.Context,
-    sandboxes: Refs,
+    sandboxes: SandboxRefs,
     no_memory: Annotated[
         bool, typer.Option("--no-memory", help="Store the disk only: the sandbox boots when it is resumed.")
     ] = False,
@@ -165,14 +167,14 @@ def pause(
         settings.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
 
-def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", as_json: Json = False) -> None:
+def resume(ctx: typer.Context, sandboxes: SandboxRefs, timeout: options.Timeout = "", as_json: Json = False) -> None:
     """Resume paused sandboxes."""
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
-    resumed = [settings.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
-    render.print_json(resumed if len(resumed) > 1 else resumed[0]) if settings.json else render.print_sandboxes(resumed)
+    items = [settings.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
+    render.print_json(items if len(items) > 1 else items[0]) if settings.json else render.print_sandboxes(items)
 
 
 def rename(
@@ -190,7 +192,7 @@ def rename(
 
 def kill(
     ctx: typer.Context,
-    sandboxes: Refs,
+    sandboxes: SandboxRefs,
     ignore_missing: Annotated[
         bool, typer.Option("--ignore-missing", help="Ignore sandboxes that do not exist.")
     ] = False,
@@ -206,7 +208,7 @@ def kill(
         except Failure as failure:
             if not (ignore_missing and failure.code is ExitCode.NOT_FOUND):
                 failures.append(failure)
-    raise_first(failures)
+    raise_first_failure(failures)
 
 
 def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_json: Json = False) -> None:
@@ -234,14 +236,14 @@ def clone(
     no_volumes: options.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
-    """Create siblings of a running sandbox, with its files and its memory."""
+    """Create siblings of a running sandbox, with its files and memory."""
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
-    many, total = options.count_fields(count, names, concurrency, best_effort)
+    fork_fields, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
-    body = {**many, **sandbox_options.body()}
+    body = {**fork_fields, **sandbox_options.body()}
     forks = fork_many(settings.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
     print_forks(forks, settings.json)
 
@@ -275,8 +277,8 @@ def print_forks(forks: dict[str, Any], as_json: bool) -> None:
     raise typer.Exit(ExitCode.FAILED)
 
 
-def raise_first(failures: list[Failure]) -> None:
-    """Report all failures but the first, then raise the first."""
+def raise_first_failure(failures: list[Failure]) -> None:
+    """Raise the first failure, after printing the messages of all others. Return if there are no failures."""
     for failure in failures[1:]:
         render.print_note(f"sandboxctl: {failure.message}")
     if failures:
@@ -288,5 +290,5 @@ def _print_sandbox(sandbox: dict[str, Any], as_json: bool) -> None:
 
 
 def _exit_code(code: int) -> int:
-    """Return the exit code that a shell would report: 128 + n if signal n ended the program."""
+    """Return the exit code that a shell would report: 128 + n if signal n terminated the program."""
     return code if 0 <= code <= 255 else 128 + abs(code) % 128

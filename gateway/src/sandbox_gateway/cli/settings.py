@@ -23,7 +23,7 @@ class Settings:
 
     @property
     def client(self) -> Client:
-        """Return the client, created on first use."""
+        """Return the HTTP client, creating it on first use."""
         if self._client is None:
             from sandbox_gateway.cli.client import DEFAULT_URL, Client
 

@@ -9,7 +9,7 @@ import typer
 from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.cli.sandboxes import print_forks, raise_first
+from sandbox_gateway.cli.sandboxes import print_forks, raise_first_failure
 
 app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
@@ -52,7 +52,7 @@ def create(
     prewarm: options.Prewarm = None,
     as_json: Json = False,
 ) -> None:
-    """Capture the disk and the memory of a running sandbox at one instant."""
+    """Capture the disk and the memory of a running sandbox at the same instant."""
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx, as_json)
@@ -101,8 +101,8 @@ def prewarm(
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx, as_json)
-    level = settings.client.call("POST", path("snapshots", snapshot, "prewarm"), {"count": count})
-    render.print_json(level) if settings.json else print(formats.format_prewarm(level))
+    prewarm_status = settings.client.call("POST", path("snapshots", snapshot, "prewarm"), {"count": count})
+    render.print_json(prewarm_status) if settings.json else print(formats.format_prewarm(prewarm_status))
 
 
 @app.command("fork")
@@ -134,7 +134,7 @@ def fork(
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
-    many, total = options.count_fields(count, names, concurrency, best_effort)
+    count_fields, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(
         cpus,
         memory,
@@ -152,7 +152,7 @@ def fork(
         no_volumes,
     )
     route = path("snapshots", snapshot, "fork")
-    body = {**many, **sandbox_options.body()}
+    body = {**count_fields, **sandbox_options.body()}
     print_forks(fork_many(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
 
 
@@ -167,7 +167,7 @@ def delete(
 
 
 def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: bool) -> None:
-    """Delete snapshots or templates (``kind``), and report those that were only hidden."""
+    """Delete objects of ``kind`` ("snapshots" or "templates"). Print the ones that are hidden until they are unused."""
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx)
@@ -175,13 +175,13 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
     for ref in refs:
         params = {"when": "unused"} if when_unused else None
         try:
-            hidden = settings.client.call("DELETE", path(kind, ref), params=params)
+            response = settings.client.call("DELETE", path(kind, ref), params=params)
         except Failure as failure:
             failures.append(failure)
             continue
-        if hidden:
-            render.print_note(f"{ref} is hidden; it is deleted with its last user ({', '.join(hidden['blockers'])})")
-    raise_first(failures)
+        if response:  # the object is still in use, so it was only hidden
+            render.print_note(f"{ref} is hidden; it is deleted with its last user ({', '.join(response['blockers'])})")
+    raise_first_failure(failures)
 
 
 def tree(

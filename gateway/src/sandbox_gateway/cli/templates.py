@@ -120,7 +120,7 @@ def delete(
 
 
 def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
-    """Print the build's log to its end. Raises Failure if the build failed."""
+    """Print the build's log until the build ends. Raises Failure if the build failed."""
     from sandbox_gateway.cli.progress import follow_log
 
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
@@ -135,7 +135,7 @@ def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
             f"the template could not be built: {status['reason']}", hint="fix the recipe, and build the template again"
         )
     if status["status"] != "ready":
-        raise Failure("the log ended before the build did", hint="`sandboxctl template list` shows its status")
+        raise Failure("the log ended before the build finished", hint="`sandboxctl template list` shows its status")
 
 
 def _print_template(template: dict[str, Any], as_json: bool) -> None:
@@ -143,7 +143,7 @@ def _print_template(template: dict[str, Any], as_json: bool) -> None:
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
-    """Read the recipe in ``file``, with the field names of the HTTP API."""
+    """Return the recipe in ``file``, whose fields have the same names as in the HTTP API."""
     try:
         text = file.read_text()
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -156,6 +156,8 @@ def _read_recipe(file: Path) -> dict[str, Any]:
         raise Failure(f"the recipe {file} is invalid: {error}", ExitCode.USAGE, hint) from None
     if not isinstance(data, dict):
         raise Failure(
-            f"the recipe {file} is not a JSON object", ExitCode.USAGE, "write one object, with the recipe's fields"
+            f"the recipe {file} is not a JSON object",
+            ExitCode.USAGE,
+            "write one JSON object with the fields of the recipe",
         )
     return data

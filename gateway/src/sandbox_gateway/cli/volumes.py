@@ -9,7 +9,7 @@ import typer
 from sandbox_gateway.cli import formats, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.cli.sandboxes import raise_first
+from sandbox_gateway.cli.sandboxes import raise_first_failure
 
 app = typer.Typer(
     help="Manage volumes: storage that outlives sandboxes and that several sandboxes can share.",
@@ -43,7 +43,7 @@ def create(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Create a volume, empty or from a snapshot of a volume."""
+    """Create an empty volume, or a copy of a volume snapshot."""
     settings = get_settings(ctx, as_json)
     body: dict[str, Any] = {"name": name}
     if size:
@@ -115,7 +115,7 @@ def detach(
             settings.client.call("DELETE", path("sandboxes", sandbox, "volumes", ref))
         except Failure as failure:
             failures.append(failure)
-    raise_first(failures)
+    raise_first_failure(failures)
 
 
 @app.command("snapshot")
@@ -141,8 +141,11 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx, as_json)
-    items = settings.client.get_all(path("volumes", volume, "snapshots"))
-    render.print_json(items) if settings.json else render.print_volume_snapshots(items, volume)
+    volume_snapshots = settings.client.get_all(path("volumes", volume, "snapshots"))
+    if settings.json:
+        render.print_json(volume_snapshots)
+    else:
+        render.print_volume_snapshots(volume_snapshots, volume)
 
 
 @app.command("rollback")
@@ -188,7 +191,7 @@ def delete(
                 settings.client.call("DELETE", path("volumes", volume), params={"withSnapshots": with_snapshots})
         except Failure as failure:
             failures.append(failure)
-    raise_first(failures)
+    raise_first_failure(failures)
 
 
 def _print_volume(volume: dict[str, Any], as_json: bool) -> None:

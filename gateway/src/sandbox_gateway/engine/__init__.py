@@ -1,14 +1,25 @@
-"""The gateway's operations. They add names, locks, undo, retention and lineage to the primitives capture and fork.
+"""The gateway's operations, which add names, locks, undo, retention and lineage to capture and fork.
 
-``engine`` composes the groups of operations; its constructor shows which group uses which.
+``engine`` creates the groups of operations. Its constructor has the same sections as this overview, and shows which
+groups each group uses.
 
-* State: ``context``, ``index``, ``names``, ``events``, ``secret``; ``keyed_locks`` and ``locking``;
-  ``record_changes`` and ``volume_records``.
-* Groups: ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``, ``commands``.
-* The two primitives: ``machine_lifecycle`` starts a machine from a snapshot, ``captures`` takes a snapshot.
-* Steps of forks and rollbacks: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``replacement``.
-* ``room``: refuses operations that would fill the host, and continues machines that stalled on a full disk.
-* Removal: ``references`` finds the users of an object, ``collector`` removes unused objects; ``expiry``,
-  ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``. Measurements of sandboxes: ``loads``.
-* Guests: ``agents``, ``agent_client``, ``guest_json``. Templates: ``template_builder``, ``builds``.
+* State of all groups: ``context``; ``index`` and ``creation_order``, ``names``, ``events``, ``secret``;
+  ``record_changes`` and ``volume_records`` save changed records.
+* Prerequisites of the primitives:
+    * locks: ``locking``, ``keyed_locks``.
+    * users of objects: ``references`` finds them, ``in_use`` words the errors that name them.
+    * removal: ``removal`` removes snapshots and volumes, ``collector`` finds unused ones, ``backoff`` delays retries.
+      Two groups remove other objects themselves: ``sandboxes`` a sandbox, ``template_builder`` a template's base.
+    * agents: ``agents``, ``agent_client``, ``guest_json``.
+    * ``room``: refuses operations that would fill the host, and resumes machines that stalled on a full disk.
+    * ``prewarm``: starts forks before they are requested. It is the only module besides ``machine_lifecycle`` that
+      starts machines.
+* The two primitives: ``machine_lifecycle`` forks a machine from a snapshot, and ``captures`` takes a snapshot.
+  ``start_slots`` orders the starts, ``boot_failure`` explains a failed one.
+* Operations on volumes, and inside running sandboxes: ``volumes``, ``attachments``, ``commands``.
+* Operations that are built on the primitives: ``snapshots`` and ``lineage``, ``forks``, ``sandboxes``, ``templates``.
+  Their steps: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``timeouts``, ``replacement``,
+  ``template_builder``, ``builds``.
+* Work that no request triggers: ``loads`` measures sandboxes; ``recovery`` runs at start-up; ``expiry`` and
+  ``retention``.
 """

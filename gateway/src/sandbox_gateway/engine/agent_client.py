@@ -1,4 +1,4 @@
-"""A client for the agent inside a sandbox: HTTP/1.1 with JSON, and Connect streams for live output."""
+"""A client for the agent inside a sandbox, using HTTP/1.1 with JSON, and Connect streams for live output."""
 
 from __future__ import annotations
 
@@ -18,30 +18,48 @@ import h11
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
-from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
-from sandbox_gateway.hosts.connect import open_connection
+from sandbox_gateway.hosts.connect import AGENT_PORT, open_connection
 
 _READ_BYTES = 1 << 14
 """Maximum number of bytes that are read and parsed per turn of the event loop."""
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_REFUSAL_BYTES = 4096
 _MAX_REASON_LENGTH = 1000
-_EXIT_CODES = (-255, 255)
+_EXIT_CODE_RANGE = (-255, 255)
 _ATTEMPT_INTERVAL_SECONDS = 0.01
 _SLOW_ATTEMPT_INTERVAL_SECONDS = 0.25
 _FAST_ATTEMPTS_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
 _CALL_TIMEOUT_SECONDS = 30.0
-_LINE_FRAME_BYTES = 4096
+_MAX_LINE_FRAME_BYTES = 4096
 _LINE_TIMEOUT_SECONDS = 5.0
-_MAX_LINE_BYTES = 1 << 16
+_MAX_BYTES_BEFORE_ECHO = 1 << 16
 
 _INVALID_RESPONSE_ERRORS = (KeyError, ValueError)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result of evaluating code in the sandbox's interpreter."""
+
+    result: str
+    """The ``repr`` of the value of the last expression."""
+    error: str
+    """The error message; empty if there was no error."""
+    exit_code: int
+    """0, or 1 after an error."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Identity:
     dns: list[str]
     grow_disk: bool = False
 
-    def body(self) -> dict[str, Any]:
+    def to_body(self) -> dict[str, Any]:
         """Return the body of a request to `/identity`. Raises Invalid if the agent would refuse the environment."""
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
@@ -97,8 +115,8 @@ class AgentClient:
         Timeout.
         """
         deadline = time.monotonic() + seconds
-        body = identity.body()
-        if self._line is not None and len(_line_message(body)) <= _LINE_FRAME_BYTES:
+        body = identity.to_body()
+        if self._line is not None and len(_encode_line_message(body)) <= _MAX_LINE_FRAME_BYTES:
             with contextlib.suppress(OSError):
                 await self._send_over_line(self._line, body)
                 return
@@ -127,22 +145,22 @@ class AgentClient:
     async def _send_over_line(self, line: socket.socket, body: dict[str, Any]) -> None:
         """Send the identity over the serial line, which is much cheaper for a new machine than a TCP connection.
 
-        Sends a challenge first and the identity after the agent has echoed it, so that the time in the identity is
-        current. Raises OSError if the agent closes the line, or does not respond within a few seconds.
+        The identity is sent only after the agent has echoed a challenge, so that the time in the identity is current.
+        Raises OSError if the agent closes the line, or does not respond within a few seconds.
         """
         loop = asyncio.get_running_loop()
         challenge = b"?" + os.urandom(16)
-        received = b""
+        received_bytes = b""
         with line.dup() as duplicate:  # the owner may close the line at any time
             async with asyncio.timeout(_LINE_TIMEOUT_SECONDS):
                 await loop.sock_sendall(duplicate, challenge)
                 # Bytes that the agent wrote to the line before the capture may arrive first.
-                while challenge not in received:
-                    piece = await loop.sock_recv(duplicate, _LINE_FRAME_BYTES)
-                    received += piece
-                    if not piece or len(received) > _MAX_LINE_BYTES:
+                while challenge not in received_bytes:
+                    piece = await loop.sock_recv(duplicate, _MAX_LINE_FRAME_BYTES)
+                    received_bytes += piece
+                    if not piece or len(received_bytes) > _MAX_BYTES_BEFORE_ECHO:
                         raise ConnectionResetError("the agent closed the connection or sent an unexpected frame")
-                await loop.sock_sendall(duplicate, _line_message(body))
+                await loop.sock_sendall(duplicate, _encode_line_message(body))
 
     async def _connect_when_ready(self, deadline: float, end_reason: Callable[[], str]) -> Streams:
         """Connect to a machine that may not be listening yet.
@@ -150,18 +168,20 @@ class AgentClient:
         A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second.
         Therefore, start a new attempt every few milliseconds and use the first one that succeeds.
         """
-        start = time.monotonic()
+        start_time = time.monotonic()
         attempts: set[asyncio.Task[Streams]] = set()
         try:
             while True:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
                 interval = (
                     _ATTEMPT_INTERVAL_SECONDS
-                    if time.monotonic() - start < _FAST_ATTEMPTS_SECONDS
+                    if time.monotonic() - start_time < _FAST_ATTEMPTS_SECONDS
                     else _SLOW_ATTEMPT_INTERVAL_SECONDS
                 )
-                finished, _ = await asyncio.wait(attempts, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in finished:
+                finished_attempts, _ = await asyncio.wait(
+                    attempts, timeout=interval, return_when=asyncio.FIRST_COMPLETED
+                )
+                for attempt in finished_attempts:
                     attempts.remove(attempt)
                     if attempt.exception() is None:
                         return attempt.result()
@@ -172,7 +192,7 @@ class AgentClient:
                         "the sandbox's agent did not accept a connection in time: the guest may not have started. Look "
                         "at the gateway's log"
                     )
-                if finished:
+                if finished_attempts:
                     await asyncio.sleep(interval)
                 while len(attempts) >= _MAX_ATTEMPTS:
                     _discard_attempt(attempts.pop())
@@ -186,12 +206,12 @@ class AgentClient:
         body: dict[str, Any] | None,
         *,
         seconds: float = _CALL_TIMEOUT_SECONDS,
-        max_bytes: int = guest_json.DEFAULT_BYTES,
+        max_bytes: int = guest_json.DEFAULT_MAX_BYTES,
     ) -> dict[str, Any]:
         """Send a POST request with a JSON body, or a GET request if ``body`` is None. Return the JSON of the response.
 
         ``max_bytes``: maximum length of the response. Raises Invalid if the agent refuses the request as invalid,
-        BackendFailed, or Timeout.
+        Timeout if it does not respond within ``seconds``, and BackendFailed if the request fails for another reason.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -211,7 +231,7 @@ class AgentClient:
             ) from None
 
     async def set_mounts(self, mounts: Sequence[GuestMount], *, seconds: float) -> None:
-        """Make the agent mount exactly ``mounts``, in this order. If one fails, no new mount remains."""
+        """Make the agent mount exactly ``mounts``, in this order. If a mount fails, the new ones are undone."""
         entries = [
             {
                 "path": each.path,
@@ -229,7 +249,7 @@ class AgentClient:
         await self.call("/sync", {}, seconds=seconds)
 
     async def freeze(self, *, seconds: int) -> bool:
-        """Block writes to the guest's file system until ``thaw``, but for at most ``seconds``.
+        """Block writes to the guest's file system until ``thaw`` is called, but for at most ``seconds``.
 
         Returns False if the file system cannot be frozen.
         """
@@ -260,7 +280,7 @@ class AgentClient:
         response = await self.call("/exec", body, seconds=timeout + 30, max_bytes=guest_json.MAX_BYTES)
         try:
             return ExecResult(
-                exit_code=guest_json.read_integer(response["exitCode"], *_EXIT_CODES),
+                exit_code=guest_json.require_integer(response["exitCode"], *_EXIT_CODE_RANGE),
                 stdout=await guest_json.decode_base64(response.pop("stdout", "")),
                 stderr=await guest_json.decode_base64(response.pop("stderr", "")),
                 timed_out=response.get("timedOut") is True,
@@ -273,7 +293,7 @@ class AgentClient:
         try:
             body = {"code": code, "timeout": timeout}
             response = await self.call("/eval", body, seconds=timeout + 30, max_bytes=guest_json.MAX_BYTES)
-            exit_code = guest_json.read_integer(response["exit_code"], *_EXIT_CODES)
+            exit_code = guest_json.require_integer(response["exit_code"], *_EXIT_CODE_RANGE)
             return EvalResult(_require_string(response["result"]), _require_string(response["error"]), exit_code)
         except Invalid as error:
             if error.message != "/eval not found":
@@ -292,42 +312,46 @@ class AgentClient:
         """Run ``/bin/sh -c command`` as root, pass its output to ``output`` as it arrives, and return the exit code."""
         try:
             async with asyncio.timeout(seconds):
-                async for event in self._start(command):
+                async for event in self._start_shell(command):
                     for stream, data in _get_object(event, "data").items():
                         if stream in ("stdout", "stderr"):
                             output(await guest_json.decode_base64(data))
                     if "end" in event:
-                        return guest_json.read_integer(_get_object(event, "end").get("exitCode", 0), *_EXIT_CODES)
+                        return guest_json.require_integer(
+                            _get_object(event, "end").get("exitCode", 0), *_EXIT_CODE_RANGE
+                        )
         except TimeoutError:
             raise Timeout(f"the command did not end within {seconds:g} s: increase its timeout") from None
         except (OSError, h11.RemoteProtocolError) as error:
             raise BackendFailed(
-                f"the connection to the sandbox broke during the command: {error}. Check that the sandbox is running, "
-                "and run the command again"
+                f"the connection to the sandbox was lost during the command: {error}. Check that the sandbox is "
+                "running, and run the command again"
             ) from None
         except ValueError:
             raise guest_json.invalid_response_error("sent invalid command output") from None
         raise guest_json.invalid_response_error("closed the command's output before the command ended")
 
-    async def launch(self, command: str) -> None:
+    async def start_in_background(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
-        stream = self._start(command)
+        stream = self._start_shell(command)
         try:
             async with asyncio.timeout(30):
                 await anext(stream)
         except (TimeoutError, StopAsyncIteration, OSError, h11.RemoteProtocolError) as error:
-            raise BackendFailed(f"the start command could not be started: {error}. Build the template again") from None
+            raise BackendFailed(
+                f"the template's start command could not be run: {error}. Build the template again"
+            ) from None
         finally:
             await stream.aclose()
 
-    async def _start(self, command: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def _start_shell(self, command: str) -> AsyncGenerator[dict[str, Any], None]:
         request = {"process": {"cmd": "/bin/sh", "args": ["-c", command], "envs": {}}, "stdin": False}
         payload = json.dumps(request).encode()
         body = struct.pack(">BI", 0, len(payload)) + payload
         reader, writer = await open_connection(self._address, AGENT_PORT)
         try:
-            chunks = self._request(reader, writer, "/process.Process/Start", body, "application/connect+json")
-            async for flags, message in self._frames(chunks):
+            chunks = self._send_request(reader, writer, "/process.Process/Start", body, "application/connect+json")
+            async for flags, message in self._read_frames(chunks):
                 if flags & 2:
                     if "error" in message:
                         reason = _clean_reason(_get_object(message, "error").get("message", ""))
@@ -337,7 +361,7 @@ class AgentClient:
         finally:
             _close_writer(writer)
 
-    async def _frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    async def _read_frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield the flags and the message of each Connect frame: a flag byte, a big-endian length, and JSON."""
         data = bytearray()
         async for chunk in chunks:
@@ -358,15 +382,15 @@ class AgentClient:
         writer: asyncio.StreamWriter,
         path: str,
         body: dict[str, Any] | None,
-        max_bytes: int = guest_json.DEFAULT_BYTES,
+        max_bytes: int = guest_json.DEFAULT_MAX_BYTES,
     ) -> dict[str, Any]:
         payload = None if body is None else json.dumps(body).encode()
         with guest_json.ResponseReader(self._address, path, max_bytes) as response:
-            async for chunk in self._request(reader, writer, path, payload, "application/json"):
+            async for chunk in self._send_request(reader, writer, path, payload, "application/json"):
                 await response.feed(chunk)
             return await response.parse()
 
-    async def _request(
+    async def _send_request(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -425,11 +449,11 @@ class AgentClient:
 
 
 def _with_current_time(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of an identity request with the current time."""
+    """Return a copy of the body of an identity request with the current time."""
     return body | {"time": time.time()}
 
 
-def _line_message(body: dict[str, Any]) -> bytes:
+def _encode_line_message(body: dict[str, Any]) -> bytes:
     return b"=" + json.dumps(_with_current_time(body)).encode()
 
 
@@ -441,7 +465,7 @@ def _require_string(value: object) -> str:
 
 
 def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the object in the field ``name``; an empty object if there is none."""
+    """Return the object in the field ``name``, or an empty object if there is none."""
     value = message.get(name)
     return value if isinstance(value, dict) else {}
 

@@ -24,12 +24,12 @@ class Agents:
         return AgentClient(self._host.endpoint(sandbox), self.access_token(sandbox))
 
     def endpoint(self, ref: str) -> tuple[str, str]:
-        """Return ``(address, access token)`` of a running sandbox's agent."""
+        """Return the address and the access token of a running sandbox's agent."""
         sandbox = self._context.require_running(ref)
         return self._host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
-        """Send the machine of a sandbox its identity, and wait for the agent's response."""
+        """Send a sandbox's identity to its machine, and wait for the agent's response."""
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
@@ -44,14 +44,14 @@ class Agents:
         )
 
     async def mount_volumes(
-        self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_TIMEOUT_SECONDS
+        self, sandbox: Sandbox, *, has_stale_mounts: bool = False, seconds: float = _MOUNT_TIMEOUT_SECONDS
     ) -> None:
         """Make the agent mount the volumes in ``sandbox.mounts`` that the host cannot mount from outside.
 
-        ``stale``: the guest may still have mounts of other volumes, which the agent then removes.
+        ``has_stale_mounts``: the guest may still mount other volumes, which the agent then unmounts.
         """
         guest_mounts = self._host.guest_mounts(sandbox)
-        if guest_mounts or stale:
+        if guest_mounts or has_stale_mounts:
             await self.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
     def _name_servers(self, policy: NetworkPolicy) -> list[str]:

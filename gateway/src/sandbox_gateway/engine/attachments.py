@@ -51,13 +51,13 @@ class Attachments:
             return mount
 
     async def _attach(self, sandbox: Sandbox, mount: Mount) -> None:
-        updated = await save_sandbox(self._context, sandbox.id, mounts=[*sandbox.mounts, mount])
+        updated_sandbox = await save_sandbox(self._context, sandbox.id, mounts=[*sandbox.mounts, mount])
         try:
-            await self._host.attach(updated, mount)
+            await self._host.attach(updated_sandbox, mount)
             try:
-                await self._agents.mount_volumes(updated)
+                await self._agents.mount_volumes(updated_sandbox)
             except BaseException:
-                await self._unmount(updated, mount)
+                await self._unmount(updated_sandbox, mount)
                 raise
         except BaseException:
             await save_sandbox(self._context, sandbox.id, mounts=sandbox.mounts)
@@ -77,7 +77,7 @@ class Attachments:
                 raise NotFound(
                     "mount",
                     name,
-                    message=f"volume {name!r} is not attached to sandbox {sandbox.name!r}: check the names of both",
+                    message=f"volume {name!r} is not attached to sandbox {sandbox.name!r}: check both names",
                     parent=sandbox.name,
                 )
             await finish_despite_cancellation(self._detach(sandbox, mount))
@@ -87,22 +87,24 @@ class Attachments:
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
             await self._unmount(sandbox, mount)
-        await save_sandbox(self._context, sandbox.id, mounts=_mounts_without(sandbox, mount).mounts)
+        await save_sandbox(self._context, sandbox.id, mounts=_without_mount(sandbox, mount).mounts)
 
     async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Unmount inside the sandbox first, so that no program sees a dead mount.
+        """Unmount a volume in the sandbox, and then on the host, even if the agent fails.
 
-        Then unmount on the host, even if the agent has failed.
+        This order prevents programs in the sandbox from seeing a dead mount.
         """
-        remaining = _mounts_without(sandbox, mount)
+        updated_sandbox = _without_mount(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
-                await self._agents.mount_volumes(remaining, stale=True, seconds=_UNMOUNT_TIMEOUT_SECONDS)
+                await self._agents.mount_volumes(
+                    updated_sandbox, has_stale_mounts=True, seconds=_UNMOUNT_TIMEOUT_SECONDS
+                )
             except GatewayError as error:
                 log.warning(
                     "the agent could not unmount a volume", sandbox=sandbox.id, path=mount.path, reason=error.message
                 )
-        await self._host.detach(remaining, mount)
+        await self._host.detach(updated_sandbox, mount)
 
     async def complete_mounts(self, sandbox_id: str) -> None:
         """Complete an attachment or detachment that a restart interrupted."""
@@ -111,5 +113,5 @@ class Attachments:
                 await self._agents.mount_volumes(sandbox)
 
 
-def _mounts_without(sandbox: Sandbox, mount: Mount) -> Sandbox:
+def _without_mount(sandbox: Sandbox, mount: Mount) -> Sandbox:
     return sandbox.model_copy(update={"mounts": [each for each in sandbox.mounts if each.volume != mount.volume]})

@@ -1,4 +1,4 @@
-"""Add the end of a guest's console to the error of a boot that failed."""
+"""Add the last lines of a guest's console to the error of a failed boot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from sandbox_gateway.records import Sandbox
 
 MAX_LINES = 12
 MAX_LINE_LENGTH = 160
+_PANIC_MESSAGE = "Kernel panic - not syncing"
 
 
-async def with_console(error: BaseException, host: Host, sandbox: Sandbox) -> BaseException:
-    """Return ``error`` with the end of the console of ``sandbox``, whose machine was not removed yet.
+async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> BaseException:
+    """Return a copy of ``error`` with the last lines of the console of ``sandbox``.
 
-    Returns ``error`` itself if the guest is not the cause, or if its console is empty or cannot be read.
+    The machine must not have been removed yet. Returns ``error`` itself if the guest is not the cause, or if its
+    console is empty or cannot be read.
     """
     if not isinstance(error, BackendFailed | Timeout):
         return error
@@ -30,8 +32,12 @@ async def with_console(error: BaseException, host: Host, sandbox: Sandbox) -> Ba
 
 
 def last_lines(console: str) -> list[str]:
-    """Return the last lines of a console that are not empty, shortened and without control characters."""
+    """Return the last nonempty lines of a console, shortened and without control characters.
+
+    If the guest's kernel panicked, the panic message is the last line, because the dump after it would displace it.
+    """
     # The end of a console can be a long line without a line break.
     text = remove_control_characters(console[-8 * MAX_LINES * MAX_LINE_LENGTH :].replace("\r", "\n"))
-    lines = [line.strip() for line in text.split("\n")]
-    return [line[-MAX_LINE_LENGTH:] for line in lines if line][-MAX_LINES:]
+    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    panic_index = next((index for index, line in enumerate(lines) if _PANIC_MESSAGE in line), len(lines))
+    return [line[-MAX_LINE_LENGTH:] for line in lines[: panic_index + 1]][-MAX_LINES:]

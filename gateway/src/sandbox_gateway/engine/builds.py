@@ -14,13 +14,13 @@ from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.records import new_id, now
 
 _MAX_BYTES = 1 << 20
-_LAST_LINES = 40
+_LAST_LINE_COUNT = 40
 MAX_LINE_LENGTH = 2000
 
 
 @dataclass
 class Build:
-    """A build of a template. ``status`` is "building", "ready" or "error"; ``reason`` says why it failed."""
+    """A build of a template. ``status`` is "building", "ready" or "error"; ``reason`` says why the build failed."""
 
     template_id: str
     name: str
@@ -38,16 +38,16 @@ class Build:
     started_at: datetime = field(default_factory=now)
     _size: int = 0
     _omitted_count: int = 0
-    _last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-    _update: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
+    _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        """Append a line. The log keeps the first ``_MAX_BYTES`` and the last ``_LAST_LINES`` lines."""
+        """Append a line. The log keeps its first ``_MAX_BYTES`` bytes and its last ``_LAST_LINE_COUNT`` lines."""
         line = remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip()
         self._size += sys.getsizeof(line)
         if self._size <= _MAX_BYTES:
             self.lines.append(line)
-            self._wake()
+            self._wake_followers()
         else:
             self._omitted_count += 1
             self._last_lines.append(line)
@@ -58,28 +58,28 @@ class Build:
         self.lines += self._last_lines
         self._last_lines.clear()
         self.status, self.reason = status, reason
-        self._wake()
+        self._wake_followers()
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
-        """Yield the lines from number ``start`` on, until the build has ended."""
+        """Yield the lines of the log from index ``start`` on, until the build ends."""
         position = start
         while True:
-            update = self._update
+            update_event = self._update_event
             for line in self.lines[position:]:
                 yield line
                 position += 1
             if self.status != "building":
                 return
             if position == len(self.lines):
-                await update.wait()
+                await update_event.wait()
 
-    def _wake(self) -> None:
-        update, self._update = self._update, asyncio.Event()
-        update.set()
+    def _wake_followers(self) -> None:
+        update_event, self._update_event = self._update_event, asyncio.Event()
+        update_event.set()
 
 
-class LogLines:
-    """Splits a command's output into lines for the log. Lines are cut at ``MAX_LINE_LENGTH`` characters."""
+class LogWriter:
+    """A writer that splits a command's output into lines of the log, each cut at ``MAX_LINE_LENGTH`` characters."""
 
     def __init__(self, build: Build) -> None:
         self._build = build

@@ -1,4 +1,4 @@
-"""Take snapshots of sandboxes while they run."""
+"""Take snapshots of running sandboxes, as described in "A capture, step by step" in docs/design.md."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
+from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.volume_records import add_volume_snapshot
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
@@ -24,15 +24,13 @@ log = Logger("engine")
 
 
 class Captures:
-    def __init__(
-        self, context: Context, locking: Locking, agents: Agents, collector: Collector, room: RoomKeeper
-    ) -> None:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, removal: Removal, room: RoomKeeper) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
         self._locking = locking
         self._agents = agents
-        self._collector = collector
+        self._removal = removal
         self._room = room
 
     def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
@@ -53,8 +51,8 @@ class Captures:
     ) -> Snapshot:
         """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
 
-        On failure no snapshot remains, with one exception: if the source stopped after the capture, the error says
-        that the snapshot is valid.
+        On failure, the snapshot is removed, unless the sandbox stopped after the capture: then the snapshot remains,
+        and the error names it.
         """
         snapshot = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
         try:
@@ -82,19 +80,19 @@ class Captures:
         return snapshot
 
     async def undo(self, id: str) -> None:
-        """Remove a snapshot, if it was committed, after a later step of its operation has failed."""
+        """Remove a snapshot, if it was committed, after a later step of the operation has failed."""
         snapshot = self._index.snapshots.get(id)
         if snapshot is None:
             return
         try:
-            await self._collector.remove_snapshot(snapshot)
+            await self._removal.remove_snapshot(snapshot)
         except GatewayError as error:
             log.warning("snapshot not removed", snapshot=id, reason=error.message)
 
     async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
-        """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host supports that.
+        """Capture a sandbox and ``volumes``. ``memory``: include the sandbox's memory, if the host supports that.
 
         Does not change the sandbox's record, which need not be saved yet.
         """
@@ -110,7 +108,7 @@ class Captures:
         return snapshot
 
     def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
-        """Return the ids of the volumes in ``refs``. Raises Invalid for one that ``sandbox`` does not mount."""
+        """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
         volumes = [self._index.volume(ref) for ref in refs]
         for volume in volumes:
             if all(mount.volume != volume.id for mount in sandbox.mounts):
@@ -120,10 +118,11 @@ class Captures:
                 )
         return [volume.id for volume in volumes]
 
-    async def _write_through(self, sandbox: Sandbox) -> None:
-        """Make the guest write its cache to the disk, so that the disk alone is usable and matches the new head.
+    async def _sync_guest(self, sandbox: Sandbox) -> None:
+        """Make the guest write its cache to the disk, so that the captured disk is usable without the memory.
 
-        If the guest is too busy, it is captured anyway, because the captured memory includes the cache.
+        This also makes the sandbox's disk match its new head. A guest that is too busy is captured anyway, because the
+        captured memory includes the cache.
         """
         try:
             await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
@@ -134,7 +133,7 @@ class Captures:
     async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
         """Flush the guest's cache to the disk. ``freeze``: also block the guest's writes inside this context."""
         if not freeze:
-            await self._write_through(sandbox)
+            await self._sync_guest(sandbox)
             yield
             return
         agent = self._agents.client(sandbox)

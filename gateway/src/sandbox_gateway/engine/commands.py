@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from sandbox_gateway.engine.agent_client import EvalResult, ExecResult
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
 
@@ -37,8 +37,8 @@ class Commands:
     ) -> ExecResult:
         """Run a program and wait until it ends, for at most ``timeout`` seconds."""
         sandbox = self._context.require_running(ref)
-        command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
-        return await self._run_in_sandbox(sandbox, command)
+        execution = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+        return await self._run_in_sandbox(sandbox, execution)
 
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python code in the sandbox's interpreter, whose state is part of the sandbox's memory."""
@@ -58,7 +58,7 @@ class Commands:
             raise await self._explain_failure(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``. Raises BackendFailed if the machine stops: a dead guest does not close its connections."""
+        """Await ``work``. Raises BackendFailed if the machine stops, because a dead guest closes no connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -76,8 +76,11 @@ class Commands:
 
         Returns Gone or Conflict if another request stopped or replaced the machine of ``original``, else ``error``.
         """
-        current = self._context.index.sandboxes.get(original.id)
-        is_unchanged = current is not None and (current.instance, current.state) == (original.instance, original.state)
+        current_sandbox = self._context.index.sandboxes.get(original.id)
+        is_unchanged = current_sandbox is not None and (current_sandbox.instance, current_sandbox.state) == (
+            original.instance,
+            original.state,
+        )
         if is_unchanged and not self._context.host.end_reason(original):
             return error
         try:

@@ -26,7 +26,7 @@ class Context:
         self.secret = Secret()
         self.background = BackgroundTasks(Logger("engine"))
         self.unreadable_sandboxes: list[str] = []
-        """Sandboxes whose records cannot be read. Objects that may belong to them are not removed."""
+        """Ids of the sandboxes whose records cannot be read. Objects that may belong to them are not removed."""
 
     def require_running(self, ref: str) -> Sandbox:
         """Return the sandbox. Raises Conflict if it is paused or its machine has stopped."""

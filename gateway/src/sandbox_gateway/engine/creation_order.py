@@ -1,4 +1,4 @@
-"""The order in which objects were created, kept sorted so that a list can start anywhere without sorting."""
+"""The creation order of objects, kept sorted so that a listing can start at any object without sorting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = tuple[datetime, str]
 
 
 class CreationOrder:
-    """The keys of objects, oldest first. Adding the newest object takes constant time."""
+    """The keys of objects, oldest first. Adding the newest key does not move the others."""
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
@@ -28,7 +28,7 @@ class CreationOrder:
             del self._keys[position]
 
     def walk(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Key]:
-        """Yield the keys after ``after``, oldest first, or newest first if ``backwards``.
+        """Yield the keys from oldest to newest, or the reverse if ``backwards``, starting after the key ``after``.
 
         The order must not change before the iterator is exhausted.
         """

@@ -1,4 +1,4 @@
-"""The engine: it creates the groups of operations, and opens and closes the host."""
+"""The engine, which creates the groups of operations, and opens and closes the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from sandbox_gateway.engine.loads import Loads
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
-from sandbox_gateway.engine.prewarm import Prewarm
+from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.sandboxes import Sandboxes
@@ -39,47 +40,53 @@ log = Logger("engine")
 class Engine:
     """The groups of operations. Each group uses only the groups that are passed to its constructor.
 
+    The API calls ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments`` and ``commands``.
+    It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``references``, ``agents``, ``room``,
+    ``prewarm``, ``machines`` and ``loads``.
+
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
     """
 
     def __init__(self, host: Host, config: Config) -> None:
+        # The state of all groups.
         context = Context(host, config)
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
 
-        # What the primitives need: locks, users of objects, removal of unused objects, agents, room on the host, and
-        # forks that are ready to be claimed.
+        # The prerequisites of the primitives: locks, users of objects, removal of objects, agents, room on the host,
+        # and forks that are ready to be claimed.
         locking = Locking(context)
         self.references = references = References(context)
-        self.collector = collector = Collector(context, references)
+        removal = Removal(context)
+        collector = Collector(context, references, removal)
         self.agents = agents = Agents(context)
         self.room = room = RoomKeeper(context, locking)
-        self.prewarm = prewarm = Prewarm(context, agents, room)
+        self.prewarm = prewarm = PrewarmPool(context, agents, room)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
         self.machines = machines = MachineLifecycle(context, locking, agents, prewarm)
-        captures = Captures(context, locking, agents, collector, room)
+        captures = Captures(context, locking, agents, removal, room)
 
         # Operations on volumes, and inside running sandboxes. They do not need the primitives.
-        self.volumes = Volumes(context, locking, references, collector)
+        self.volumes = Volumes(context, locking, references, collector, removal)
         self.attachments = attachments = Attachments(context, locking, agents, collector)
         self.commands = Commands(context, locking, agents)
 
         # Operations that are built on the primitives.
-        self.mounts = mounts = MountPlanner(context, locking, collector)
-        replacement = Replacement(context, locking, collector, machines)
+        mount_planner = MountPlanner(context, locking, collector)
+        replacement = Replacement(context, locking, collector, removal, machines)
         builder = TemplateBuilder(context, agents, machines, captures, room)
-        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
-        self.forks = Forks(context, locking, references, collector, mounts, machines, captures, room)
+        self.snapshots = snapshots = Snapshots(context, locking, references, collector, removal, captures, prewarm)
+        self.forks = Forks(context, locking, references, collector, mount_planner, machines, captures, room)
         self.sandboxes = sandboxes = Sandboxes(
-            context, locking, agents, collector, mounts, machines, captures, replacement
+            context, locking, agents, collector, mount_planner, machines, captures, replacement
         )
         self.templates = Templates(context, snapshots, builder, prewarm)
 
         # Work that no request triggers.
         self.loads = Loads(context)
-        self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
+        self._recovery = Recovery(context, collector, removal, attachments, machines, sandboxes)
         self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
     async def open(self) -> None:
@@ -106,7 +113,7 @@ class Engine:
         )
 
     async def close(self) -> None:
-        """Close the host after operations that have started to commit have finished. Sandboxes keep running."""
+        """Wait for operations that are being committed, then close the host. Sandboxes keep running."""
         await self.background.cancel()
         if not await wait_for_uninterruptible_tasks(_CLOSE_TIMEOUT_SECONDS):
             log.error("closed before all operations were complete", seconds=_CLOSE_TIMEOUT_SECONDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sandbox_gateway.records import now
 
-_QUEUE_LENGTH = 1000
+_MAX_QUEUE_LENGTH = 1000
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Event:
 
 
 class Events:
-    """Sends events to subscribers.
+    """A channel that sends each event to all subscribers.
 
     A subscriber that is too slow loses the oldest events, which limits the memory in use.
     """
@@ -41,7 +41,7 @@ class Events:
     @contextlib.contextmanager
     def subscribed(self) -> Iterator[asyncio.Queue[Event]]:
         """Yield a queue that receives all events inside this context."""
-        queue: asyncio.Queue[Event] = asyncio.Queue(_QUEUE_LENGTH)
+        queue: asyncio.Queue[Event] = asyncio.Queue(_MAX_QUEUE_LENGTH)
         self._queues.add(queue)
         try:
             yield queue

@@ -40,12 +40,12 @@ class Expiry:
         self._snapshots = snapshots
         self._sandboxes = sandboxes
         self._backoff = Backoff()
-        self._surplus = _Surplus(context.index)
-        self._expiring: set[str] = set()
-        """Sandboxes that are being paused or deleted, or whose lock is awaited."""
+        self._surplus = _SurplusCache(context.index)
+        self._expiring_ids: set[str] = set()
+        """Ids of the sandboxes that are being paused or deleted, or whose lock is awaited."""
 
     async def watch(self) -> None:
-        """Check all objects every quarter of a second. Never returns."""
+        """Expire objects, checking every quarter of a second. Never returns."""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
             try:
@@ -62,8 +62,8 @@ class Expiry:
     def _expire_sandboxes(self, at: datetime) -> None:
         """Expire sandboxes in background tasks, so that a busy sandbox does not delay the others."""
         for sandbox in self._index.sandboxes.values():
-            if has_expired(sandbox, at) and sandbox.id not in self._expiring and self._backoff.is_due(sandbox.id):
-                self._expiring.add(sandbox.id)
+            if has_expired(sandbox, at) and sandbox.id not in self._expiring_ids and self._backoff.is_due(sandbox.id):
+                self._expiring_ids.add(sandbox.id)
                 self._background.start(self._expire_sandbox(sandbox.id))
 
     async def _expire_sandbox(self, id: str) -> None:
@@ -75,7 +75,7 @@ class Expiry:
             _log_failure(error, sandbox=id)
             self._backoff.delay(id)
         finally:
-            self._expiring.discard(id)
+            self._expiring_ids.discard(id)
 
     async def _expire_snapshots(self, at: datetime) -> None:
         for snapshot in self._index.snapshots_in(self._index.expiring):
@@ -88,7 +88,7 @@ class Expiry:
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
         """Remove an expired snapshot, unless it is in use or the last attempt failed recently.
 
-        Returns whether it was removed.
+        Returns whether the snapshot was removed.
         """
         if self._references.users_of(snapshot).blockers or not self._backoff.is_due(snapshot.id):
             return False
@@ -100,8 +100,8 @@ class Expiry:
             return False
 
 
-class _Surplus:
-    """The snapshots that no retention rule keeps. They are determined again only when the result can differ."""
+class _SurplusCache:
+    """A cache of the snapshots that no retention rule keeps. Recomputed only when the result may have changed."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -112,9 +112,9 @@ class _Surplus:
     def find(self, at: datetime) -> list[Snapshot]:
         is_outdated = self._valid_until is not None and at >= self._valid_until
         if is_outdated or self._version != self._index.retained_version:
-            members = self._index.snapshots_in(self._index.retained)
-            self._snapshots = find_surplus(members, at)
-            self._valid_until = find_next_change(members, at)
+            retained_snapshots = self._index.snapshots_in(self._index.retained)
+            self._snapshots = find_surplus(retained_snapshots, at)
+            self._valid_until = find_next_change(retained_snapshots, at)
             self._version = self._index.retained_version
         return self._snapshots
 

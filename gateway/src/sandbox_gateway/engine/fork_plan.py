@@ -13,22 +13,22 @@ _MAX_COUNT = 1000
 
 
 def requested_names(spec: ForkSpec) -> list[str]:
-    """Return the requested name of each fork, or an empty string for each if none is requested. Raises Invalid."""
+    """Return one name for each fork: the requested names, or empty strings if none are requested. Raises Invalid."""
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
             raise Invalid(
-                f"count is {spec.count}, but there are {len(spec.names)} names: remove count, or list that number of "
-                "names"
+                f"count is {spec.count}, but there are {len(spec.names)} names: remove count, or list "
+                f"{spec.count} names"
             )
         return [require_valid_name(name) for name in spec.names]
     if not 1 <= spec.count <= _MAX_COUNT:
-        raise Invalid(f"a count of {spec.count} is not possible: request 1 to {_MAX_COUNT} sandboxes")
+        raise Invalid(f"a count of {spec.count} is out of range: request 1 to {_MAX_COUNT} sandboxes")
     return [""] * spec.count
 
 
 def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Config) -> Sandbox:
     """Create the record of a sandbox that is about to be forked from ``snapshot``."""
-    source = snapshot.resources
+    snapshot_resources = snapshot.resources
     id = new_id()
     created_at = now()
     is_public = config.network.public_ports if spec.public_ports is None else spec.public_ports
@@ -44,9 +44,9 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
         base=snapshot.id,
         parent_sandbox=snapshot.source_sandbox,
         resources=Resources(
-            cpus=spec.cpus or source.cpus,
-            memory_mb=spec.memory_mb or source.memory_mb,
-            disk_mb=spec.disk_mb or source.disk_mb,
+            cpus=spec.cpus or snapshot_resources.cpus,
+            memory_mb=spec.memory_mb or snapshot_resources.memory_mb,
+            disk_mb=spec.disk_mb or snapshot_resources.disk_mb,
         ),
         network=spec.network.model_copy(update={"allow_public_traffic": is_public}),
         metadata=spec.metadata,
@@ -64,21 +64,21 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
 def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
     """Return whether forks resume from the snapshot's memory.
 
-    Raises Invalid or Unsupported if that is not possible with ``resources``. ``can_resize``: the host can change the
-    resources of a machine that resumes from memory.
+    Raises Invalid if the disk in ``resources`` is too small, and Unsupported if the memory cannot be resumed with
+    ``resources``. ``can_resize``: the host can change the resources of a machine that resumes from memory.
     """
-    source = snapshot.resources
-    if resources.disk_mb < source.disk_mb:
+    snapshot_resources = snapshot.resources
+    if resources.disk_mb < snapshot_resources.disk_mb:
         raise Invalid(
-            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's {source.disk_mb} MiB: request at "
-            f"least {source.disk_mb} MiB"
+            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's "
+            f"{snapshot_resources.disk_mb} MiB: request at least {snapshot_resources.disk_mb} MiB"
         )
     if snapshot.memory is Memory.NONE or spec.cold_start:
         return False
-    if resources != source and not can_resize:
+    if resources != snapshot_resources and not can_resize:
         raise Unsupported(
-            f"snapshot {snapshot.id} holds the memory of a machine with {source.cpus} cpus, {source.memory_mb} MiB of "
-            f"memory and a disk of {source.disk_mb} MiB: fork it with the same sizes, or boot from its disk "
-            "with a cold start (coldStart)"
+            f"snapshot {snapshot.id} holds the memory of a machine with {snapshot_resources.cpus} CPUs, "
+            f"{snapshot_resources.memory_mb} MiB of memory and a disk of {snapshot_resources.disk_mb} MiB: fork it "
+            "with the same resources, or boot from its disk with a cold start (coldStart)"
         )
     return True

@@ -1,4 +1,4 @@
-"""Fork: create sandboxes from a snapshot, by default all-or-nothing."""
+"""Create sandboxes from snapshots, by default either all of the requested ones or none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Forks:
         locking: Locking,
         references: References,
         collector: Collector,
-        mounts: MountPlanner,
+        mount_planner: MountPlanner,
         machines: MachineLifecycle,
         captures: Captures,
         room: RoomKeeper,
@@ -45,15 +45,15 @@ class Forks:
         self._locking = locking
         self._references = references
         self._collector = collector
-        self._mounts = mounts
+        self._mount_planner = mount_planner
         self._machines = machines
         self._captures = captures
         self._room = room
-        self._pending = 0
+        self._pending_count = 0
         """Number of sandboxes that are being created."""
 
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
-        """Create one sandbox from a snapshot or template, or return the existing one with ``spec.idempotency_key``."""
+        """Create one sandbox from a snapshot or template, or return the one with ``spec.idempotency_key``."""
         result = (await self.fork(ref, spec))[0]
         if isinstance(result, GatewayError):
             raise result
@@ -62,12 +62,12 @@ class Forks:
     async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Create ``spec.count`` sandboxes from a snapshot or template.
 
-        With ``spec.atomic``, the first error is raised and no sandbox remains. Otherwise, the list contains an error
-        for each sandbox that could not be created.
+        With ``spec.atomic``, the first error is raised and all new sandboxes are removed. Otherwise, the list contains
+        an error for each sandbox that could not be created.
         """
-        async with self._idempotency_key_locked(spec) as existing:
-            if existing:
-                return existing
+        async with self._idempotency_key_locked(spec) as existing_sandboxes:
+            if existing_sandboxes:
+                return existing_sandboxes
             self._index.snapshot(ref)  # A missing snapshot is reported first.
             await self._room.require_for_machines(len(requested_names(spec)))
             return await self._fork(self._index.snapshot(ref), spec)
@@ -77,12 +77,12 @@ class Forks:
 
         The capture includes the volumes that are cloned for each fork.
         """
-        async with self._idempotency_key_locked(spec) as existing:
-            return existing or await self._capture_and_fork(ref, spec)
+        async with self._idempotency_key_locked(spec) as existing_sandboxes:
+            return existing_sandboxes or await self._capture_and_fork(ref, spec)
 
     @contextlib.asynccontextmanager
     async def _idempotency_key_locked(self, spec: ForkSpec) -> AsyncIterator[list[Sandbox | GatewayError]]:
-        """Lock the idempotency key of ``spec``, if any. Yield the sandboxes that an earlier request with it created."""
+        """Lock the idempotency key of ``spec``, if any. Yield the sandboxes that an earlier request created with it."""
         if not (key := spec.idempotency_key):
             yield []
             return
@@ -90,7 +90,7 @@ class Forks:
             yield [*oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        self._mounts.resolve_volumes(spec.mounts or [])
+        self._mount_planner.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
         await self._room.require_for_machines(len(requested_names(spec)))
@@ -103,9 +103,9 @@ class Forks:
 
     async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         with self._index.pinned(snapshot):
-            volumes = [each.volume for each in spec.mounts or [] if each.clone]
+            volume_refs = [each.volume for each in spec.mounts or [] if each.clone]
             snapshot = await finish_despite_cancellation(
-                self._captures.capture(sandbox, snapshot, memory=True, volumes=volumes)
+                self._captures.capture(sandbox, snapshot, memory=True, volumes=volume_refs)
             )
             try:
                 return await self._fork(snapshot, spec)
@@ -117,9 +117,9 @@ class Forks:
 
     async def _restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
         """Make the former head the head of ``sandbox`` again, so that the capture can be collected."""
-        head = self._index.any_snapshot(snapshot.id).parent
+        former_head = self._index.any_snapshot(snapshot.id).parent
         try:
-            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=head)
+            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=former_head)
         except GatewayError as error:
             log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
 
@@ -128,24 +128,24 @@ class Forks:
         sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
         can_resize = self._host.abilities.resize_on_fork
         with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=can_resize)
-        mounts = self._mounts.plan(snapshot, spec.mounts)
+        planned_mounts = self._mount_planner.plan(snapshot, spec.mounts)
         self._require_quota(len(sandboxes))
-        async with self._collector.pinned(snapshot):
+        async with self._collector.pinned_then_collected(snapshot):
             with self._reserved(sandboxes):
-                if not mounts:
+                if not planned_mounts:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory)
-                async with self._mounts.with_mounts(mounts, sandboxes) as clones:
+                async with self._mount_planner.with_mounts(planned_mounts, sandboxes) as clones:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager
     def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
         """Reserve the names of new sandboxes, and their share of the quota."""
         with self._index.reserved(sandbox.name for sandbox in sandboxes):
-            self._pending += len(sandboxes)
+            self._pending_count += len(sandboxes)
             try:
                 yield
             finally:
-                self._pending -= len(sandboxes)
+                self._pending_count -= len(sandboxes)
 
     async def _start_all(
         self,
@@ -156,16 +156,16 @@ class Forks:
         clones: Mapping[str, list[Volume]] = MappingProxyType({}),
     ) -> list[Sandbox | GatewayError]:
         semaphore = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
-        completed = 0
+        completed_count = 0
 
         async def start_one(sandbox: Sandbox) -> Sandbox:
-            nonlocal completed
+            nonlocal completed_count
             async with semaphore:
                 if sandbox.id in clones:
-                    await self._mounts.create_clones(clones[sandbox.id])
+                    await self._mount_planner.create_clones(clones[sandbox.id])
                 await self._machines.fork(snapshot, sandbox, with_memory=with_memory)
-            completed += 1
-            self._report_progress(spec, completed, len(sandboxes), sandbox.id)
+            completed_count += 1
+            self._report_progress(spec, completed_count, len(sandboxes), sandbox.id)
             return sandbox
 
         tasks = [asyncio.create_task(start_one(sandbox)) for sandbox in sandboxes]
@@ -178,18 +178,18 @@ class Forks:
         if errors and spec.atomic:
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise errors[0]
-        if bug := next((error for error in errors if not isinstance(error, GatewayError)), None):
+        if unexpected_error := next((error for error in errors if not isinstance(error, GatewayError)), None):
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
-            raise bug
+            raise unexpected_error
         new_sandboxes = [task.result() for task in tasks if task.exception() is None]
         await finish_despite_cancellation(self._commit(new_sandboxes))
         results = (task.exception() or task.result() for task in tasks)
         return [result for result in results if isinstance(result, Sandbox | GatewayError)]
 
-    def _report_progress(self, spec: ForkSpec, completed: int, total: int, sandbox_id: str) -> None:
+    def _report_progress(self, spec: ForkSpec, completed_count: int, total: int, sandbox_id: str) -> None:
         if spec.operation:
             self._context.events.publish(
-                "fork.progress", operation=spec.operation, done=completed, total=total, sandboxID=sandbox_id
+                "fork.progress", operation=spec.operation, done=completed_count, total=total, sandboxID=sandbox_id
             )
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
@@ -216,7 +216,7 @@ class Forks:
 
     def _require_quota(self, count: int) -> None:
         limit = self._context.config.limits.sandboxes
-        if len(self._index.sandboxes) + self._pending + count > limit:
+        if len(self._index.sandboxes) + self._pending_count + count > limit:
             raise OverQuota(
                 f"the limit of {limit} sandboxes on this host would be exceeded: delete sandboxes first, or raise "
                 "limits.sandboxes"

@@ -1,4 +1,4 @@
-"""Parse JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
+"""Parse JSON from untrusted guests, with limits on its size, structure, depth and numbers.
 
 Parsing happens in steps of at most a few milliseconds, between which the event loop handles other work. A thread would
 not help: ``json.loads`` holds the GIL until it returns, which takes 0.3 s for 48 MiB of short escapes.
@@ -16,7 +16,7 @@ from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Busy
 
-DEFAULT_BYTES = 256 << 10
+DEFAULT_MAX_BYTES = 256 << 10
 """Maximum length of a response without command output."""
 MAX_BYTES = 48 << 20
 """Maximum length of a response with command output: twice 16 MiB in base64, plus a margin."""
@@ -28,9 +28,9 @@ MAX_STRUCTURE_BYTES = 8 << 10
 """Maximum bytes of a response outside its strings, because each such byte takes far more memory once parsed."""
 MAX_DEPTH = 16
 _PIECE_BYTES = 16 << 10
-_STRING_CONTENTS = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_STRING_CONTENTS_PATTERN = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 # Units that must not be split: characters, escapes, and pairs of escapes that form one character.
-_UNITS = re.compile(
+_UNITS_PATTERN = re.compile(
     rb"(?:[\x20-\x5b\x5d-\x7f]{1,64}+|[\xc2-\xf4][\x80-\xbf]{1,3}+"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]){1,256}+"
 )
@@ -38,13 +38,13 @@ _held_bytes: Counter[str] = Counter()
 
 
 class ResponseReader:
-    """Reads a JSON object that arrives in pieces. As a context manager, it returns its bytes to the quota on exit.
+    """A reader for a JSON object that arrives in pieces. As a context manager, it frees its share of the quota on exit.
 
     ``sandbox``: the address of the sandbox. ``request``: the request, for error messages. ``max_bytes``: the maximum
     length of the response.
     """
 
-    def __init__(self, sandbox: str, request: str, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, sandbox: str, request: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._sandbox = sandbox
         self._request = request
         self._max_bytes = max_bytes
@@ -66,9 +66,9 @@ class ResponseReader:
             del _held_bytes[self._sandbox]
 
     async def feed(self, data: bytes) -> None:
-        """Add the next bytes, in linear time.
+        """Process the next bytes of the response, in linear time.
 
-        Raises BackendFailed if the JSON is invalid or too long, Busy if a quota is exceeded.
+        Raises BackendFailed if the JSON is invalid or too long, and Busy if a quota is exceeded.
         """
         for start in range(0, len(data), _PIECE_BYTES):
             self._consume(data[start : start + _PIECE_BYTES])
@@ -80,9 +80,9 @@ class ResponseReader:
         if self._size > self._max_bytes:
             raise invalid_response_error(f"answered {self._request} with more than {self._max_bytes} bytes")
         if _held_bytes.total() > MAX_TOTAL_HELD_BYTES:
-            limit = MAX_TOTAL_HELD_BYTES >> 20
+            limit_mib = MAX_TOTAL_HELD_BYTES >> 20
             raise Busy(
-                f"the agents of all sandboxes together are sending more than {limit} MiB of responses at once: try "
+                f"the agents of all sandboxes together are sending more than {limit_mib} MiB of responses at once: try "
                 "again later"
             )
         if _held_bytes[self._sandbox] > MAX_HELD_BYTES:
@@ -96,32 +96,32 @@ class ResponseReader:
             position = consume(piece, position)
 
     def _consume_structure(self, piece: bytes, position: int) -> int:
-        quote = piece.find(b'"', position)
-        end = len(piece) if quote < 0 else quote + 1
+        quote_position = piece.find(b'"', position)
+        end = len(piece) if quote_position < 0 else quote_position + 1
         self._structure += piece[position:end]
         self._structure_bytes += end - position
         if self._structure_bytes > MAX_STRUCTURE_BYTES:
             raise invalid_response_error(f"sent an invalid response to {self._request}")
-        if quote >= 0:
+        if quote_position >= 0:
             self._structure += b"%d" % len(self._strings)
             self._strings.append(bytearray())
             self._in_string = True
         return end
 
     def _consume_string(self, piece: bytes, position: int) -> int:
-        content = self._strings[-1]
+        contents = self._strings[-1]
         if self._after_backslash:
-            content += piece[position : position + 1]
+            contents += piece[position : position + 1]
             self._after_backslash = False
             return position + 1
-        match = _STRING_CONTENTS.match(piece, position)
+        match = _STRING_CONTENTS_PATTERN.match(piece, position)
         assert match is not None
-        content += match[0]
+        contents += match[0]
         end = match.end()
         if end == len(piece):
             return end
         if piece[end : end + 1] == b"\\":
-            content += b"\\"
+            contents += b"\\"
             self._after_backslash = True
             return end + 1
         self._structure += b'"'
@@ -146,7 +146,7 @@ class ResponseReader:
         return document if isinstance(document, dict) else {}
 
 
-async def parse(sandbox: str, request: str, data: bytes, max_bytes: int = DEFAULT_BYTES) -> dict[str, Any]:
+async def parse(sandbox: str, request: str, data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, Any]:
     """Parse a complete response, like ``ResponseReader``. Raises BackendFailed or Busy."""
     with ResponseReader(sandbox, request, max_bytes) as response:
         await response.feed(data)
@@ -154,7 +154,7 @@ async def parse(sandbox: str, request: str, data: bytes, max_bytes: int = DEFAUL
 
 
 async def decode_base64(text: object) -> bytes:
-    """Decode base64. Raises ValueError if ``text`` is not a string of base64."""
+    """Decode base64. Raises ValueError if ``text`` is not a base64 string."""
     if not isinstance(text, str):
         raise ValueError("not a string")
     data = bytearray()
@@ -172,7 +172,7 @@ def invalid_response_error(problem: str) -> BackendFailed:
     )
 
 
-def read_integer(value: object, low: int, high: int) -> int:
+def require_integer(value: object, low: int, high: int) -> int:
     """Return ``value``. Raises ValueError if it is not an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"not an integer from {low} to {high}")
@@ -191,21 +191,21 @@ def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not valid JSON")
 
 
-async def _decode_string(content: bytearray) -> str:
+async def _decode_string(contents: bytearray) -> str:
     """Decode the contents of a JSON string. Lone surrogates, which cannot be encoded in UTF-8, are replaced.
 
-    Raises ValueError.
+    Raises ValueError if the contents are invalid.
     """
-    pieces, position, since_yield = [], 0, 0
-    while position < len(content):
-        match = _UNITS.match(content, position)
+    pieces, position, bytes_since_yield = [], 0, 0
+    while position < len(contents):
+        match = _UNITS_PATTERN.match(contents, position)
         if match is None:
             raise ValueError("not a valid JSON string")
         pieces.append(json.loads(f'"{match[0].decode()}"').encode(errors="replace").decode())
-        since_yield += match.end() - position
+        bytes_since_yield += match.end() - position
         position = match.end()
-        if since_yield >= _PIECE_BYTES:
-            since_yield = 0
+        if bytes_since_yield >= _PIECE_BYTES:
+            bytes_since_yield = 0
             await asyncio.sleep(0)
     return "".join(pieces)
 

@@ -1,15 +1,16 @@
-"""The in-memory index of all objects. It is built from a scan, and changes only after the host has committed."""
+"""The in-memory index of all objects. It is built from a scan, and updated only after the host commits a change."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Container, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
-from sandbox_gateway.errors import Invalid, NameTaken, NotFound
+from sandbox_gateway.engine.names import shorten
+from sandbox_gateway.errors import NameTaken, NotFound
 from sandbox_gateway.records import (
     Mount,
     Record,
@@ -22,22 +23,19 @@ from sandbox_gateway.records import (
     compact,
 )
 
-Trees = list[dict[str, Any]]
-MAX_TREE_DEPTH = 100
-"""Maximum depth of nested trees. Many JSON parsers refuse deeper ones, some from 100 levels of nesting."""
 _Record = TypeVar("_Record", bound=Record)
 
 
 class _Entry(NamedTuple):
     """The values that the index derived from a record, so that ``put`` and ``remove`` can undo them without a search.
 
-    It does not refer to the record, which may have changed since.
+    An entry does not refer to the record, which may have changed since.
     """
 
     key: Key
     names: tuple[str, ...] = ()
     order: str = ""
-    """The key of its order in ``_orders``: the kind of a snapshot."""
+    """The key in ``_orders``: the kind of a snapshot, or ``_SANDBOXES``. Empty for volumes and their snapshots."""
     used_snapshots: tuple[str, ...] = ()
 
 
@@ -59,7 +57,7 @@ class Index:
         self.retained_version = 0
         """A number that increases whenever a snapshot in ``retained`` is added, changed or removed."""
         self.prewarmed: set[str] = set()
-        """Ids of the snapshots of which forks are kept ready."""
+        """Ids of the snapshots for which forks are kept ready."""
         self.collectable: set[str] = set()
         """Ids of the snapshots that are removed as soon as they are unused."""
         self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
@@ -148,7 +146,7 @@ class Index:
             records.pop(id, None)
 
     def _forget(self, id: str) -> None:
-        """Undo what ``put`` derived from the record of an object."""
+        """Remove the values that ``put`` derived from the record of an object."""
         entry = self._entries.pop(id, None)
         if entry is None:
             return
@@ -158,9 +156,9 @@ class Index:
         if entry.order:
             self._orders[entry.order].discard(entry.key)
         for snapshot_id in entry.used_snapshots:
-            users = self._users[snapshot_id]
-            del users[id]
-            if not users:
+            user_ids = self._users[snapshot_id]
+            del user_ids[id]
+            if not user_ids:
                 del self._users[snapshot_id]
         self.retained_version += id in self.retained
         for group in (self.expiring, self.retained, self.prewarmed, self.collectable):
@@ -169,7 +167,7 @@ class Index:
     # -- lists ------------------------------------------------------------------------------------------------------
 
     def walk_sandboxes(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Sandbox]:
-        """Yield the sandboxes created after ``after``, oldest first, or newest first if ``backwards``.
+        """Yield sandboxes from oldest to newest, or the reverse if ``backwards``, starting after the key ``after``.
 
         The index must not change before the iterator is exhausted.
         """
@@ -178,14 +176,22 @@ class Index:
                 yield sandbox
 
     def walk_snapshots(
-        self, kinds: Iterable[SnapshotKind], after: Key | None = None, *, backwards: bool = False
+        self,
+        kinds: Iterable[SnapshotKind],
+        after: Key | None = None,
+        *,
+        backwards: bool = False,
+        include_hidden: bool = False,
     ) -> Iterator[Snapshot]:
-        """Yield the snapshots of some kinds that are not hidden, like ``walk_sandboxes``."""
-        orders = [self._orders[kind].walk(after, backwards=backwards) for kind in set(kinds)]
-        keys = orders[0] if len(orders) == 1 else heapq.merge(*orders, reverse=backwards)
+        """Yield the snapshots of ``kinds`` that are visible, in the same order as ``walk_sandboxes``.
+
+        ``include_hidden``: also yield hidden ones.
+        """
+        key_iterators = [self._orders[kind].walk(after, backwards=backwards) for kind in set(kinds)]
+        keys = key_iterators[0] if len(key_iterators) == 1 else heapq.merge(*key_iterators, reverse=backwards)
         for _, id in keys:
             snapshot = self.snapshots.get(id)
-            if snapshot is not None and not snapshot.is_hidden:
+            if snapshot is not None and (include_hidden or not snapshot.is_hidden):
                 yield snapshot
 
     def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
@@ -194,31 +200,33 @@ class Index:
 
     @contextlib.contextmanager
     def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
-        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free.
+        """Reserve names for new objects inside this context. Raises NameTaken, which lists the names that are not free.
 
         ``taken_from``: the ids of objects that give up their names inside this context.
         """
-        requested = list(names)
-        owned_names = {name for name in requested if (owner := self.owner(name)) and owner not in taken_from}
+        requested_names = list(names)
+        owned_names = {name for name in requested_names if (owner := self.owner(name)) and owner not in taken_from}
         taken_names = [
-            name for name in requested if name in owned_names or name in self._reserved or requested.count(name) > 1
+            name
+            for name in requested_names
+            if name in owned_names or name in self._reserved or requested_names.count(name) > 1
         ]
         if taken_names:
-            owners = ", ".join(
+            conflicts = ", ".join(
                 f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
             )
             raise NameTaken(
-                f"the name is taken: {owners}. Choose another name, or remove the owner",
+                f"the name is already in use: {conflicts}. Choose another name, or remove the object that uses it",
                 blockers=[owner for name in taken_names if (owner := self.owner(name))],
             )
-        self._reserved.update(requested)
+        self._reserved.update(requested_names)
         try:
             yield
         finally:
-            self._reserved.difference_update(requested)
+            self._reserved.difference_update(requested_names)
 
     def owner(self, name: str) -> str:
-        """Return the id of the object that has a name; empty if the name is free."""
+        """Return the id of the object with this name, or "" if there is none."""
         if name in self._names:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
@@ -243,7 +251,7 @@ class Index:
     def sandbox(self, ref: str) -> Sandbox:
         sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if sandbox is None:
-            raise NotFound("sandbox", _shorten(ref))
+            raise NotFound("sandbox", shorten(ref))
         return sandbox
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
@@ -251,19 +259,19 @@ class Index:
         snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
-            raise NotFound(what, _shorten(ref))
+            raise NotFound(what, shorten(ref))
         return snapshot
 
     def any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
         if id not in self.snapshots:
-            raise NotFound("snapshot", _shorten(id))
+            raise NotFound("snapshot", shorten(id))
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
         volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if volume is None:
-            raise NotFound("volume", _shorten(ref))
+            raise NotFound("volume", shorten(ref))
         return volume
 
     def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
@@ -272,16 +280,16 @@ class Index:
         if volume is not None:
             snapshot = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
         if snapshot is None:
-            message = f"snapshot {_shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
+            message = f"snapshot {shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
             parent = volume.name if volume else ""
-            raise NotFound("volume snapshot", _shorten(ref), message=message, resource="volume_snapshot", parent=parent)
+            raise NotFound("volume snapshot", shorten(ref), message=message, resource="volume_snapshot", parent=parent)
         return snapshot
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
         return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
 
     def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
-        """Return the snapshots of volumes that are part of a sandbox's snapshot."""
+        """Return the volume snapshots that are part of a sandbox snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
 
@@ -289,7 +297,7 @@ class Index:
         return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
-        """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
+        """Return the running and paused sandboxes that mount a volume, each with its mount."""
         return [
             (sandbox, mount)
             for sandbox in self.sandboxes.values()
@@ -301,61 +309,9 @@ class Index:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [self.sandboxes[id] for id in self._users.get(snapshot.id, ()) if id in self.sandboxes]
 
-    def lineage(self, root: str | None = None) -> Trees:
-        """Return the trees of templates, snapshots and sandboxes as nested dictionaries.
-
-        ``root``: return only the tree below this object. Raises NotFound if ``root`` does not exist, and Invalid if a
-        tree is deeper than ``MAX_TREE_DEPTH``.
-        """
-        trees: Trees = []
-        path: list[dict[str, Any]] = []
-        for node in self.walk_lineage(root):
-            depth = node.pop("depth")
-            del node["parent"], path[depth:]
-            if depth >= MAX_TREE_DEPTH:
-                raise Invalid(
-                    f"the lineage is deeper than {MAX_TREE_DEPTH} levels, which most JSON parsers refuse: request it "
-                    "as a list (flat=true), or only what is below one of its objects (root)"
-                )
-            node["children"] = []
-            (path[-1]["children"] if path else trees).append(node)
-            path.append(node)
-        return trees
-
-    def walk_lineage(self, root: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the nodes of the trees, each before its descendants, with ``parent`` (an id, or "") and ``depth``.
-
-        ``root`` is as for ``lineage``. Depths are not limited: a chain of snapshots can be as long as there is space.
-        """
-        records = self._lineage_records()
-        children: dict[str, list[str]] = {}
-        for id, record in records.items():
-            children.setdefault(_find_parent(record, records), []).append(id)
-        roots = children.get("", [])
-        if root is not None:
-            id = root if root in records else self._names.get(root, "")
-            if id not in records:
-                raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
-            roots = [id]
-        stack = [(id, "", 0) for id in reversed(roots)]
-        seen_ids: set[str] = set()
-        while stack:
-            id, parent, depth = stack.pop()
-            if id in seen_ids:
-                continue  # Damaged records refer to each other.
-            seen_ids.add(id)
-            yield {**_node(records[id]), "parent": parent, "depth": depth}
-            stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]
-
-    def _lineage_records(self) -> dict[str, Sandbox | Snapshot]:
-        """Return all snapshots, then all sandboxes, each oldest first, by id."""
-        snapshot_orders = [self._orders[kind].walk() for kind in SnapshotKind]
-        ids = [id for _, id in heapq.merge(*snapshot_orders)]
-        return {id: self.snapshots[id] for id in ids} | {each.id: each for each in self.walk_sandboxes()}
-
 
 def is_removed_when_unused(snapshot: Snapshot) -> bool:
-    """Return whether a snapshot is removed with its last user: a deleted one, or a capture of clones."""
+    """Return whether a snapshot is removed with its last user, because it was deleted or captured for a clone."""
     return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
 
 
@@ -375,25 +331,8 @@ def _new_entry(record: Record) -> _Entry:
     return _Entry(key, tuple(_names(record)), record.kind if isinstance(record, Snapshot) else "")
 
 
-def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
-    """Return the id of the object below which an object is shown, or "" for a root."""
-    if isinstance(record, Sandbox):
-        ancestors = [record.forked_from, record.template_id]
-    else:
-        # A snapshot whose source was removed is shown below the source's former parent.
-        ancestors = [record.source_sandbox, record.parent, record.origin]
-    return next((each for each in ancestors if each in records and each != record.id), "")
-
-
-def _node(record: Sandbox | Snapshot) -> dict[str, Any]:
-    if isinstance(record, Sandbox):
-        node: dict[str, Any] = {"id": record.id, "kind": "sandbox", "names": [record.name], "hidden": False}
-        return node | {"state": record.state.value}
-    return {"id": record.id, "kind": record.kind.value, "names": list(record.names), "hidden": record.is_hidden}
-
-
 def _names(record: Record) -> list[str]:
-    """Return an object's names in the shared namespace. The name of a volume's snapshot is local to the volume."""
+    """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.names
     return [] if isinstance(record, VolumeSnapshot) else [record.name]
@@ -404,7 +343,3 @@ def _remove_name(record: Record, name: str) -> None:
         record.names = [each for each in record.names if each != name]
     else:
         record.name = record.id
-
-
-def _shorten(ref: str) -> str:
-    return ref if len(ref) <= 80 else ref[:77] + "..."

@@ -17,14 +17,14 @@ class KeyedLocks:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     def is_held(self, key: str) -> bool:
-        """Return whether a task holds ``key`` or waits for it."""
+        """Return whether a task holds the lock for ``key`` or waits for it."""
         return key in self._locks
 
     @contextlib.asynccontextmanager
     async def hold(self, key: str, what: str) -> AsyncIterator[None]:
-        """Hold the lock for ``key``. Raises Busy, with a message about ``what``, if it cannot be acquired in time."""
-        lock, users = self._locks.get(key, (asyncio.Lock(), 0))
-        self._locks[key] = (lock, users + 1)
+        """Hold the lock for ``key``, which protects ``what``. Raises Busy if it cannot be acquired in time."""
+        lock, user_count = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = (lock, user_count + 1)
         try:
             try:
                 # asyncio.wait_for() of Python 3.11 loses a cancellation that arrives just after the lock.
@@ -37,8 +37,8 @@ class KeyedLocks:
             finally:
                 lock.release()
         finally:
-            lock, users = self._locks[key]
-            if users == 1:
+            lock, user_count = self._locks[key]
+            if user_count == 1:
                 del self._locks[key]
             else:
-                self._locks[key] = (lock, users - 1)
+                self._locks[key] = (lock, user_count - 1)

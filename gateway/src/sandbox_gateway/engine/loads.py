@@ -30,7 +30,7 @@ log = Logger("engine")
 
 @dataclass(frozen=True)
 class Sample:
-    """The resource use of a sandbox at one time. None: the host cannot measure this resource.
+    """The resource use of a sandbox at one moment. None: the host cannot measure this resource.
 
     ``at``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
     machine), in percent of all CPUs of the sandbox.
@@ -58,9 +58,9 @@ class _History:
     def add(self, sample: Sample) -> None:
         values = (sample.at, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
         self.numbers.extend(math.nan if value is None else value for value in values)
-        oldest = sample.at - HISTORY_SECONDS
-        surplus = sum(at < oldest for at in self.numbers[::_NUMBERS_PER_SAMPLE])
-        del self.numbers[: surplus * _NUMBERS_PER_SAMPLE]
+        earliest_time = sample.at - HISTORY_SECONDS
+        expired_count = sum(at < earliest_time for at in self.numbers[::_NUMBERS_PER_SAMPLE])
+        del self.numbers[: expired_count * _NUMBERS_PER_SAMPLE]
 
     def samples(self) -> Iterator[Sample]:
         for index in range(0, len(self.numbers), _NUMBERS_PER_SAMPLE):
@@ -68,7 +68,7 @@ class _History:
             yield Sample(at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
 
     @property
-    def newest(self) -> Sample | None:
+    def newest_sample(self) -> Sample | None:
         return next(_History(self.numbers[-_NUMBERS_PER_SAMPLE:]).samples(), None)
 
 
@@ -77,7 +77,7 @@ def _to_integer(value: float) -> int | None:
 
 
 class Loads:
-    """Samples each running sandbox every ``SAMPLE_INTERVAL_SECONDS``, and keeps the samples for ``HISTORY_SECONDS``."""
+    """Samples of running sandboxes, taken every ``SAMPLE_INTERVAL_SECONDS`` and kept for ``HISTORY_SECONDS``."""
 
     def __init__(self, context: Context) -> None:
         self._host = context.host
@@ -103,30 +103,30 @@ class Loads:
     async def history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
         """Return the samples of a sandbox from ``start`` to ``end``, oldest first.
 
-        A running sandbox is measured first. A paused sandbox only has samples from before its pause.
+        A running sandbox is measured first. A paused sandbox has only samples from before its pause.
         """
         sandbox = self._index.sandbox(ref)
         if sandbox.state is SandboxState.RUNNING and end >= time.time() and not self._has_fresh_sample(sandbox):
             await self._measure([sandbox])
         history = self._histories.get(sandbox.id)
-        oldest = max(start, time.time() - HISTORY_SECONDS)
-        return [sample for sample in history.samples() if oldest <= sample.at <= end] if history else []
+        earliest_time = max(start, time.time() - HISTORY_SECONDS)
+        return [sample for sample in history.samples() if earliest_time <= sample.at <= end] if history else []
 
     def current(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
-        oldest = time.time() - _MAX_AGE_SECONDS
+        earliest_time = time.time() - _MAX_AGE_SECONDS
         for sandbox in self._index.running_sandboxes():
-            newest = self._newest(sandbox)
-            if newest is not None and newest.at >= oldest:
-                yield sandbox, newest
+            newest_sample = self._newest_sample(sandbox)
+            if newest_sample is not None and newest_sample.at >= earliest_time:
+                yield sandbox, newest_sample
 
-    def _newest(self, sandbox: Sandbox) -> Sample | None:
+    def _newest_sample(self, sandbox: Sandbox) -> Sample | None:
         history = self._histories.get(sandbox.id)
-        return history.newest if history else None
+        return history.newest_sample if history else None
 
     def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
-        newest = self._newest(sandbox)
-        return newest is not None and abs(time.time() - newest.at) < _MIN_INTERVAL_SECONDS
+        newest_sample = self._newest_sample(sandbox)
+        return newest_sample is not None and abs(time.time() - newest_sample.at) < _MIN_INTERVAL_SECONDS
 
     async def _measure(self, sandboxes: Iterable[Sandbox]) -> None:
         sandboxes = list(sandboxes)
@@ -137,11 +137,11 @@ class Loads:
         for sandbox in sandboxes:
             load = loads.get(sandbox.instance)
             # The sandbox may have been removed or rolled back meanwhile.
-            current = self._index.sandboxes.get(sandbox.id)
-            if load is not None and current is not None and current.instance == sandbox.instance:
+            current_sandbox = self._index.sandboxes.get(sandbox.id)
+            if load is not None and current_sandbox is not None and current_sandbox.instance == sandbox.instance:
                 history = self._histories.setdefault(sandbox.id, _History())
-                cpu = _cpu_percent(history, sandbox, load, measured_at)
-                history.add(Sample(at, cpu, load.memory_bytes, load.disk_bytes))
+                cpu_percent = _measure_cpu_percent(history, sandbox, load, measured_at)
+                history.add(Sample(at, cpu_percent, load.memory_bytes, load.disk_bytes))
 
     def _log_failure(self, error: Exception) -> None:
         """Log only the first of consecutive failures, because they are usually the same."""
@@ -151,22 +151,22 @@ class Loads:
         self._has_failed = True
 
 
-def _cpu_percent(history: _History, sandbox: Sandbox, load: Load, measured_at: float) -> float | None:
-    """Return the CPU use since the last measurement, and store the new measurement in ``history``."""
+def _measure_cpu_percent(history: _History, sandbox: Sandbox, load: Load, measured_at: float) -> float | None:
+    """Return the CPU use since the last measurement, in percent, and store the new measurement in ``history``."""
     if load.cpu_percent is not None:
         return load.cpu_percent / sandbox.resources.cpus
     if load.cpu_seconds is None:
         return None
-    used_seconds, seconds = load.cpu_seconds, load.running_seconds
+    used_seconds, elapsed_seconds = load.cpu_seconds, load.running_seconds
     if history.instance == sandbox.instance:
         used_seconds -= history.cpu_seconds
-        seconds = measured_at - history.measured_at
+        elapsed_seconds = measured_at - history.measured_at
     history.instance, history.cpu_seconds, history.measured_at = sandbox.instance, load.cpu_seconds, measured_at
-    return max(0.0, 100 * used_seconds / seconds / sandbox.resources.cpus) if seconds > 0 else None
+    return max(0.0, 100 * used_seconds / elapsed_seconds / sandbox.resources.cpus) if elapsed_seconds > 0 else None
 
 
-def totals(samples: Iterable[tuple[Sandbox, Sample]]) -> dict[str, float]:
-    """Return the sums over sandboxes: ``cpus`` in use, ``memory_bytes`` and ``disk_bytes``."""
+def sum_samples(samples: Iterable[tuple[Sandbox, Sample]]) -> dict[str, float]:
+    """Return the total resource use of sandboxes: ``cpus``, ``memory_bytes`` and ``disk_bytes``."""
     sums = {"cpus": 0.0, "memory_bytes": 0.0, "disk_bytes": 0.0}
     for sandbox, sample in samples:
         sums["cpus"] += (sample.cpu_percent or 0) / 100 * sandbox.resources.cpus

@@ -2,6 +2,14 @@
 
 Locks are taken in this order: sandboxes before volumes, volumes by id. Mounting a volume takes a shared lock, which
 is blocked only by a change in progress.
+
+Objects are protected in four ways:
+
+* The locks of this module allow one change of a sandbox or volume at a time.
+* ``record_changes.record_locked`` serializes the writes of one record, and its removal.
+* ``Index.reserved`` keeps a name free for an object that is being created.
+* ``Index.pinned`` prevents the removal of an object while a request uses it. ``Collector.pinned_then_collected`` does
+  the same for snapshots, and removes those that have become unused when the request ends.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from sandbox_gateway.records import Sandbox, Volume
 
 
 class Locking:
-    """Locks sandboxes and volumes. Each context manager reads the records after it has acquired the lock."""
+    """The locks on sandboxes and volumes. Each context manager reads the records after it has acquired the lock."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -45,7 +53,7 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
-        """Wait for changes of volumes in progress, and prevent further changes inside this context."""
+        """Wait until the volumes are not being changed, and prevent changes to them inside this context."""
         with contextlib.ExitStack() as stack:
             for id in ids:
                 async with self.volumes([id]) as (volume,):

@@ -1,4 +1,7 @@
-"""Fork, boot and stop the machines of sandboxes, and handle machines that stop unexpectedly."""
+"""Fork, boot and stop the machines of sandboxes, and handle machines that stop unexpectedly.
+
+``prewarm`` starts its forks itself, because they belong to no sandbox yet. This module gives them to sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.boot_failure import with_console
+from sandbox_gateway.engine.boot_failure import add_console
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.prewarm import Prewarm
+from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.start_slots import StartSlots
 from sandbox_gateway.errors import GatewayError, NotFound
@@ -26,15 +29,15 @@ log = Logger("engine")
 
 
 class MachineLifecycle:
-    def __init__(self, context: Context, locking: Locking, agents: Agents, prewarm: Prewarm) -> None:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, prewarm: PrewarmPool) -> None:
         self._context = context
         self._host = context.host
         self._locking = locking
         self._agents = agents
         self._prewarm = prewarm
-        self._slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
+        self._start_slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
         self.starts: Counter[str] = Counter()
-        """Number of machines that were started, by how: "prewarmed", "memory" or "boot"."""
+        """Number of started machines, by method: "prewarmed", "memory" or "boot"."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         """Fork a machine from ``snapshot``, or claim a prewarmed one, and send it its identity.
@@ -45,8 +48,8 @@ class MachineLifecycle:
             return
         if with_memory and await self._claim(snapshot, sandbox):
             return
-        with self._prewarm.starting_requested():
-            async with self._slots.hold():
+        with self._prewarm.starting_for_request():
+            async with self._start_slots.hold():
                 await self._start(snapshot, sandbox, with_memory=with_memory)
 
     async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
@@ -71,19 +74,21 @@ class MachineLifecycle:
             await self._host.fork(snapshot, sandbox, with_memory=with_memory)
             await self._agents.identify(sandbox, booted=not with_memory)
             if sandbox.mounts or snapshot.mounts:
-                stale = with_memory and bool(snapshot.mounts)
-                await self._agents.mount_volumes(sandbox, stale=stale, seconds=self._host.boot_seconds)
+                has_stale_mounts = with_memory and bool(snapshot.mounts)
+                await self._agents.mount_volumes(
+                    sandbox, has_stale_mounts=has_stale_mounts, seconds=self._host.boot_seconds
+                )
         except BaseException as error:
-            reason = error if with_memory else await with_console(error, self._host, sandbox)
+            final_error = error if with_memory else await add_console(error, self._host, sandbox)
             await clean_up(log, self._host.discard(sandbox))
-            if reason is error:
+            if final_error is error:
                 raise
-            raise reason from error
+            raise final_error from error
         self.starts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
-        async with self._slots.hold():
+        async with self._start_slots.hold():
             await self._boot(sandbox)
 
     async def _boot(self, sandbox: Sandbox) -> None:
@@ -93,11 +98,11 @@ class MachineLifecycle:
             if sandbox.mounts:
                 await self._agents.mount_volumes(sandbox, seconds=self._host.boot_seconds)
         except BaseException as error:
-            reason = await with_console(error, self._host, sandbox)
+            final_error = await add_console(error, self._host, sandbox)
             await clean_up(log, self._host.stop(sandbox))
-            if reason is error:
+            if final_error is error:
                 raise
-            raise reason from error
+            raise final_error from error
         self.starts["boot"] += 1
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
@@ -128,7 +133,7 @@ class MachineLifecycle:
     def mark_if_stopped(self, sandbox: Sandbox) -> None:
         """Mark a sandbox as stopped if its machine stopped before the record was saved as running."""
         if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
-            self._context.background.start(self._mark_if_current(sandbox.id, sandbox.instance))
+            self._context.background.start(self._mark_stopped_if_current(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:
         """From now on, mark sandboxes as stopped when their machines stop unexpectedly."""
@@ -137,9 +142,9 @@ class MachineLifecycle:
     def _on_exit(self, instance: str) -> None:
         for sandbox in self._context.index.running_sandboxes():
             if sandbox.instance == instance:
-                self._context.background.start(self._mark_if_current(sandbox.id, instance))
+                self._context.background.start(self._mark_stopped_if_current(sandbox.id, instance))
 
-    async def _mark_if_current(self, id: str, instance: str) -> None:
+    async def _mark_stopped_if_current(self, id: str, instance: str) -> None:
         async with self._locking.sandbox(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
                 await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

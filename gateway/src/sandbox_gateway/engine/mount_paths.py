@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 from sandbox_gateway.errors import Invalid
 
-_MAX_LENGTH = 255
+_MAX_PATH_LENGTH = 255
 _PATH_PATTERN = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
-"""Directories where a volume can be mounted neither on the directory nor below it."""
+"""Directories on which and below which volumes cannot be mounted."""
 _TOP_LEVEL_DIRECTORIES = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""Directories where a volume can be mounted only below the directory."""
+"""Directories on which volumes cannot be mounted, but below which they can."""
 
 
 def check_mount_paths(paths: Iterable[str]) -> None:
-    """Raise Invalid if one sandbox cannot have mounts at all these paths."""
+    """Raise Invalid if a path is not allowed, or if two of the paths overlap."""
     earlier_paths: list[str] = []
     for path in paths:
         _check_path(path)
@@ -32,9 +32,11 @@ def _check_path(path: str) -> None:
     if not _PATH_PATTERN.fullmatch(path) or "." in parts or ".." in parts:
         raise Invalid(
             f"a volume cannot be mounted at {short_path!r}: use an absolute path of letters, digits and _.@+:=-, "
-            "without '.', '..', '//' or a final '/'"
+            "without '.', '..', '//' or a trailing '/'"
         )
-    if len(path) > _MAX_LENGTH:
-        raise Invalid(f"a volume cannot be mounted at {short_path!r}: use a path of at most {_MAX_LENGTH} characters")
+    if len(path) > _MAX_PATH_LENGTH:
+        raise Invalid(
+            f"a volume cannot be mounted at {short_path!r}: use a path of at most {_MAX_PATH_LENGTH} characters"
+        )
     if path in _TOP_LEVEL_DIRECTORIES or f"/{parts[1]}" in _SYSTEM_DIRECTORIES:
         raise Invalid(f"a volume cannot be mounted at {short_path!r}, which the system needs: choose another directory")

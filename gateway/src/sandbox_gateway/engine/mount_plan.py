@@ -41,9 +41,9 @@ class MountPlanner:
         self._collector = collector
 
     def plan(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[PlannedMount]:
-        """Plan the mounts of forks of ``snapshot``. ``specs`` None: use the mounts of the snapshot's source."""
+        """Plan the mounts of forks of ``snapshot``. If ``specs`` is None, use the mounts of the snapshot's source."""
         if specs is None:
-            return [self._inherit(snapshot, mount) for mount in snapshot.mounts]
+            return [self._inherit_mount(snapshot, mount) for mount in snapshot.mounts]
         volumes = self.resolve_volumes(specs)
         return [
             PlannedMount(volume, spec.path, spec.read_only, self._find_source(snapshot, volume) if spec.clone else None)
@@ -62,7 +62,7 @@ class MountPlanner:
         check_mount_paths(spec.path for spec in specs)
         return volumes
 
-    def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
+    def _inherit_mount(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
         if mount.volume not in self._index.volumes:
             raise Conflict(
                 f"the source of snapshot {snapshot.id} mounted a volume at {mount.path}, but the volume no longer "
@@ -80,35 +80,35 @@ class MountPlanner:
         )
 
     def without_deleted_volumes(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
-        """Return ``mounts`` without mounts of deleted volumes.
+        """Return ``mounts`` without those of deleted volumes.
 
         A volume that ``sandbox`` currently mounts cannot have been deleted. If its record is missing, it may be
         restored.
         """
-        possible_ids = {*self._index.volumes, *(mount.volume for mount in sandbox.mounts)}
-        remaining = [mount for mount in mounts if mount.volume in possible_ids]
+        mountable_ids = {*self._index.volumes, *(mount.volume for mount in sandbox.mounts)}
+        remaining_mounts = [mount for mount in mounts if mount.volume in mountable_ids]
         for mount in mounts:
-            if mount not in remaining:
+            if mount not in remaining_mounts:
                 log.warning("a volume was not mounted because it was deleted", sandbox=sandbox.id, path=mount.path)
-        return remaining
+        return remaining_mounts
 
     @contextlib.asynccontextmanager
     async def with_mounts(
-        self, planned: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
+        self, planned_mounts: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
     ) -> AsyncIterator[dict[str, list[Volume]]]:
         """Add the planned mounts to the records of new sandboxes.
 
         Yields the records of the clones to create, by sandbox id. On exit, clones that no sandbox mounts are removed.
         """
-        shared_ids = [each.volume.id for each in planned if each.source is None]
-        sources = [each.source for each in planned if each.source is not None]
+        shared_volume_ids = [each.volume.id for each in planned_mounts if each.source is None]
+        sources = [each.source for each in planned_mounts if each.source is not None]
         try:
-            async with self._locking.shared_volumes(shared_ids):
+            async with self._locking.shared_volumes(shared_volume_ids):
                 clones: dict[str, list[Volume]] = {}
                 names: set[str] = set()
                 for sandbox in sandboxes:
                     clones[sandbox.id] = []
-                    for each in planned:
+                    for each in planned_mounts:
                         volume = each.volume
                         if each.source is not None:
                             volume = self._new_clone_record(sandbox, volume, each.source, names)
@@ -119,7 +119,7 @@ class MountPlanner:
                 with self._index.reserved(names), self._index.pinned(*sources, *new_clones):
                     yield clones
         finally:
-            if any(each.source or each.volume.owner for each in planned):
+            if any(each.source or each.volume.owner for each in planned_mounts):
                 await finish_despite_cancellation(self._collector.collect())
 
     async def create_clones(self, clones: Iterable[Volume]) -> None:

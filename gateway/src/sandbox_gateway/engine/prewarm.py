@@ -1,10 +1,14 @@
-"""Keep forks of snapshots ready, before anyone requests them.
+"""Keep forks of snapshots ready before anyone requests them.
 
 A snapshot's record contains the number of forks to keep ready (``Snapshot.prewarm``). The forks are not committed
 before they are claimed, so a restart of the gateway discards them and starts new ones.
 
 A prewarmed fork of a snapshot is held at the captured instant. A prewarmed fork of a template runs, so that its first
 command is fast: for a template, the exact instant does not matter.
+
+These starts differ from those in ``machine_lifecycle``: a fork is held or warmed up, always has its memory, and mounts
+no volumes. They take no start slot, so that no request waits for them. Instead, only one fork starts at a time, and
+none while requests keep all cores busy.
 """
 
 from __future__ import annotations
@@ -37,13 +41,13 @@ log = Logger("engine")
 
 @dataclass(frozen=True)
 class Level:
-    """The numbers of prewarmed forks that are requested and that are ready."""
+    """The requested number of prewarmed forks, and the number that are ready."""
 
     target: int
     ready: int
 
 
-class Prewarm:
+class PrewarmPool:
     """The pool of forks that are ready to be claimed."""
 
     def __init__(self, context: Context, agents: Agents, room: RoomKeeper) -> None:
@@ -56,19 +60,22 @@ class Prewarm:
         """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._changed = asyncio.Event()
         self._backoff = Backoff()
-        self._quiet_at = 0.0
-        """When the last claimed sandbox has probably run its first command, by the monotonic clock."""
-        self._requested = 0
-        """Number of machines that requests are currently starting."""
+        self._next_start_at = 0.0
+        """The monotonic time before which no fork is started, because a claimed sandbox runs its first command."""
+        self._requested_start_count = 0
+        """Number of forks that requests are starting, including those that wait for a start slot.
+
+        ``StartSlots`` cannot count them: it also counts boots, and takes away the slot of a start that hangs.
+        """
 
     @contextlib.contextmanager
-    def starting_requested(self) -> Iterator[None]:
+    def starting_for_request(self) -> Iterator[None]:
         """Count a machine that a request is starting. No fork is prewarmed while requests keep all cores busy."""
-        self._requested += 1
+        self._requested_start_count += 1
         try:
             yield
         finally:
-            self._requested -= 1
+            self._requested_start_count -= 1
             self._changed.set()
 
     def level(self, snapshot: Snapshot) -> Level:
@@ -80,28 +87,29 @@ class Prewarm:
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
 
     async def set_target(self, ref: str, count: int) -> Level:
-        """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check``."""
+        """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
         snapshot = self._index.snapshot(ref)
-        self.check(snapshot.memory is not Memory.NONE, count)
+        self.check_count(snapshot.memory is not Memory.NONE, count)
         if snapshot.prewarm != count:
             snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
         self._backoff.forget([snapshot.id])
         self._changed.set()
         return self.level(snapshot)
 
-    def check(self, memory: bool, count: int) -> None:
+    def check_count(self, memory: bool, count: int) -> None:
         """Raise Invalid or Unsupported if ``count`` forks of a snapshot cannot be kept ready.
 
         ``memory``: whether the snapshot includes memory.
         """
         maximum = self._context.config.prewarm.maximum
         if not 0 <= count <= maximum:
-            raise Invalid(f"a prewarm count of {count} is not possible: use 0 to {maximum} (prewarm.maximum)")
+            raise Invalid(f"a prewarm count of {count} is out of range: use 0 to {maximum} (prewarm.maximum)")
         if count and not self._host.abilities.prewarm:
             raise Unsupported(f"a {self._host.kind} host cannot prewarm forks: leave prewarm out, or set it to 0")
         if count and not memory:
             raise Unsupported(
-                "a snapshot without memory cannot be prewarmed, because its forks boot: take a snapshot with memory"
+                "a snapshot without memory cannot be prewarmed, because its forks must boot: take a snapshot with "
+                "memory"
             )
 
     def take(self, snapshot: Snapshot, sandbox: Sandbox) -> Sandbox | None:
@@ -111,12 +119,12 @@ class Prewarm:
         """
         if sandbox.mounts or snapshot.mounts or sandbox.resources != snapshot.resources:
             return None
-        ready = self._ready.get(snapshot.id, [])
-        while ready:
+        ready_forks = self._ready.get(snapshot.id, [])
+        while ready_forks:
             self._changed.set()
-            fork = ready.pop(0)
+            fork = ready_forks.pop(0)
             if not self._host.end_reason(fork):
-                self._quiet_at = time.monotonic() + _DELAY_AFTER_CLAIM_SECONDS
+                self._next_start_at = time.monotonic() + _DELAY_AFTER_CLAIM_SECONDS
                 return fork
             self._context.background.start(self._host.discard(fork))
         return None
@@ -124,25 +132,25 @@ class Prewarm:
     async def keep_ready(self) -> None:
         """Start and discard forks as needed. Never returns."""
         while True:
-            if (seconds := self._quiet_at - time.monotonic()) > 0:
+            if (seconds := self._next_start_at - time.monotonic()) > 0:
                 await asyncio.sleep(seconds)  # starting a fork would slow down the claim and the first command
                 continue
             self._changed.clear()
             try:
                 room = await self._host.room() if self._ready or self._targets() else None
                 await self._discard_surplus(room)
-                started = room is not None and await self._start_one(room)
+                has_started = room is not None and await self._start_one(room)
             except Exception as error:
                 log.error("prewarming failed", reason=str(error) or type(error).__name__)
-                started = False
-            if not started:
+                has_started = False
+            if not has_started:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_CHECK_INTERVAL_SECONDS):
                         await self._changed.wait()
 
     async def discard_all(self) -> None:
         """Discard all forks that have not been claimed."""
-        forks = [fork for ready in self._ready.values() for fork in ready]
+        forks = [fork for ready_forks in self._ready.values() for fork in ready_forks]
         self._ready.clear()
         await clean_up(log, *(self._host.discard(fork) for fork in forks))
 
@@ -155,23 +163,23 @@ class Prewarm:
         """Discard forks that exceed their target or have stopped, and one more if the host is short of memory."""
         targets = self._targets()
         surplus: list[Sandbox] = []
-        for id, ready in list(self._ready.items()):
-            remaining = [fork for fork in ready if not self._host.end_reason(fork)][: targets.get(id, 0)]
-            remaining_ids = {fork.id for fork in remaining}
-            surplus += [fork for fork in ready if fork.id not in remaining_ids]
-            self._ready[id] = remaining
-            if not remaining:
+        for id, ready_forks in list(self._ready.items()):
+            remaining_forks = [fork for fork in ready_forks if not self._host.end_reason(fork)][: targets.get(id, 0)]
+            remaining_ids = {fork.id for fork in remaining_forks}
+            surplus += [fork for fork in ready_forks if fork.id not in remaining_ids]
+            self._ready[id] = remaining_forks
+            if not remaining_forks:
                 del self._ready[id]
         free_memory_mb = self._context.config.prewarm.free_memory_mb
         if self._ready and room is not None and room.memory_free >> 20 < free_memory_mb:
-            largest = max(self._ready.values(), key=len)
-            surplus.append(largest.pop())
+            largest_group = max(self._ready.values(), key=len)
+            surplus.append(largest_group.pop())
             log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
     async def _start_one(self, room: Room) -> bool:
-        """Start one missing fork. Returns False if no fork is missing, or none can be started now."""
-        if self._requested >= (os.cpu_count() or 1):
+        """Start one missing fork. Returns False if no fork is missing, or if none can be started now."""
+        if self._requested_start_count >= (os.cpu_count() or 1):
             return False
         for id, target in self._targets().items():
             snapshot = self._index.snapshots[id]
@@ -204,7 +212,7 @@ class Prewarm:
             if is_template:
                 await self._agents.identify(fork, booted=False)
                 await self._agents.client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
-            await self._host.settle(fork)
+            await self._host.flush_fork(fork)
         except BaseException:
             await clean_up(log, self._host.discard(fork))
             raise

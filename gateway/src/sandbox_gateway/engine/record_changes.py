@@ -19,7 +19,7 @@ Fields = Mapping[str, Any]
 async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
     """Commit ``changes`` to a sandbox's record and return the new record. On failure, the index keeps the old record.
 
-    ``only_if``: values that the current record must have; otherwise it is returned unchanged.
+    ``only_if``: field values that the current record must have; otherwise, the record is returned unchanged.
     """
     return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
 
@@ -30,7 +30,7 @@ async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = N
 
 
 def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
-    """Return a lock that prevents others from saving or removing a record.
+    """Return a lock that prevents other tasks from saving or removing a record.
 
     The record may have changed before the lock was acquired, so look it up again inside the context.
     """
@@ -40,25 +40,25 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
 
 async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
     async with record_locked(context, context.index.sandbox(id)):
-        current = context.index.sandbox(id)
-        if not _has_values(current, only_if):
-            return current
-        new = current.model_copy(update=changes, deep=True)
-        await context.host.save(new)
-        context.index.put(new)
-        return new
+        current_record = context.index.sandbox(id)
+        if not _has_values(current_record, only_if):
+            return current_record
+        new_record = current_record.model_copy(update=changes, deep=True)
+        await context.host.save(new_record)
+        context.index.put(new_record)
+        return new_record
 
 
 async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
     async with record_locked(context, context.index.any_snapshot(id)):
-        current = context.index.any_snapshot(id)
-        if not _has_values(current, only_if):
-            return current
-        new = current.model_copy(update=changes, deep=True)
-        await context.host.save_snapshot(new)
+        current_record = context.index.any_snapshot(id)
+        if not _has_values(current_record, only_if):
+            return current_record
+        new_record = current_record.model_copy(update=changes, deep=True)
+        await context.host.save_snapshot(new_record)
         if id in context.index.snapshots:  # it may have been removed during the save
-            context.index.put(new)
-        return new
+            context.index.put(new_record)
+        return new_record
 
 
 def _has_values(record: Sandbox | Snapshot, values: Fields) -> bool:

@@ -6,6 +6,7 @@ from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.base import Scan
@@ -20,6 +21,7 @@ class Recovery:
         self,
         context: Context,
         collector: Collector,
+        removal: Removal,
         attachments: Attachments,
         machines: MachineLifecycle,
         sandboxes: Sandboxes,
@@ -28,6 +30,7 @@ class Recovery:
         self._host = context.host
         self._index = context.index
         self._collector = collector
+        self._removal = removal
         self._attachments = attachments
         self._machines = machines
         self._sandboxes = sandboxes
@@ -39,14 +42,14 @@ class Recovery:
         for sentence in [*scan.repaired, *problems]:
             log.warning("repaired", what=sentence)
 
-    async def reconcile(self, alive: set[str]) -> None:
+    async def reconcile(self, running_instances: set[str]) -> None:
         """Update the states of sandboxes to match the running machines, and remove unused objects.
 
-        ``alive``: the instances whose machines run.
+        ``running_instances``: the instances whose machines are running.
         """
         for sandbox in self._sandboxes.list():
             try:
-                await self._reconcile_sandbox(sandbox, running=sandbox.instance in alive)
+                await self._reconcile_sandbox(sandbox, running=sandbox.instance in running_instances)
             except GatewayError as error:
                 log.error("sandbox not reconciled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
@@ -78,6 +81,6 @@ class Recovery:
             is_unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned_ids
             if snapshot.kind is SnapshotKind.BASE or (is_unowned and not self._context.unreadable_sandboxes):
                 try:
-                    await self._collector.remove_snapshot(snapshot)
+                    await self._removal.remove_snapshot(snapshot)
                 except GatewayError as error:
                     log.error("snapshot not removed", snapshot=snapshot.id, reason=error.message)

@@ -24,34 +24,36 @@ def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
 
 
 def find_next_change(snapshots: Sequence[Snapshot], at: datetime) -> datetime | None:
-    """Return the earliest time after ``at`` at which a snapshot can exceed a maximum age; None: never.
+    """Return the next time, from ``at`` on, at which a snapshot exceeds its maximum age, or None if there is none.
 
-    Until then, the result of ``find_surplus`` depends only on which snapshots there are.
+    Until then, the result of ``find_surplus`` changes only if the snapshots change.
     """
-    newest: dict[str, Snapshot] = {}
+    newest_by_source: dict[str, Snapshot] = {}
     for snapshot in snapshots:
         if snapshot.retention is not None:
-            other = newest.setdefault(snapshot.source_sandbox, snapshot)
-            newest[snapshot.source_sandbox] = max(other, snapshot, key=lambda each: (each.created_at, each.id))
-    limits = {
+            newest_so_far = newest_by_source.setdefault(snapshot.source_sandbox, snapshot)
+            newest_by_source[snapshot.source_sandbox] = max(
+                newest_so_far, snapshot, key=lambda each: (each.created_at, each.id)
+            )
+    max_ages = {
         source: timedelta(seconds=each.retention.max_age)
-        for source, each in newest.items()
+        for source, each in newest_by_source.items()
         if each.retention is not None and each.retention.max_age is not None
     }
-    times = (
-        snapshot.created_at + limits[snapshot.source_sandbox]
+    expiry_times = (
+        snapshot.created_at + max_ages[snapshot.source_sandbox]
         for snapshot in snapshots
-        if snapshot.retention is not None and snapshot.source_sandbox in limits
+        if snapshot.retention is not None and snapshot.source_sandbox in max_ages
     )
-    return min((time for time in times if time >= at), default=None)
+    return min((time for time in expiry_times if time >= at), default=None)
 
 
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
     newest_first = oldest_first(members)[::-1]
-    newest = newest_first[0]
-    rule = newest.retention
+    newest_snapshot = newest_first[0]
+    rule = newest_snapshot.retention
     assert rule is not None
-    kept_ids = {newest.id}
+    kept_ids = {newest_snapshot.id}
     if rule.keep_last is None and rule.keep_daily is None:
         kept_ids |= {each.id for each in members}
     kept_ids |= {each.id for each in newest_first[: rule.keep_last or 0]}
@@ -61,5 +63,5 @@ def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snaps
     kept_ids |= set(list(days.values())[: rule.keep_daily or 0])
     if rule.max_age is not None:
         old_ids = {each.id for each in members if (at - each.created_at).total_seconds() > rule.max_age}
-        kept_ids -= old_ids - {newest.id}
+        kept_ids -= old_ids - {newest_snapshot.id}
     return [each for each in members if each.id not in kept_ids]

@@ -1,7 +1,7 @@
-"""Report the host's free disk space and memory (its *room*), keep a reserve, and continue stalled machines.
+"""Report the host's free disk space and memory (its *room*), keep a reserve, and resume stalled machines.
 
 Memory and disks are overcommitted, so the sizes of sandboxes are not reserved. An operation is refused only if it
-would leave less free than the reserves ``limits.free_disk_mb`` and ``limits.free_memory_mb``.
+would leave less free than the reserves in ``limits.free_disk_mb`` and ``limits.free_memory_mb``.
 
 A machine *stalls* if it writes while the disk has no space left: the host stops it, so that its guest does not see a
 broken disk. Because a full disk may also prevent writing records, stalled machines are tracked only in memory.
@@ -21,15 +21,13 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
 
 _MIB = 1 << 20
-_MACHINE_MB = 64
+_MACHINE_START_MB = 64
 """The memory that a machine uses when it starts. Its later use depends on the guest."""
-_MIN_FREE_MB = 64
-"""Machines are not continued with less free space, even without a reserve, because they would stall again."""
+_MIN_FREE_DISK_MB = 64
+"""Machines are not resumed with less free space, even without a reserve, because they would stall again."""
 _CHECK_INTERVAL_SECONDS = 1.0
 _FULL_CHECK_INTERVAL_SECONDS = 30.0
-_STALL_REASON = (
-    "the host's disk has no space left, so its machine is stopped. It continues when there is space: free some"
-)
+_STALL_REASON = "the host's disk has no space left, so the sandbox's machine is stopped: free some space to resume it"
 
 log = Logger("engine")
 
@@ -54,23 +52,23 @@ class RoomKeeper:
         self._index = context.index
         self._limits = context.config.limits
         self._locking = locking
-        self._stalled: set[str] = set()
+        self._stalled_ids: set[str] = set()
         """Ids of the stalled sandboxes."""
-        self._continuing: set[str] = set()
+        self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose lock is awaited."""
-        self._was_low = False
+        self._was_disk_low = False
         self._full_check_at = 0.0
 
     async def report(self) -> RoomReport:
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
-        disks = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
-        running = [each.resources.memory_mb for each in self._index.running_sandboxes()]
-        stalled = sorted(self._stalled & self._index.sandboxes.keys())
-        return RoomReport(await self._host.room(), sum(disks) * _MIB, sum(running) * _MIB, stalled)
+        disk_sizes = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
+        memory_sizes = [each.resources.memory_mb for each in self._index.running_sandboxes()]
+        stalled_ids = sorted(self._stalled_ids & self._index.sandboxes.keys())
+        return RoomReport(await self._host.room(), sum(disk_sizes) * _MIB, sum(memory_sizes) * _MIB, stalled_ids)
 
     def stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
-        return _STALL_REASON if sandbox.id in self._stalled else ""
+        return _STALL_REASON if sandbox.id in self._stalled_ids else ""
 
     # -- refusing ---------------------------------------------------------------------------------------------------
 
@@ -78,62 +76,62 @@ class RoomKeeper:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
         room = await self._host.room()
         self._require_disk_space(room, 0, "a fork")
-        needed, reserve = count * _MACHINE_MB * _MIB, self._limits.free_memory_mb * _MIB
-        if reserve and room.memory_free < needed + reserve:
+        needed_bytes, reserve_bytes = count * _MACHINE_START_MB * _MIB, self._limits.free_memory_mb * _MIB
+        if reserve_bytes and room.memory_free < needed_bytes + reserve_bytes:
             raise NoSpace(
                 f"{count} more {'machine' if count == 1 else 'machines'} would leave less than "
                 f"{self._limits.free_memory_mb} MiB of memory free: the host has {room.memory_free // _MIB} MiB "
-                f"free, and each machine needs {_MACHINE_MB} MiB to start. Pause or delete "
+                f"free, and each machine needs {_MACHINE_START_MB} MiB to start. Pause or delete "
                 "sandboxes, or lower limits.free_memory_mb"
             )
 
     async def require_for_capture(self, sandbox: Sandbox, *, memory: bool) -> None:
-        """Raise NoSpace if a capture of ``sandbox`` could fill the host."""
+        """Raise NoSpace if a capture of ``sandbox`` could leave less free space than the reserve."""
         room = await self._host.room()
         if memory and room.memory_disk is not None:
             self._require_disk_space(room, 0, f"a capture of {sandbox.name}")
             await self._require_memory_disk_space(room.memory_disk, sandbox)
             return
-        needed = sandbox.resources.memory_mb * _MIB if memory else 0
-        if needed and not self.has_disk_space(room, needed):
+        needed_bytes = sandbox.resources.memory_mb * _MIB if memory else 0
+        if needed_bytes and not self.has_disk_space(room, needed_bytes):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
-            needed = min(needed, (await self._host.usage(sandbox)).memory_bytes)
-        self._require_disk_space(room, needed, f"a capture of {sandbox.name}")
+            needed_bytes = min(needed_bytes, (await self._host.usage(sandbox)).memory_bytes)
+        self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
     async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
-        """Raise NoSpace if a capture could fill the file system of memory images."""
-        reserve = self._limits.free_disk_mb * _MIB
-        needed = sandbox.resources.memory_mb * _MIB
-        if disk.problem or not reserve:
+        """Raise NoSpace if a capture could leave less free space than the reserve in the memory root."""
+        reserve_bytes = self._limits.free_disk_mb * _MIB
+        needed_bytes = sandbox.resources.memory_mb * _MIB
+        if disk.problem or not reserve_bytes:
             return  # A capture reports the problem itself.
-        if disk.free - needed < reserve:
+        if disk.free - needed_bytes < reserve_bytes:
             usage = await self._host.usage(sandbox)
-            needed = min(needed, usage.memory_bytes + usage.image_bytes)
-        if disk.free - needed < reserve:
+            needed_bytes = min(needed_bytes, usage.memory_bytes + usage.image_bytes)
+        if disk.free - needed_bytes < reserve_bytes:
             raise NoSpace(
-                f"a capture of {sandbox.name} (up to {-(-needed // _MIB)} MiB) would leave less than "
+                f"a capture of {sandbox.name} (up to {-(-needed_bytes // _MIB)} MiB) would leave less than "
                 f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
                 f"{disk.free // _MIB} MiB free. Delete snapshots, enlarge its file system, or lower limits.free_disk_mb"
             )
 
-    def has_disk_space(self, room: Room, needed: int = 0) -> bool:
-        """Return whether the disk keeps its reserve of free space if ``needed`` bytes are written."""
-        reserve = self._limits.free_disk_mb * _MIB
-        return not reserve or room.disk_free - needed >= reserve
+    def has_disk_space(self, room: Room, needed_bytes: int = 0) -> bool:
+        """Return whether the reserve of disk space remains free if ``needed_bytes`` are written."""
+        reserve_bytes = self._limits.free_disk_mb * _MIB
+        return not reserve_bytes or room.disk_free - needed_bytes >= reserve_bytes
 
-    def _require_disk_space(self, room: Room, needed: int, what: str) -> None:
-        if not self.has_disk_space(room, needed):
-            size = f" (up to {-(-needed // _MIB)} MiB)" if needed else ""
+    def _require_disk_space(self, room: Room, needed_bytes: int, what: str) -> None:
+        if not self.has_disk_space(room, needed_bytes):
+            size_note = f" (up to {-(-needed_bytes // _MIB)} MiB)" if needed_bytes else ""
             raise NoSpace(
-                f"{what}{size} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the host has "
-                f"{room.disk_free // _MIB} MiB free. Delete snapshots or sandboxes, enlarge the disk, or lower "
-                "limits.free_disk_mb"
+                f"{what}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
+                f"host has {room.disk_free // _MIB} MiB free. Delete snapshots or sandboxes, enlarge the disk, or "
+                "lower limits.free_disk_mb"
             )
 
     # -- stalled machines -------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Find stalled machines, and continue them when there is space. Never returns."""
+        """Find stalled machines, and resume them when there is space. Never returns."""
         while True:
             try:
                 await self._check()
@@ -144,34 +142,34 @@ class RoomKeeper:
     async def _check(self) -> None:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
-        is_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_MB)
-        if is_low or self._was_low or self._stalled or time.monotonic() >= self._full_check_at:
+        is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
+        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._full_check_at:
             self._full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
-            self._publish_changes(await self._host.stalled())
-            if not is_low:
-                for id in self._stalled - self._continuing:
-                    self._context.background.start(self._continue(id))
-        self._was_low = is_low
+            self._publish_changes(await self._host.find_stalled())
+            if not is_disk_low:
+                for id in self._stalled_ids - self._resuming_ids:
+                    self._context.background.start(self._resume_machine(id))
+        self._was_disk_low = is_disk_low
 
     def _publish_changes(self, instances: set[str]) -> None:
-        """Publish which machines have stalled or continued since the last check."""
-        running = self._index.running_sandboxes()
-        stalled = {each.id for each in running if each.instance in instances}
-        for id in stalled - self._stalled:
+        """Publish which machines have stalled or resumed since the last check."""
+        running_sandboxes = self._index.running_sandboxes()
+        stalled_ids = {each.id for each in running_sandboxes if each.instance in instances}
+        for id in stalled_ids - self._stalled_ids:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")
             self._context.events.publish("sandbox.stalled", sandboxID=id, reason=_STALL_REASON)
-        for id in self._stalled & {each.id for each in running} - stalled:
+        for id in self._stalled_ids & {each.id for each in running_sandboxes} - stalled_ids:
             log.info("sandbox continued", sandbox=id)
             self._context.events.publish("sandbox.continued", sandboxID=id)
-        self._stalled = stalled
+        self._stalled_ids = stalled_ids
 
-    async def _continue(self, id: str) -> None:
-        """Continue a stalled machine. The lock excludes captures, which stop the machine themselves."""
-        self._continuing.add(id)
+    async def _resume_machine(self, id: str) -> None:
+        """Resume a stalled machine. The lock excludes captures, which stop the machine themselves."""
+        self._resuming_ids.add(id)
         try:
             async with self._locking.running_sandbox(id) as sandbox:
-                await self._host.continue_stalled(sandbox)
+                await self._host.resume_stalled(sandbox)
         except GatewayError as error:
             log.warning("sandbox not continued", sandbox=id, reason=error.message)
         finally:
-            self._continuing.discard(id)
+            self._resuming_ids.discard(id)

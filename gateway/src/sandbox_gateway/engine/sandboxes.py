@@ -39,7 +39,7 @@ class Sandboxes:
         locking: Locking,
         agents: Agents,
         collector: Collector,
-        mounts: MountPlanner,
+        mount_planner: MountPlanner,
         machines: MachineLifecycle,
         captures: Captures,
         replacement: Replacement,
@@ -51,7 +51,7 @@ class Sandboxes:
         self._locking = locking
         self._agents = agents
         self._collector = collector
-        self._mounts = mounts
+        self._mount_planner = mount_planner
         self._machines = machines
         self._captures = captures
         self._replacement = replacement
@@ -63,7 +63,7 @@ class Sandboxes:
         return [*self._index.walk_sandboxes()]
 
     def walk(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Sandbox]:
-        """Yield the sandboxes created after ``after``, oldest first, or newest first if ``backwards``."""
+        """Yield sandboxes from oldest to newest, or the reverse if ``backwards``, starting after the key ``after``."""
         return self._index.walk_sandboxes(after, backwards=backwards)
 
     def count(self) -> Counter[str]:
@@ -71,7 +71,7 @@ class Sandboxes:
         return Counter(each.state.value for each in self._index.sandboxes.values())
 
     async def has_diverged(self, ref: str) -> bool:
-        """Return whether a sandbox's file system has changed since its head.
+        """Return whether a sandbox's file system has changed since its head snapshot was taken.
 
         Changes that the guest has not yet written to its disk count too. Raises GatewayError if this cannot be
         determined, or Timeout if the agent does not respond within two seconds.
@@ -100,7 +100,7 @@ class Sandboxes:
                 return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
 
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
-        """Set a sandbox to expire ``seconds`` from now. None: it never expires."""
+        """Make a sandbox expire ``seconds`` from now, or never if ``seconds`` is None."""
         async with self._locking.sandbox(ref) as sandbox:
             end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
@@ -112,14 +112,15 @@ class Sandboxes:
             await save_sandbox(self._context, sandbox.id, network=policy)
 
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
-        """Roll a sandbox back to a snapshot. It keeps its id and name, and its machine runs until the new one responds.
+        """Roll a sandbox back to a snapshot. The old machine runs until the new one responds.
 
-        The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones. The contents of the
-        volumes do not change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
+        The sandbox keeps its id and name. It mounts the volumes that the snapshot's source mounted, except deleted
+        ones. The contents of the volumes do not change. ``cold_start``: boot from the snapshot's disk instead of
+        resuming from its memory.
         """
         snapshot = self._index.snapshot(snapshot_ref)
         # Pin the snapshot first, because it could be removed during the wait for the lock.
-        async with self._collector.pinned(snapshot), self._locking.sandbox(ref) as sandbox:
+        async with self._collector.pinned_then_collected(snapshot), self._locking.sandbox(ref) as sandbox:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
@@ -128,12 +129,12 @@ class Sandboxes:
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
             raise Invalid(
-                f"sandbox {fork.name} cannot replace itself: name the sandbox from which it was forked as the source"
+                f"sandbox {fork.name} cannot replace itself: as the source, specify the sandbox that it was forked from"
             )
         async with contextlib.AsyncExitStack() as stack:
             async with self._locking.running_sandbox(fork.id) as sandbox:
                 snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
-                await stack.enter_async_context(self._collector.pinned(snapshot))
+                await stack.enter_async_context(self._collector.pinned_then_collected(snapshot))
                 snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
             async with self._locking.sandbox(source.id) as sandbox:
                 return await self._rollback(sandbox, snapshot)
@@ -146,11 +147,11 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mounts.without_deleted_volumes(snapshot.mounts, sandbox),
+            mounts=self._mount_planner.without_deleted_volumes(snapshot.mounts, sandbox),
         )
 
     async def pause(self, ref: str, *, memory: bool = True) -> None:
-        """Capture a sandbox and stop its machine. Without ``memory``, sync its disk instead of capturing it."""
+        """Capture a sandbox and stop its machine. Without ``memory``, capture nothing, but sync its disk."""
         async with self._locking.running_sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
 
@@ -164,7 +165,7 @@ class Sandboxes:
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
-        """Capture a sandbox, and save that it is paused. On failure, no snapshot remains."""
+        """Capture a sandbox, and save that it is paused. On failure, remove the snapshot."""
         snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
@@ -180,8 +181,9 @@ class Sandboxes:
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Resume a paused sandbox from its snapshot, or from its disk if it has none.
 
-        Its timeout continues. If the sandbox has already expired, the timeout starts again, with the last value that
-        was set or the host's default. ``cold_start``: boot from the disk instead of resuming from memory.
+        ``timeout``: the new timeout in seconds. By default, the end time stays the same. If it has passed, the timeout
+        that was set last, or else the host's default, starts again. ``cold_start``: boot from the disk instead of
+        resuming from memory.
         """
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
@@ -196,21 +198,23 @@ class Sandboxes:
             async with self._locking.shared_mounts(sandbox):
                 return await finish_despite_cancellation(self._resume_from_disk(sandbox, end_at))
 
-    async def _resume_from_snapshot(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
-        snapshot = self._index.snapshots.get(old.pause_snapshot)
+    async def _resume_from_snapshot(self, sandbox: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
+        snapshot = self._index.snapshots.get(sandbox.pause_snapshot)
         if snapshot is None:
             message = (
-                f"sandbox {old.id} cannot be resumed, because its capture {old.pause_snapshot} is missing: restore the "
-                "capture from a backup, or delete the sandbox"
+                f"sandbox {sandbox.id} cannot be resumed, because its capture {sandbox.pause_snapshot} is missing: "
+                "restore the capture from a backup, or delete the sandbox"
             )
-            raise NotFound("snapshot", old.pause_snapshot, message=message, resource="sandbox")
-        new = await self._replacement.replace(old, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False)
-        self._events.publish("sandbox.resumed", sandboxID=old.id)
-        return new
+            raise NotFound("snapshot", sandbox.pause_snapshot, message=message, resource="sandbox")
+        resumed_sandbox = await self._replacement.replace(
+            sandbox, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False
+        )
+        self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
+        return resumed_sandbox
 
     async def _resume_from_disk(self, sandbox: Sandbox, end_at: datetime | None) -> Sandbox:
-        new = sandbox.model_copy(deep=True)
-        await self._machines.boot(new)
+        resumed_sandbox = sandbox.model_copy(deep=True)
+        await self._machines.boot(resumed_sandbox)
         changes: dict[str, Any] = {
             "state": SandboxState.RUNNING,
             "state_reason": "",
@@ -218,16 +222,16 @@ class Sandboxes:
             "started_at": now(),
         }
         try:
-            new = await save_sandbox(self._context, sandbox.id, host=new.host, **changes)
+            resumed_sandbox = await save_sandbox(self._context, sandbox.id, host=resumed_sandbox.host, **changes)
         except BaseException:
-            await clean_up(log, self._host.stop(new))
+            await clean_up(log, self._host.stop(resumed_sandbox))
             raise
         self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
-        self._machines.mark_if_stopped(new)
-        return new
+        self._machines.mark_if_stopped(resumed_sandbox)
+        return resumed_sandbox
 
     async def expire(self, ref: str) -> None:
-        """Pause or delete a sandbox, depending on its ``on_timeout``, if it has expired."""
+        """If a sandbox has expired, pause or delete it, depending on its ``on_timeout``."""
         async with self._locking.sandbox(ref) as sandbox:
             if not has_expired(sandbox, now()):
                 return  # the timeout was extended, or the sandbox was paused in the meantime
@@ -238,7 +242,7 @@ class Sandboxes:
                 await finish_despite_cancellation(self._delete(sandbox))
 
     async def delete(self, ref: str) -> None:
-        """Stop and remove a sandbox. Its snapshots remain."""
+        """Stop and remove a sandbox. Its snapshots remain, except a pause snapshot."""
         async with self._locking.sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._delete(sandbox))
 

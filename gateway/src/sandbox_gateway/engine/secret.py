@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import Invalid
 
-_BYTES = 32
+_SECRET_LENGTH = 32
 
 
 class Secret:
@@ -23,43 +23,44 @@ class Secret:
         self.key = load_secret(path)
 
     def derive(self, purpose: str) -> str:
-        """Derive a secret for one purpose. The result is always the same, so it need not be stored."""
+        """Derive the secret for ``purpose``. The derivation is deterministic, so the result need not be stored."""
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def load_secret(path: Path) -> bytes:
-    """Load the 32-byte secret from ``path``. Create the file on first use. The secret never leaves this host.
+    """Return the 32-byte secret stored in ``path``, creating the file on first use.
 
-    Raises Invalid if the file has the wrong length, because anyone could compute tokens derived from an empty secret.
+    The secret never leaves this host. Raises Invalid if the file has the wrong length: if it were empty, for example,
+    anyone could compute the tokens.
     """
     try:
         secret = path.read_bytes()
     except FileNotFoundError:
         return _create_secret(path)
-    if len(secret) != _BYTES:
+    if len(secret) != _SECRET_LENGTH:
         raise Invalid(
-            f"the secret file {path} is {len(secret)} bytes long instead of {_BYTES}: restore it from a backup. "
-            "If there is no backup, remove the file, start the gateway, and pause and resume all running sandboxes to "
-            "give them new tokens"
+            f"the secret file {path} is {len(secret)} bytes long instead of {_SECRET_LENGTH}: restore it from a "
+            "backup. If there is no backup, remove the file, start the gateway, and pause and resume all running "
+            "sandboxes to give them new tokens"
         )
     path.chmod(0o600)
     return secret
 
 
 def _create_secret(path: Path) -> bytes:
-    secret = secrets.token_bytes(_BYTES)
-    partial = path.with_name(f".{path.name}.new")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    secret = secrets.token_bytes(_SECRET_LENGTH)
+    temporary_path = path.with_name(f".{path.name}.new")
+    temporary_path.unlink(missing_ok=True)
+    file_fd = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(file_fd, "wb") as file:
         file.write(secret)
         file.flush()
-        os.fsync(descriptor)
-    partial.rename(path)
+        os.fsync(file_fd)
+    temporary_path.rename(path)
     # The secret must be on the disk before the first token is derived from it.
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        os.fsync(directory_fd)
     finally:
-        os.close(directory)
+        os.close(directory_fd)
     return secret

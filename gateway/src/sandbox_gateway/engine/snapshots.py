@@ -1,4 +1,4 @@
-"""Snapshots of sandboxes: create, find, delete."""
+"""Create, find and delete snapshots of sandboxes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
-from sandbox_gateway.engine.index import Trees
+from sandbox_gateway.engine.lineage import Trees, build_trees, walk_nodes
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.prewarm import Prewarm
+from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Retention, Snapshot, SnapshotKind, now
 from sandbox_gateway.tasks import finish_despite_cancellation
@@ -29,8 +30,9 @@ class Snapshots:
         locking: Locking,
         references: References,
         collector: Collector,
+        removal: Removal,
         captures: Captures,
-        prewarm: Prewarm,
+        prewarm: PrewarmPool,
     ) -> None:
         self._context = context
         self._host = context.host
@@ -38,6 +40,7 @@ class Snapshots:
         self._locking = locking
         self._references = references
         self._collector = collector
+        self._removal = removal
         self._captures = captures
         self._prewarm = prewarm
 
@@ -55,7 +58,7 @@ class Snapshots:
         *,
         backwards: bool = False,
     ) -> Iterator[Snapshot]:
-        """Yield the snapshots created after ``after``, oldest first, or newest first if ``backwards``."""
+        """Yield the snapshots that follow the key ``after``, oldest first, or newest first if ``backwards``."""
         return self._index.walk_snapshots(kinds, after, backwards=backwards)
 
     def count(self) -> Counter[str]:
@@ -67,14 +70,14 @@ class Snapshots:
 
         Raises Invalid if a tree is too deep.
         """
-        return self._index.lineage(root)
+        return build_trees(self._index, root)
 
     def walk_lineage(self, root: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the nodes of the trees, each before its descendants, with the id of its parent and its depth."""
-        return self._index.walk_lineage(root)
+        """Yield the nodes of the lineage trees, parents before children, each with its parent's id and its depth."""
+        return walk_nodes(self._index, root)
 
     def files_of(self, ref: str) -> dict[str, str]:
-        """Return a snapshot's paths on the host: ``dir``, and if they exist, ``memory`` and ``vmstate``."""
+        """Return a snapshot's paths on the host: ``dir``, and, if they exist, ``memory`` and ``vmstate``."""
         return self._host.files_of(self.get(ref))
 
     async def create(
@@ -89,15 +92,16 @@ class Snapshots:
         retention: Retention | None = None,
         prewarm: int = 0,
     ) -> Snapshot:
-        """Capture a running sandbox, which keeps running. ``memory``: "auto" (if the host supports it) or "none".
+        """Capture a running sandbox. The sandbox keeps running.
 
-        ``volumes``: names or ids of mounted volumes to capture in the same pause, all-or-nothing. ``retention``: the
-        rule for this snapshot and for all earlier snapshots of the sandbox that were taken with a rule. ``prewarm``:
-        the number of forks to keep ready.
+        ``memory``: "auto" captures the memory if the host supports this, "none" captures only the disk. ``volumes``:
+        names or ids of mounted volumes to capture in the same pause. If one of them cannot be captured, no snapshot is
+        created. ``retention``: the rule for this snapshot and for all earlier snapshots of the sandbox that also have a
+        rule. ``prewarm``: the number of forks to keep ready.
         """
         if memory not in ("auto", "none"):
             raise Invalid(f"the memory mode {memory[:20]!r} is not valid: set memory to 'auto' or 'none'")
-        self._prewarm.check(memory == "auto" and self._host.abilities.memory, prewarm)
+        self._prewarm.check_count(memory == "auto" and self._host.abilities.memory, prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
@@ -110,7 +114,7 @@ class Snapshots:
                 )
 
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
-        """Capture a sandbox under ``name``, or under `branch-ID-N`, where N increases with each call."""
+        """Create a snapshot of a sandbox. Its default name is `branch-ID-N`, where N increases with each call."""
         return await self.create(ref, name=name or await self._next_branch_name(ref))
 
     async def _next_branch_name(self, ref: str) -> str:
@@ -123,10 +127,10 @@ class Snapshots:
             return name
 
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
-        """Remove a snapshot or template. Raises InUse, which lists every user.
+        """Remove a snapshot or template. Raises InUse, which lists all users, if it is in use.
 
-        ``when_unused``: if it is in use, hide it now and remove it with its last user. Returns False if it was only
-        hidden.
+        ``when_unused``: instead of raising InUse, hide it now and remove it with its last user. Returns False if it is
+        hidden but not removed yet.
         """
         snapshot = self.get(ref)
         if refusal := self._references.snapshot_refusal(snapshot):
@@ -137,5 +141,5 @@ class Snapshots:
             # Its last user may have been removed while the record was saved.
             await self._collector.collect()
             return snapshot.id not in self._index.snapshots
-        await self._collector.remove_snapshot(snapshot)
+        await self._removal.remove_snapshot(snapshot)
         return True

@@ -1,4 +1,4 @@
-"""The parameters and results of the engine's operations."""
+"""The parameters of the engine's operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_gateway.records import NetworkPolicy, OnTimeout
 
 
 class Unset:
-    """The type of UNSET, which means that no value was given. None is a value."""
+    """The type of UNSET, which means that no value was given. None is itself a valid value."""
 
 
 UNSET: Final = Unset()
@@ -62,23 +62,3 @@ class ForkSpec:
     idempotency_key: str = ""
     operation: str = ""
     """Id of the operation in progress events. Empty: publish no progress events."""
-
-
-@dataclass(frozen=True)
-class ExecResult:
-    exit_code: int
-    stdout: bytes
-    stderr: bytes
-    timed_out: bool
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """The result of code that the sandbox's interpreter evaluated."""
-
-    result: str
-    """The ``repr`` of the value of the last expression."""
-    error: str
-    """The error message; empty if there was no error."""
-    exit_code: int
-    """0, or 1 after an error."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Requester:
-    """The client and the request for which the current task runs. The gateway itself has empty values."""
+    """The client and the request on whose behalf a task runs. Both are empty for the gateway's own tasks."""
 
     client: str = ""
     request: str = ""
@@ -24,20 +24,20 @@ _Queue = deque[asyncio.Future[None]]
 
 
 class StartSlots:
-    """A limited number of slots. A free slot goes to the next client in turn, and there to the next request in turn.
+    """A fixed number of slots, assigned to the clients in turn, and to the requests of each client in turn.
 
-    Thus a request for a hundred machines delays the only machine of another request by one start, not by a hundred.
+    Thus a request for a hundred machines delays a request for one machine by one start, not by a hundred.
     """
 
-    def __init__(self, count: int, seconds: float) -> None:
-        self._free = count
-        self._seconds = seconds
+    def __init__(self, count: int, max_hold_seconds: float) -> None:
+        self._free_count = count
+        self._max_hold_seconds = max_hold_seconds
         self._waiting: dict[str, dict[str, _Queue]] = {}
         """The waiting tasks by client and request. In both dictionaries, the first key is the next one."""
 
     @contextlib.asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Hold a slot inside this context, but not longer than ``seconds``, because a start may hang."""
+        """Hold a slot inside this context, but for at most ``max_hold_seconds``, because a start may hang."""
         await self._acquire()
         is_held = True
 
@@ -47,7 +47,7 @@ class StartSlots:
                 is_held = False
                 self._release()
 
-        timer = asyncio.get_running_loop().call_later(self._seconds, release)
+        timer = asyncio.get_running_loop().call_later(self._max_hold_seconds, release)
         try:
             yield
         finally:
@@ -55,36 +55,36 @@ class StartSlots:
             release()
 
     async def _acquire(self) -> None:
-        if self._free:
-            self._free -= 1
+        if self._free_count:
+            self._free_count -= 1
             return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        current = requester.get()
-        requests = self._waiting.setdefault(current.client, {})
-        requests.setdefault(current.request, deque()).append(granted)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        current_requester = requester.get()
+        requests = self._waiting.setdefault(current_requester.client, {})
+        requests.setdefault(current_requester.request, deque()).append(future)
         try:
-            await granted
+            await future
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
+            if future.done() and not future.cancelled():
                 self._release()  # the slot and the cancellation arrived together
             raise
 
     def _release(self) -> None:
         while self._waiting:
-            granted = self._next()
-            if not granted.done():
-                granted.set_result(None)
+            future = self._pop_next()
+            if not future.done():
+                future.set_result(None)
                 return
-        self._free += 1
+        self._free_count += 1
 
-    def _next(self) -> asyncio.Future[None]:
-        """Remove and return the next waiting task's future, and put its client and its request last."""
+    def _pop_next(self) -> asyncio.Future[None]:
+        """Remove and return the future of the next waiting task. Its client and its request then come last."""
         client, requests = next(iter(self._waiting.items()))
         request, queue = next(iter(requests.items()))
-        granted = queue.popleft()
+        future = queue.popleft()
         del self._waiting[client], requests[request]
         if queue:
             requests[request] = queue
         if requests:
             self._waiting[client] = requests
-        return granted
+        return future

@@ -7,7 +7,7 @@ import time
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.builds import Build, LogLines
+from sandbox_gateway.engine.builds import Build, LogWriter
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
@@ -21,7 +21,7 @@ from sandbox_gateway.tasks import clean_up
 _PROBE_INTERVAL_SECONDS = 0.5
 _PROBE_TIMEOUT_SECONDS = 30
 _CAPTURE_STEP_TIMEOUT_SECONDS = 120
-_TAIL_BYTES = 1000
+_OUTPUT_TAIL_BYTES = 1000
 
 log = Logger("templates")
 
@@ -37,7 +37,7 @@ class TemplateBuilder:
         self._room = room
 
     async def build(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
-        """Build a template, which has no name yet, and write the log to ``build``."""
+        """Build a template without a name, and write its log to ``build``."""
         host = self._host
         await self._room.require_for_machines(1)
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
@@ -55,7 +55,7 @@ class TemplateBuilder:
             await clean_up(log, host.remove_snapshot(base))
 
     def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
-        """Create the record of the sandbox to set up.
+        """Create the record of the sandbox in which the template is set up.
 
         The record is never saved, so that a restart after a crash removes the sandbox.
         """
@@ -67,16 +67,16 @@ class TemplateBuilder:
         agent = self._agents.client(sandbox)
         for command in recipe.setup:
             build.log(f"$ {command}")
-            lines = LogLines(build)
-            code = await agent.run_shell(command, lines.feed, seconds=recipe.setup_timeout)
-            lines.flush()
-            if code != 0:
+            log_writer = LogWriter(build)
+            exit_code = await agent.run_shell(command, log_writer.feed, seconds=recipe.setup_timeout)
+            log_writer.flush()
+            if exit_code != 0:
                 raise BackendFailed(
-                    f"the set-up command {command[:200]!r} failed with exit code {code}: see the build's log"
+                    f"the set-up command {command[:200]!r} failed with exit code {exit_code}: see the build's log"
                 )
         if recipe.start_command:
             build.log(f"starting {recipe.start_command}")
-            await agent.launch(recipe.start_command)
+            await agent.start_in_background(recipe.start_command)
         if recipe.ready_probe:
             await self._wait_until_ready(build, sandbox, recipe)
 
@@ -90,11 +90,11 @@ class TemplateBuilder:
                 return
             if time.monotonic() > deadline:
                 output = remove_control_characters(
-                    (result.stderr or result.stdout)[-_TAIL_BYTES:].decode(errors="replace")
+                    (result.stderr or result.stdout)[-_OUTPUT_TAIL_BYTES:].decode(errors="replace")
                 ).strip()[-200:]
                 raise Timeout(
-                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s. Its last output: "
-                    f"{output or 'none'}"
+                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s: check the start command and "
+                    f"the probe, or raise readyTimeout. The last output of the probe: {output or 'none'}"
                 )
             await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 

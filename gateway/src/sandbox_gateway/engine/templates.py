@@ -10,7 +10,7 @@ from typing import Any
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.prewarm import Prewarm
+from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
@@ -28,7 +28,7 @@ _MAX_BUILDS = 100
 class Templates:
     """Operations on templates. A finished template is a snapshot; the latest builds are kept in memory."""
 
-    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder, prewarm: Prewarm) -> None:
+    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder, prewarm: PrewarmPool) -> None:
         self._context = context
         self._index = context.index
         self._snapshots = snapshots
@@ -46,27 +46,27 @@ class Templates:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
     async def build(self, name: str, recipe: Recipe, description: str = "", prewarm: int | None = None) -> Build:
-        """Build a template in the background. If ``name`` already has this recipe, return the existing build.
+        """Build a template in the background. If a template with this name and recipe exists, return its build.
 
         ``prewarm``: the number of forks to keep ready. None: 0 for a new template, unchanged for an existing one.
         """
         require_valid_name(name)
-        self._prewarm.check(self._context.host.abilities.memory, prewarm or 0)
-        source = await asyncio.to_thread(source_digest, recipe)
-        digest = recipe.digest(await self.guest_digest(), source)
-        if (running := self._find_running_build(name, digest)) is not None:
-            running.prewarm = running.prewarm if prewarm is None else prewarm
-            return running
-        if (existing := self._find_template(name, digest)) is not None:
+        self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
+        digest_of_source = await asyncio.to_thread(source_digest, recipe)
+        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        if (running_build := self._find_running_build(name, digest)) is not None:
+            running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
+            return running_build
+        if (existing_template := self._find_template(name, digest)) is not None:
             if prewarm is not None:
-                await self._prewarm.set_target(existing.id, prewarm)
-            return _finished_build(existing, name, digest)
+                await self._prewarm.set_target(existing_template.id, prewarm)
+            return _create_finished_build(existing_template, name, digest)
         self._require_available(name)
         build = Build(
             template_id=new_id(),
             name=name,
             digest=digest,
-            source_digest=source,
+            source_digest=digest_of_source,
             recipe=_canonical_recipe(recipe),
             prewarm=prewarm or 0,
         )
@@ -79,18 +79,18 @@ class Templates:
         return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
-        """Return the newest build of a template, or its build ``build_id``. ``template_ref``: an id or name."""
+        """Return the build ``build_id`` of a template, by default its newest build. ``template_ref``: an id or name."""
         for build in reversed(self._builds.values()):
             if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
                 return build
         template = self.get(template_ref)
-        build = _finished_build(template, template_ref, template.recipe_digest)
+        build = _create_finished_build(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):
             message = f"build {build_id!r} of template {template.id!r} not found"
             raise NotFound("build", build_id, message=message, parent=template.id)
         return build
 
-    def list_unfinished_builds(self) -> Sequence[Build]:
+    def list_unready_builds(self) -> Sequence[Build]:
         return [build for build in self._builds.values() if build.status != "ready"]
 
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
@@ -120,15 +120,17 @@ class Templates:
         return renamed_template
 
     def _require_available(self, name: str) -> None:
-        """Raise NameTaken unless the name is free or belongs to a template, which can lose it."""
-        owner = self._index.owner(name)
-        if owner and not (
-            owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
+        """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""
+        owner_id = self._index.owner(name)
+        if owner_id and not (
+            owner_id in self._index.snapshots and self._index.snapshots[owner_id].kind is SnapshotKind.TEMPLATE
         ):
-            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another name", blockers=[owner])
+            raise NameTaken(
+                f"the name {name!r} is already in use by {owner_id}: choose another name", blockers=[owner_id]
+            )
 
     async def _remove(self, id: str) -> None:
-        """Remove a template that has no names any more, or hide it until its last user is removed."""
+        """Remove a template, or hide it until its last user is removed. Does nothing if the template does not exist."""
         with contextlib.suppress(NotFound):
             await self._snapshots.delete(id, when_unused=True)
 
@@ -158,7 +160,7 @@ class Templates:
             del self._builds[each.build_id]
 
     async def _build(self, build: Build, recipe: Recipe, description: str) -> None:
-        """Build a template and name it. On failure, no template remains."""
+        """Build a template and name it. On failure, the template is removed."""
         try:
             template = await self._builder.build(build, recipe, description)
             if build.prewarm:
@@ -190,16 +192,17 @@ class Templates:
         publish("template.built", templateID=build.template_id, buildID=build.build_id, status=build.status)
 
 
-def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
+def _create_finished_build(template: Snapshot, name: str, digest: str) -> Build:
     build = Build(template_id=template.id, name=name, digest=digest, build_id=template.id)
     build.end("ready")
     return build
 
 
 def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
-    """Return whether a template was built with different guest files, so that a new build would differ from it.
+    """Return whether a template is outdated, or None if this cannot be determined.
 
-    ``guest_digest``: the result of ``Templates.guest_digest``. Returns None if this cannot be determined.
+    It is outdated if it was built with different guest files, so that a new build would differ from it.
+    ``guest_digest``: the result of ``Templates.guest_digest``.
     """
     if not template.recipe:
         return None

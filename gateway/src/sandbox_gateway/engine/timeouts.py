@@ -9,15 +9,18 @@ from sandbox_gateway.engine.spec import Unset
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Sandbox, SandboxState, now
 
-_MAX_SECONDS = 100 * 366 * 86400
+_MAX_TIMEOUT_SECONDS = 100 * 366 * 86400
 
 
 def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
-    """Return the time ``timeout`` seconds from now. UNSET: use the host's default. None: never. Raises Invalid."""
+    """Return the time at which a timeout of ``timeout`` seconds ends, or None if it never ends.
+
+    ``timeout``: UNSET means the host's default, and None means no timeout. Raises Invalid if it is out of range.
+    """
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None
-    if timeout is not None and not 0 <= timeout <= _MAX_SECONDS:
-        raise Invalid(f"a timeout of {timeout:g} s is not possible: use a timeout from 0 to {_MAX_SECONDS} s")
+    if timeout is not None and not 0 <= timeout <= _MAX_TIMEOUT_SECONDS:
+        raise Invalid(f"a timeout of {timeout:g} s is out of range: use a timeout from 0 to {_MAX_TIMEOUT_SECONDS} s")
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 

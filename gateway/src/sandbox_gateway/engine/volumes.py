@@ -11,21 +11,24 @@ from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.volume_records import add_volume_snapshot, create_volume
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_DEFAULT_MB = 1024
-_MIN_MB = 64
-_MAX_MB = 1 << 26
+_DEFAULT_SIZE_MB = 1024
+_MIN_SIZE_MB = 64
+_MAX_SIZE_MB = 1 << 26
 
 
 class Volumes:
     """Operations on volumes."""
 
-    def __init__(self, context: Context, locking: Locking, references: References, collector: Collector) -> None:
+    def __init__(
+        self, context: Context, locking: Locking, references: References, collector: Collector, removal: Removal
+    ) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
@@ -33,6 +36,7 @@ class Volumes:
         self._locking = locking
         self._references = references
         self._collector = collector
+        self._removal = removal
 
     def get(self, ref: str) -> Volume:
         return self._index.volume(ref)
@@ -41,7 +45,7 @@ class Volumes:
         return oldest_first(self._index.volumes.values())
 
     def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
-        """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
+        """Return the mounts of a volume, each with the running or paused sandbox that mounts it."""
         return self._index.mounts_of(volume)
 
     async def state(self, ref: str) -> VolumeState:
@@ -54,7 +58,7 @@ class Volumes:
         """
         source = self._find_source(from_snapshot) if from_snapshot else None
         if size_mb is None:
-            size_mb = source.size_mb if source else _DEFAULT_MB
+            size_mb = source.size_mb if source else _DEFAULT_SIZE_MB
         _check_size(size_mb)
         if source and size_mb < source.size_mb:
             raise Invalid(
@@ -63,7 +67,7 @@ class Volumes:
             )
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
-        async with self._collector.pinned(*([source] if source else [])):
+        async with self._collector.pinned_then_collected(*([source] if source else [])):
             with self._index.reserved([name]):
                 return await finish_despite_cancellation(create_volume(self._context, volume, source))
 
@@ -82,21 +86,22 @@ class Volumes:
             return volume
 
     async def delete(self, ref: str, with_snapshots: bool = False) -> None:
-        """Remove a volume that no sandbox mounts. Raises InUse, which lists every user.
+        """Remove a volume that no sandbox mounts. Raises InUse, which lists all users, if it is in use.
 
-        Without ``with_snapshots``, its snapshots also count as users.
+        ``with_snapshots``: remove its snapshots too. By default, they count as users.
         """
         async with self._locked(ref) as volume:
             if refusal := self._references.volume_refusal(volume, with_snapshots=with_snapshots):
                 raise refusal
-            await finish_despite_cancellation(self._collector.remove_volume(volume))
+            await finish_despite_cancellation(self._removal.remove_volume(volume))
 
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
         return self._index.snapshots_of(self.get(ref))
 
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
-        """Take a snapshot of a volume at one instant. Sandboxes that mount it keep running. ``name``: by default, the
-        snapshot's id.
+        """Take a point-in-time snapshot of a volume. Sandboxes that mount the volume keep running.
+
+        ``name``: the snapshot's name, by default its id.
         """
         async with self._locked(ref) as volume:
             id = new_id()
@@ -123,13 +128,13 @@ class Volumes:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
                 raise refusal
-            await finish_despite_cancellation(self._collector.remove_volume_snapshot(snapshot))
+            await finish_despite_cancellation(self._removal.remove_volume_snapshot(snapshot))
 
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
         """Roll the contents of a volume back to a snapshot. The volume keeps its current size.
 
-        Raises InUse if a running or paused sandbox mounts the volume read-write: its files would change, and its
-        unwritten data would be lost or would overwrite them. ``force``: roll back anyway.
+        Raises InUse if a running or paused sandbox mounts the volume read-write, because the sandbox's unwritten data
+        would be lost or would overwrite the restored files. ``force``: roll back anyway.
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
@@ -140,8 +145,8 @@ class Volumes:
             return volume
 
     def _find_source(self, ref: str) -> VolumeSnapshot:
-        volume, at, name = ref.rpartition("@")
-        return self._index.volume_snapshot(name, self.get(volume) if at else None)
+        volume_ref, separator, name = ref.rpartition("@")
+        return self._index.volume_snapshot(name, self.get(volume_ref) if separator else None)
 
     @contextlib.asynccontextmanager
     async def _locked(self, ref: str) -> AsyncIterator[Volume]:
@@ -153,5 +158,5 @@ class Volumes:
 
 
 def _check_size(size_mb: int) -> None:
-    if not _MIN_MB <= size_mb <= _MAX_MB:
-        raise Invalid(f"a volume of {size_mb} MiB is not possible: request {_MIN_MB} to {_MAX_MB} MiB")
+    if not _MIN_SIZE_MB <= size_mb <= _MAX_SIZE_MB:
+        raise Invalid(f"a volume size of {size_mb} MiB is out of range: request {_MIN_SIZE_MB} to {_MAX_SIZE_MB} MiB")

@@ -4,14 +4,15 @@
 
     job                               kvm_xfs                               jail_zfs
     running machines                  machines, qemu                        runner, machine_register, watcher
-    disks and records                 image, ..directory_records            disks, storage
-    capture                           memory.capture (and disk)             storage.snapshots
+    disks and records                 image, record_files                   disks, storage
+    capture                           capture, memory                       disks, storage.snapshots, volumes
     network of a sandbox              network                               network
-    volumes                           volumes                               volumes, jail.mounts
+    volumes                           volumes                               volumes, jail.mounts, jail.suspension
     root file system of a template    template                              jail.rootfs
-    lock of the host's state          ownership                             storage.host_lock
-    scan at start-up                  host                                  recovery
+    lock of the host's state          host_lock                             storage.host_lock
+    scan at start-up                  recovery                              recovery
+    free memory of the host           host_memory                           host_memory
 
-Both kinds share ``rootfs_common`` and ``guest_digest`` (templates), ``addresses`` (network policies), and ``connect``,
-which the engine and the API also use to open connections to agents.
+Both kinds share ``state_root`` (creates it), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
+(egress rules, name servers), and ``connect``, which the engine and the API also use to open connections to agents.
 """

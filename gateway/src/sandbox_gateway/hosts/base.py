@@ -21,7 +21,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of a kind of host. Tests and operations check these instead of the name of the kind."""
+    """The optional features of a kind of host. Operations and tests check these instead of the name of the kind."""
 
     memory: bool
     """Snapshots can include memory. If they cannot, ``memory: auto`` captures no memory."""
@@ -34,14 +34,14 @@ class Abilities:
     atomic_capture: bool = False
     """A disk capture of a running machine is a point-in-time copy, without freezing the file system."""
     can_stall: bool = False
-    """The host stops a machine that writes while its disk has no space left, until the machine is continued."""
+    """The host stops a machine that writes while its disk has no space left, until the machine is resumed."""
     atomic_append: bool = False
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a machine on the host: ``address`` forwards every port to the machine."""
+    """The address at which the host can reach a machine: connections to any port of ``address`` reach the machine."""
 
     address: str
     line: socket.socket | None = None
@@ -52,21 +52,21 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Usage:
-    """The bytes that an instance uses: unshared disk blocks, and memory including its share of shared pages."""
+    """The resource usage of an instance, in bytes: unshared disk blocks, and memory with its share of shared pages."""
 
     disk_bytes: int
     memory_bytes: int
     image_bytes: int = 0
-    """Bytes that a capture with memory writes in addition if it must copy the machine's former image."""
+    """The additional bytes that a capture with memory writes if it must copy the machine's previous image."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The current resource use of a running machine, measured from outside its guest. None: the host cannot measure it.
+    """The current resource usage of a running machine, measured from outside its guest.
 
-    Shared memory and shared disk blocks count fully, because measuring shares is expensive. ``cpu_seconds``: the CPU
-    time since the machine was started ``running_seconds`` ago. A host whose kernel measures the current use instead
-    sets ``cpu_percent``, in percent of one CPU.
+    None means that the host cannot measure a value. Shared memory and shared disk blocks count fully, because measuring
+    shares is expensive. ``cpu_seconds``: the CPU time since the machine was started ``running_seconds`` ago. A host
+    whose kernel measures the current CPU usage sets ``cpu_percent`` instead, in percent of one CPU.
     """
 
     memory_bytes: int | None = None
@@ -84,7 +84,7 @@ class MemoryDisk:
     free: int = 0
     total: int = 0
     problem: str = ""
-    """Why the file system is not available, as a clause. It then has no ``free`` and no ``total``."""
+    """Why the file system is not available, as a clause. ``free`` and ``total`` are then 0."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ class Host(Protocol):
     async def room(self) -> Room:
         """Return the space on the disk that stores this host's state, and the host's memory."""
 
-    async def stalled(self) -> set[str]:
-        """Return the instances whose machines the host has stopped because the disk had no space left."""
+    async def find_stalled(self) -> set[str]:
+        """Return the instances whose machines the host stopped because the disk had no space left."""
 
-    async def continue_stalled(self, sandbox: Sandbox) -> None:
-        """Continue the instance's machine if it is stalled."""
+    async def resume_stalled(self, sandbox: Sandbox) -> None:
+        """Resume the instance's machine if it is stalled."""
 
     def guest_digest(self) -> str:
-        """Return `guest_digest.digest_guest` for templates of this host. This may read files."""
+        """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
         """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory."""
@@ -176,15 +176,15 @@ class Host(Protocol):
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.
 
-        With memory, the machine resumes at the point of the capture; without, it boots from the disk. ``hold``: the
-        machine stays stopped at that point until ``claim``. Cleans up on failure.
+        With memory, the machine resumes at the point of the capture. Otherwise, it boots from the disk. ``hold``: the
+        machine stays stopped at the point of the capture until ``claim``. Cleans up on failure.
         """
 
-    async def settle(self, fork: Sandbox) -> None:
+    async def flush_fork(self, fork: Sandbox) -> None:
         """Write the changes of ``fork`` to the disk, so that a sandbox that claims it can be committed quickly."""
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        """Give ``sandbox`` the machine of ``fork``, which was never committed, and let the machine continue.
+        """Give ``sandbox`` the machine of the uncommitted ``fork``, and resume the machine.
 
         Sets ``sandbox.instance`` and ``sandbox.host``, and applies the network policy of ``sandbox``. On failure, the
         machine is removed.
@@ -226,7 +226,10 @@ class Host(Protocol):
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     def memory_problem(self, snapshot: Snapshot) -> str:
-        """Return why the memory of a snapshot cannot be restored now, as a clause; "" if it can, or if it has none."""
+        """Return, as a clause, why a snapshot's memory cannot be restored now.
+
+        Returns "" if it can be restored, or if the snapshot has no memory.
+        """
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot atomically."""
@@ -286,10 +289,10 @@ class Host(Protocol):
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the console output of the instance, whose machine may have ended; "" if it has none."""
+        """Return the tail of the instance's console output, or "" if there is none. Its machine may have ended."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        """Return why the instance's machine is not running, as part of a sentence, or "" while it runs."""
+        """Return, as a clause, why the instance's machine is not running, or "" while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to the running instance."""
@@ -301,4 +304,4 @@ class Host(Protocol):
         """Return the endpoint of the running instance."""
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Set ``callback``, which is called with the instance of each machine that stops unexpectedly."""
+        """Set the function to call with the instance of each machine that stops unexpectedly."""

@@ -13,6 +13,9 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+AGENT_PORT, CODE_PORT = 49983, 49999
+"""Ports of the agent and of its code interpreter in every sandbox."""
+
 MARK = 0x1078
 """The firewall mark of the gateway's packets. It shares no bits with the marks of Kubernetes, Calico, Cilium and
 Tailscale.
@@ -25,7 +28,7 @@ _Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
 
 
 async def connect(address: str, port: int) -> socket.socket:
-    """Return a connected, non-blocking socket. ``address`` is a numeric IPv4 address. Raises OSError."""
+    """Return a connected, non-blocking socket. ``address``: a numeric IPv4 address. Raises OSError on failure."""
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

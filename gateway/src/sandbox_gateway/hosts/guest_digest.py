@@ -10,8 +10,8 @@ from importlib.resources.abc import Traversable
 import sandbox_agent
 from sandbox_gateway.hosts import rootfs_common
 
-_IGNORED = ("__pycache__", "README.md", "ruff.toml")
-"""Files that do not affect templates. Some installations lack them."""
+_IGNORED_NAMES = ("__pycache__", "README.md", "ruff.toml")
+"""Names of files and directories that do not affect templates. Some installations lack them."""
 
 
 def digest_guest(builder: Traversable, *texts: str) -> str:
@@ -20,20 +20,20 @@ def digest_guest(builder: Traversable, *texts: str) -> str:
     The digest depends only on names and contents, so it is the same on every machine and Python version.
     """
     digest = hashlib.sha256()
-    common = resources.files(rootfs_common.__package__) / "rootfs_common.py"
-    for root in (resources.files(sandbox_agent), common, builder):
-        for name, content in _list_files(root):
+    common_builder = resources.files(rootfs_common.__package__) / "rootfs_common.py"
+    for root in (resources.files(sandbox_agent), common_builder, builder):
+        for name, content in _read_files(root):
             digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())
     for text in texts:
         digest.update(f"{hashlib.sha256(text.encode()).hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
-def _list_files(root: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
+def _read_files(root: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
     """Yield the path below ``root`` and the contents of each file, in a fixed order."""
     if root.is_file():
         yield path or root.name, root.read_bytes()
         return
     for entry in sorted(root.iterdir(), key=lambda each: each.name):
-        if entry.name not in _IGNORED:
-            yield from _list_files(entry, f"{path}/{entry.name}")
+        if entry.name not in _IGNORED_NAMES:
+            yield from _read_files(entry, f"{path}/{entry.name}")

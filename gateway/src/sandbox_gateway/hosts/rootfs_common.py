@@ -1,13 +1,14 @@
-"""Build the root file system of a template. This module contains the parts that all kinds of host share.
+"""Functions that all kinds of host use to build a template's root file system.
 
-Files of a foreign tree are read, never executed. Paths in the tree are resolved as in the sandbox: a symbolic link to
-`/etc` leads to the sandbox's `/etc`.
+Files in a foreign tree are read, never executed. Paths in the tree are resolved as in the sandbox: a symbolic link to
+`/etc` resolves to the sandbox's `/etc`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import os
 import re
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import child_environment, run_async
+from sandbox_gateway.command import child_environment, missing_program_message, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
@@ -27,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class Tree:
-    """A guest's root directory. Paths are absolute, as seen by the guest, and cannot leave the directory."""
+    """A guest's root directory. Paths are absolute, as seen by the guest, and cannot lead outside the directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -35,30 +36,30 @@ class Tree:
     def resolve(self, path: str, *, follow: bool = True) -> Path:
         """Return the path on the host, with symbolic links resolved inside the tree.
 
-        ``follow``: also resolve the last component. Raises Invalid for a loop of symbolic links.
+        ``follow``: also resolve the last component. Raises Invalid if symbolic links form a loop.
         """
-        remaining = deque(PurePosixPath(path).parts)
-        current = self.root
-        hops = 0
-        while remaining:
-            part = remaining.popleft()
+        remaining_parts = deque(PurePosixPath(path).parts)
+        host_path = self.root
+        followed_link_count = 0
+        while remaining_parts:
+            part = remaining_parts.popleft()
             if part in ("/", "."):
                 continue
             if part == "..":
-                current = current if current == self.root else current.parent
+                host_path = host_path if host_path == self.root else host_path.parent
                 continue
-            entry = current / part
-            if entry.is_symlink() and (remaining or follow):
-                hops += 1
-                if hops > 40:
+            entry = host_path / part
+            if entry.is_symlink() and (remaining_parts or follow):
+                followed_link_count += 1
+                if followed_link_count > 40:
                     raise Invalid(f"the root file system has a loop of symbolic links at {path}: remove the loop")
                 target = PurePosixPath(entry.readlink())
                 if target.is_absolute():
-                    current = self.root
-                remaining.extendleft(reversed(target.parts))
+                    host_path = self.root
+                remaining_parts.extendleft(reversed(target.parts))
                 continue
-            current = entry
-        return current
+            host_path = entry
+        return host_path
 
     def is_file(self, path: str) -> bool:
         return self.resolve(path).is_file()
@@ -72,14 +73,16 @@ class Tree:
         return sorted(entry.name for entry in host_path.iterdir()) if host_path.is_dir() else []
 
     def read(self, path: str) -> str:
-        """Return a file's text, or "" if ``path`` is not a file. Raises Invalid for a file that is too large."""
+        """Return a file's text, or "" if ``path`` is not a file. Raises Invalid if the file is too large."""
         host_path = self.resolve(path)
         if not host_path.is_file():
             return ""
         with host_path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
-            raise Invalid(f"the root file system's {path} is longer than {_MAX_FILE_BYTES} bytes: make it smaller")
+            raise Invalid(
+                f"the root file system's {path} is larger than {_MAX_FILE_BYTES} bytes: make the file smaller"
+            )
         return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
@@ -119,15 +122,17 @@ class Tree:
 def python_minor_version(tree: Tree, name: str) -> int | None:
     if match := re.fullmatch(r"python3\.(\d+)", name):
         return int(match[1])
-    entries = [*tree.list_directory("/usr/lib"), *tree.list_directory("/usr/lib64")]
-    minor_versions = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
+    entry_names = [*tree.list_directory("/usr/lib"), *tree.list_directory("/usr/lib64")]
+    minor_versions = [
+        int(match[1]) for entry_name in entry_names if (match := re.fullmatch(r"python3\.(\d+)", entry_name))
+    ]
     return max(minor_versions, default=None)
 
 
-def agent_package() -> Path:
+def find_agent_package() -> Path:
     spec = importlib.util.find_spec("sandbox_agent")
     if spec is None or not spec.submodule_search_locations:
-        raise BackendFailed("the gateway's package sandbox_agent is missing: reinstall the gateway")
+        raise BackendFailed("the gateway's sandbox_agent package is missing: reinstall the gateway")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -148,9 +153,9 @@ async def compile_agent_in_foreign_tree(root: Path, log: Log) -> None:
 
 
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
-    """Compile the agent to byte code, so that it starts faster. The agent does not write byte code at run time."""
-    compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
-    result = await run_async([*python, *compileall, *arguments], timeout=120, check=False)
+    """Compile the agent to bytecode, so that it starts faster. The agent does not write bytecode at run time."""
+    compileall_options = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
+    result = await run_async([*python, *compileall_options, *arguments], timeout=120, check=False)
     if result.returncode != 0:
         log(
             "the agent could not be byte-compiled and starts more slowly: "
@@ -159,16 +164,19 @@ async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Lo
 
 
 def add_user(tree: Tree) -> None:
-    """Add the unprivileged user `user`, as in E2B's images, unless the tree already has an account with that name."""
+    """Add the user `user`, as in E2B's images, unless the tree already has a user or group with that name.
+
+    If `sudo` is installed, allow `user` to run any command with it.
+    """
     accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
     if not any(account[0] == "user" for account in accounts):
         used_ids = {account[2] for account in accounts if len(account) > 2}
         uid = next(number for number in range(1000, 60000) if str(number) not in used_ids)
         shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
-        _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
-        _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)
-        _append(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
-        _append(tree, "/etc/gshadow", "user:!::", 0o640)
+        _append_line(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
+        _append_line(tree, "/etc/group", f"user:x:{uid}:", 0o644)
+        _append_line(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
+        _append_line(tree, "/etc/gshadow", "user:!::", 0o640)
         if not tree.is_dir("/home/user"):
             tree.mkdir("/home/user", owner=uid)
             for name in tree.list_directory("/etc/skel"):
@@ -178,18 +186,18 @@ def add_user(tree: Tree) -> None:
         tree.write("/etc/sudoers.d/sandbox", "user ALL=(ALL:ALL) NOPASSWD: ALL\n", mode=0o440)
 
 
-def _append(tree: Tree, path: str, line: str, mode: int) -> None:
+def _append_line(tree: Tree, path: str, line: str, mode: int) -> None:
     host_path = tree.resolve(path)
     if path.endswith("shadow") and not host_path.is_file():
         return
     old_text = tree.read(path)
-    group = host_path.stat().st_gid if host_path.is_file() else 0
+    gid = host_path.stat().st_gid if host_path.is_file() else 0
     tree.write(path, f"{old_text}{'' if not old_text or old_text.endswith(chr(10)) else chr(10)}{line}\n", mode)
-    os.chown(tree.resolve(path), 0, group)
+    os.chown(tree.resolve(path), 0, gid)
 
 
 def to_gateway_error(error: OSError, action: str) -> Exception:
-    if error.errno == 28:
+    if error.errno == errno.ENOSPC:
         return NoSpace(
             f"{action} failed because the host's disk is full ({error.filename}): free some space and build "
             "the template again"
@@ -211,15 +219,15 @@ def file_kind(path: Path) -> str:
     return "directory" if path.is_dir() else "file" if path.is_file() else ""
 
 
-async def stream(
+async def run_logged(
     argv: Sequence[str],
     log: Log,
     *,
-    keep: Callable[[str], bool] = lambda line: True,
+    should_log: Callable[[str], bool] = lambda line: True,
     env: dict[str, str] | None = None,
     timeout: float = STEP_TIMEOUT_SECONDS,
 ) -> None:
-    """Run ``argv`` and pass its output lines to ``log`` as they arrive. On return, all its processes have ended."""
+    """Run ``argv`` and pass its output to ``log``, line by line. On return, all its processes have ended."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -230,16 +238,14 @@ async def stream(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(
-            f"{argv[0]} is not installed: install it, or run the host role of this collection"
-        ) from None
+        raise BackendFailed(missing_program_message(argv[0])) from None
     tail: deque[str] = deque(maxlen=60)
     try:
         async with asyncio.timeout(timeout):
             assert process.stdout is not None
             async for line in _read_lines(process.stdout):
                 tail.append(line)
-                if keep(line):
+                if should_log(line):
                     log(line)
             await process.wait()
     except TimeoutError:
@@ -272,6 +278,6 @@ def _step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
         return NoSpace(
             f"{argv[0]} failed because the host's disk is full: free some space and build the template again"
         )
-    errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
+    error_lines = [line for line in tail if line.startswith("E: ")] or tail[-5:]
     program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]
-    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'no message'}")
+    return BackendFailed(f"{program} failed ({code}): {' '.join(error_lines)[-1500:] or 'no message'}")

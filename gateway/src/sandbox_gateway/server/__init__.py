@@ -1,1 +1,1 @@
-"""The daemon `sandbox-gateway`: its commands, its startup and shutdown, and its listeners."""
+"""The daemon `sandbox-gateway`, with its commands, startup, shutdown and listeners."""

@@ -14,18 +14,19 @@ from pydantic_core import PydanticUndefined
 
 _HEAD = """# Configuration
 
-`sandbox-gateway serve --config FILE` reads one TOML file. Every key is optional. An unknown key is an error, and
-`sandbox-gateway check --config FILE` checks a file. This page is generated from the declarations in `config.py`
-(`sandbox-gateway config-docs`).
+`sandbox-gateway serve --config FILE` reads one TOML file. Every key is optional. Unknown keys are errors. To validate a
+file, run `sandbox-gateway check --config FILE`.
+
+This page is generated from the declarations in `config.py` (`sandbox-gateway config-docs`).
 """
 
 
 def render_page(config: type[BaseModel]) -> str:
     fields = config.model_fields
-    top_level = {name: field for name, field in fields.items() if not _section_model(field)}
+    top_level_fields = {name: field for name, field in fields.items() if not _section_model(field)}
     parts = [_HEAD]
-    if top_level:
-        parts.append(f"## Top level\n\n{_render_table(top_level)}")
+    if top_level_fields:
+        parts.append(f"## Top level\n\n{_render_table(top_level_fields)}")
     for field in fields.values():
         if section := _section_model(field):
             parts.append(f"## {(section.__doc__ or section.__name__).strip()}\n\n{_render_table(section.model_fields)}")
@@ -86,5 +87,5 @@ def _format_type_name(kind: Any) -> str:
         return " or ".join(_format_type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
         return f"list of {_format_type_name(args[0])}s"
-    names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
-    return names.get(kind, str(kind))
+    type_names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
+    return type_names.get(kind, str(kind))

@@ -1,7 +1,7 @@
-"""Limit TCP connections: their number, the time for a request, and the time to read a response.
+"""Limit the number of TCP connections, and the time that clients take to send a request and to read the response.
 
-Connecting needs no key, so a connection's resources are limited before the client is identified. Some descriptors are
-always reserved for the unix socket, whose users are administrators.
+A client can connect without a key, so a connection's resources are limited before the client is identified. Some file
+descriptors are always reserved for the unix socket, whose users are administrators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.log import Logger
 
-_OWN_DESCRIPTORS = 256
+_OWN_DESCRIPTOR_COUNT = 256
 """Number of the daemon's own descriptors: its log, the unix socket's connections, external commands, probes of
 agents.
 """
@@ -32,10 +32,10 @@ _DESCRIPTORS_PER_SANDBOX = 24
 """Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
 _DESCRIPTORS_PER_CONNECTION = 2
 """Number of descriptors per request: the connection to the client and the connection to the sandbox."""
-_LOG_SECONDS = 5.0
+_LOG_INTERVAL_SECONDS = 5.0
 """One log line reports all connections that were closed within this time."""
 _IPV6_PREFIX_LENGTH = 64
-_MAX_HEAD_BYTES = 64 << 10
+_MAX_HEADER_BYTES = 64 << 10
 _MAX_EVENTS_PER_TURN = 32
 """Maximum number of events, such as pieces of a body, per turn of the event loop: one read can contain tens of
 thousands.
@@ -45,30 +45,35 @@ log = Logger("connections")
 
 
 def reserve_descriptors(config: Config) -> int:
-    """Return how many TCP connections the limit on open files allows, at most ``server.connections``.
+    """Raise the limit on open files if necessary, and return how many TCP connections it allows.
 
-    Increases the process's soft limit as needed, up to the hard limit.
+    Raises the process's soft limit, up to the hard limit. Reserves descriptors for the sandboxes and for the daemon
+    itself. Returns at most ``server.connections``.
     """
-    requested_connections = config.server.connections
-    reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
-    needed_descriptors = _DESCRIPTORS_PER_CONNECTION * requested_connections + reserve
+    requested_connection_count = config.server.connections
+    reserved_descriptor_count = _OWN_DESCRIPTOR_COUNT + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
+    needed_descriptor_count = _DESCRIPTORS_PER_CONNECTION * requested_connection_count + reserved_descriptor_count
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return requested_connections
-    limit = max(soft, needed_descriptors if hard == resource.RLIM_INFINITY else min(needed_descriptors, hard))
-    if limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return requested_connection_count
+    open_file_limit = max(
+        soft, needed_descriptor_count if hard == resource.RLIM_INFINITY else min(needed_descriptor_count, hard)
+    )
+    if open_file_limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_file_limit, hard))
     # If there are too few, keep half of them for the sandboxes.
-    possible_connections = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_PER_CONNECTION
-    if possible_connections < requested_connections:
+    possible_connection_count = (
+        open_file_limit - min(reserved_descriptor_count, open_file_limit // 2)
+    ) // _DESCRIPTORS_PER_CONNECTION
+    if possible_connection_count < requested_connection_count:
         log.warning(
             "the limit of open files is too low for server.connections: raise the service's limit "
             "(LimitNOFILE, openfiles)",
-            open_files=limit,
-            needed=needed_descriptors,
-            connections=possible_connections,
+            open_files=open_file_limit,
+            needed=needed_descriptor_count,
+            connections=possible_connection_count,
         )
-    return min(requested_connections, possible_connections)
+    return min(requested_connection_count, possible_connection_count)
 
 
 class Connections:
@@ -106,20 +111,23 @@ class Connections:
             del self._open[key]
 
     def record_end(self, reason: str, address: str) -> None:
-        """Record that the gateway closed a connection. A single log line may report several."""
+        """Record that the gateway closed a connection. A single log line may report several connections."""
         self._metrics.record_connection_end(reason)
         if not self._unlogged:
-            asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log_ended, address)
+            asyncio.get_running_loop().call_later(_LOG_INTERVAL_SECONDS, self._log_closed_connections, address)
         self._unlogged[reason] += 1
 
-    def _log_ended(self, address: str) -> None:
-        reasons = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
+    def _log_closed_connections(self, address: str) -> None:
+        counts_by_reason = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
         self._unlogged.clear()
-        log.warning("connections closed", first_address=address, **reasons)
+        log.warning("connections closed", first_address=address, **counts_by_reason)
 
 
 def _counting_key(address: str) -> str:
-    """Return the counting key of an address: for IPv6 its /64, the smallest network that a client has."""
+    """Return the key by which connections from an address are counted.
+
+    An IPv6 address is counted by its /64 network, the smallest network that a client is usually assigned.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return str(ip)
@@ -137,7 +145,7 @@ class Listener(socket.socket):
         self._connections = connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError to refuse it, which the event loop ignores."""
+        """Accept a connection. If there are too many, raise ConnectionAbortedError, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
         connection = _CountedSocket(self.family, self.type, self.proto, fileno=descriptor)
         if not self._connections.admit(peer[0]):
@@ -160,7 +168,7 @@ class _CountedSocket(socket.socket):
 
 
 class _StallTimer:
-    """A timer that ends the connection of a client that does not read its response."""
+    """A timer that aborts a connection if the client stops reading its response."""
 
     def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
         self._transport = transport
@@ -190,19 +198,19 @@ class _StallTimer:
 
 
 class _LimitedConnection(h11.Connection):
-    """An h11 connection that returns ``remaining`` more events, then NEED_DATA."""
+    """An h11 connection that returns ``remaining_event_count`` more events, then NEED_DATA."""
 
-    remaining = 0
+    remaining_event_count = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        if not self.remaining:
+        if not self.remaining_event_count:
             return h11.NEED_DATA
-        self.remaining -= 1
+        self.remaining_event_count -= 1
         return super().next_event()
 
 
 class _FlowControl(FlowControl):
-    """Flow control that reads nothing while events of earlier data are pending, even if uvicorn resumes reading."""
+    """Flow control that reads nothing while events from earlier data are pending, even if uvicorn resumes reading."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -231,7 +239,7 @@ class _FlowControl(FlowControl):
                 self._transport.resume_reading()
 
 
-class _TimedWriting(asyncio.Protocol):
+class _StallTimedConnection(asyncio.Protocol):
     """A connection whose ``_StallTimer`` runs while writing is paused."""
 
     _stall_timer: _StallTimer | None = None
@@ -247,24 +255,24 @@ class _TimedWriting(asyncio.Protocol):
             self._stall_timer.stop()
 
 
-class Http(_TimedWriting, H11Protocol):
-    """A client's connection, which is closed if a request does not arrive in time.
+class HttpConnection(_StallTimedConnection, H11Protocol):
+    """An HTTP connection from a client, which is closed if a request does not arrive in time.
 
-    This class times the headers, and the rest of a body after an early response. The reader of a body times the body:
-    see ``api.access.limits`` and ``api.data_plane.proxy``.
+    This class limits the time for the headers, and for the rest of a body after an early response. Otherwise, the
+    code that reads a body limits its time: see ``api.access.limits`` and ``api.data_plane.proxy``.
     """
 
-    def __init__(self, connections: Connections, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._limits = connections
         self.flow: _FlowControl
         self.conn: _LimitedConnection = _LimitedConnection(
-            h11.SERVER, self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES
+            h11.SERVER, self.config.h11_max_incomplete_event_size or _MAX_HEADER_BYTES
         )
-        self._is_continuing = False
+        self._is_continuation_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._expected: object = None
-        self.ws_protocol_class = lambda **options: WebSocket(connections, **options)  # type: ignore[assignment]
+        self._awaited: object = None
+        self.ws_protocol_class = lambda **options: WebSocketConnection(connections, **options)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -273,19 +281,19 @@ class Http(_TimedWriting, H11Protocol):
         self._start_timer("headers")
 
     def handle_events(self) -> None:
-        """Handle some events now, and the others in a later turn of the event loop."""
-        self.conn.remaining = _MAX_EVENTS_PER_TURN
+        """Handle a limited number of events now, and the others in later turns of the event loop."""
+        self.conn.remaining_event_count = _MAX_EVENTS_PER_TURN
         super().handle_events()
-        if self.conn.remaining or self._stall_timer is None:  # None: the connection was upgraded or lost.
+        if self.conn.remaining_event_count or self._stall_timer is None:  # None: the connection was upgraded or lost.
             self.flow.release()
             return
         self.flow.hold()
-        if not self._is_continuing:
-            self._is_continuing = True
-            self.loop.call_soon(self._continue)
+        if not self._is_continuation_scheduled:
+            self._is_continuation_scheduled = True
+            self.loop.call_soon(self._handle_pending_events)
 
-    def _continue(self) -> None:
-        self._is_continuing = False
+    def _handle_pending_events(self) -> None:
+        self._is_continuation_scheduled = False
         if self._stall_timer is not None and not self.transport.is_closing():
             self.handle_events()
             self._update_timer()
@@ -310,7 +318,7 @@ class Http(_TimedWriting, H11Protocol):
 
     def _update_timer(self) -> None:
         if self._stall_timer is None:
-            return  # The connection was upgraded, so ``WebSocket`` owns it.
+            return  # The connection was upgraded, so ``WebSocketConnection`` owns it.
         state = self.conn.their_state
         if state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self._start_timer("headers", self.cycle)
@@ -320,17 +328,17 @@ class Http(_TimedWriting, H11Protocol):
             self._start_timer(None)
 
     def _start_timer(self, awaited_part: str | None, request: object = None) -> None:
-        """Start the timer for ``awaited_part``, which the client must send next; None stops it."""
-        if (awaited := (awaited_part, request)) == self._expected:
+        """Start the timer for ``awaited_part``, which the client must send next. If it is None, stop the timer."""
+        if (awaited := (awaited_part, request)) == self._awaited:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = (
-            self.loop.call_later(self._limits.request_seconds, self._end_slow_request) if awaited_part else None
+            self.loop.call_later(self._limits.request_seconds, self._abort_slow_request) if awaited_part else None
         )
-        self._expected = awaited
+        self._awaited = awaited
 
-    def _end_slow_request(self) -> None:
+    def _abort_slow_request(self) -> None:
         self._record_end("request too slow")
         self.transport.abort()
 
@@ -344,11 +352,11 @@ class Http(_TimedWriting, H11Protocol):
             self._stall_timer = None
 
 
-class WebSocket(_TimedWriting, ClientWebSocket):
-    """A client's connection after the upgrade to WebSocket."""
+class WebSocketConnection(_StallTimedConnection, ClientWebSocket):
+    """A client's connection after its upgrade to WebSocket."""
 
-    def __init__(self, connections: Connections, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._limits = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

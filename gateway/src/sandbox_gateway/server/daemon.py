@@ -1,4 +1,4 @@
-"""`sandbox-gateway`: the commands serve, check, config-docs and openapi."""
+"""Define the command line of `sandbox-gateway`: the commands serve, check, config-docs and openapi."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG) -> None:
 @app.command("config-docs")
 def config_docs() -> None:
     """Print the configuration reference, in Markdown."""
-    typer.echo(configuration_page(), nl=False)
+    typer.echo(render_configuration_page(), nl=False)
 
 
 @app.command()
@@ -65,12 +65,12 @@ def openapi() -> None:
     """Print the OpenAPI document, in JSON."""
     import json
 
-    from sandbox_gateway.server.serving import document
+    from sandbox_gateway.server.serving import build_openapi_document
 
-    typer.echo(json.dumps(document(), indent=2))
+    typer.echo(json.dumps(build_openapi_document(), indent=2))
 
 
-def configuration_page() -> str:
+def render_configuration_page() -> str:
     """Return the text of `docs/configuration.md`, generated from the descriptions in config.py."""
     from sandbox_gateway.server.config_docs import render_page
 
@@ -78,7 +78,7 @@ def configuration_page() -> str:
 
 
 def main() -> None:
-    """Run the command line. Prints an error as one sentence to standard error, and exits with code 2."""
+    """Run the command line. On an error, print one sentence to standard error and exit with code 2."""
     try:
         app()
     except GatewayError as error:

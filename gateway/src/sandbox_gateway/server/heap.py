@@ -1,4 +1,4 @@
-"""Make the allocator return freed memory to the system, and keep the garbage collector away from lasting objects."""
+"""Make the allocator return freed memory to the system, and exclude long-lived objects from garbage collection."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _THRESHOLD_BYTES = 1 << 20
 """Threshold in bytes. Larger allocations get their own mapping, which is unmapped when they are freed."""
 
 
-def return_freed_memory() -> None:
-    """Configure glibc to return freed memory.
+def configure_allocator() -> None:
+    """Configure glibc to return freed memory to the system.
 
-    By default glibc raises the threshold for mapped allocations, up to 32 MiB, when a larger one is freed. Buffers for
-    pages of captured machines are then allocated in the heaps of threads, and stay there. Other C libraries need no
-    setting. Source: mallopt(3).
+    By default, when a mapped allocation is freed, glibc raises the threshold for mapped allocations to its size, up to
+    32 MiB. Later buffers for the pages of captured machines are then allocated in the heaps of threads, which do not
+    return the memory. Other C libraries need no configuration. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -28,10 +28,10 @@ def return_freed_memory() -> None:
 
 
 def exclude_existing_objects() -> None:
-    """Exclude the objects that exist now from garbage collection. Call this when the start is complete.
+    """Exclude the objects that exist now from garbage collection. Call this when startup is complete.
 
-    Records of all sandboxes and snapshots exist as long as the gateway runs, or are freed by their reference counts.
-    With thousands of them, each full collection would stop the gateway for tens of milliseconds.
+    The records of sandboxes and snapshots exist as long as the gateway runs, or are freed by reference counting. With
+    thousands of them, each full collection would pause the gateway for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()

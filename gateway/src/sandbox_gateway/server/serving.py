@@ -21,13 +21,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
-from sandbox_gateway.api.access.auth import Keys, LocalPeer
+from sandbox_gateway.api.access.auth import Keys, LocalPeerMiddleware
 from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, ClientWebSocket
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.server import heap
-from sandbox_gateway.server.connections import Connections, Http, Listener, reserve_descriptors
-from sandbox_gateway.server.supervisor import notify, start_extended, watchdog_notified
+from sandbox_gateway.server.connections import Connections, HttpConnection, Listener, reserve_descriptors
+from sandbox_gateway.server.supervisor import notify, start_timeout_extended, watchdog_notified
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 10
 _BACKLOG = 512
-_KINDS = {
+_HOST_CLASSES = {
     "kvm_xfs": ("sandbox_gateway.hosts.kvm_xfs.host", "KvmXfsHost"),
     "jail_zfs": ("sandbox_gateway.hosts.jail_zfs.host", "JailZfsHost"),
 }
@@ -51,41 +51,41 @@ class Address:
 
     family: socket.AddressFamily
     sockaddr: tuple[Any, ...]
-    loopback: bool
+    is_loopback: bool
 
 
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises GatewayError if the daemon cannot start."""
     from sandbox_gateway.engine.engine import Engine
 
-    heap.return_freed_memory()
+    heap.configure_allocator()
     log.setup(config.log.level, config.log.format, config.log.file)
     _silence_libraries()
-    stop = asyncio.Event()
+    stop_event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop_event.set)
     async with watchdog_notified():
-        await serve(config, Engine(make_host(config), config), stop)
+        await serve(config, Engine(make_host(config), config), stop_event)
     logger.info("stopped")
 
 
-async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
-    """Open ``engine``, serve requests until ``stop`` is set, and close it. Raises GatewayError."""
-    keys, address, tls = prepare(config.server)
+async def serve(config: Config, engine: Engine, stop_event: asyncio.Event) -> None:
+    """Open ``engine``, serve requests until ``stop_event`` is set, and close it. Raises GatewayError."""
+    keys, address, tls = load_listener_settings(config.server)
     try:
-        async with start_extended():
-            is_open = await _run_until(stop, engine.open())
+        async with start_timeout_extended():
+            is_open = await _run_until(stop_event, engine.open())
         if is_open:
             heap.exclude_existing_objects()
-            await _serve(config, engine, keys, address, tls, stop)
+            await _serve(config, engine, keys, address, tls, stop_event)
     finally:
         await engine.close()
 
 
 async def check(config: Config) -> None:
     """Check that a gateway with this configuration can run on this machine. Raises GatewayError."""
-    prepare(config.server)
+    load_listener_settings(config.server)
     host = make_host(config)
     try:
         await host.open()
@@ -93,8 +93,8 @@ async def check(config: Config) -> None:
         await host.close()
 
 
-def document() -> dict[str, Any]:
-    """Return the OpenAPI document. Does not need a host."""
+def build_openapi_document() -> dict[str, Any]:
+    """Return the OpenAPI document. This does not require a host."""
     from sandbox_gateway.api.app import create_app
     from sandbox_gateway.engine.engine import Engine
 
@@ -103,34 +103,37 @@ def document() -> dict[str, Any]:
 
 
 def make_host(config: Config) -> Host:
-    """Create the host of the configured kind. Raises Invalid if its libraries are missing here."""
-    module, name = _KINDS[config.host.kind]
+    """Create the host of the configured kind. Raises Invalid if a library that it requires is missing."""
+    module, name = _HOST_CLASSES[config.host.kind]
     try:
-        kind = getattr(importlib.import_module(module), name)
+        host_class = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise Invalid(
             f"host.kind {config.host.kind!r} does not work on this machine ({error}): install the missing "
             "library, or set host.kind to another kind"
         ) from None
-    host: Host = kind(config)
+    host: Host = host_class(config)
     return host
 
 
-def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
-    """Load keys, TCP address and TLS, and check that they are consistent. Raises Invalid."""
+def load_listener_settings(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
+    """Load the keys, the TCP address and the TLS certificate. Raises Invalid if they are invalid or inconsistent."""
     if server.socket is None and not server.listen:
         raise Invalid("neither server.socket nor server.listen is set: set at least one of them")
     keys = Keys.load(server.key_file) if server.key_file else Keys()
     tls = _load_tls(server)
     address = resolve(server.listen) if server.listen else None
     setting = f"server.listen {server.listen!r}"
-    if address and not address.loopback:
+    if address and not address.is_loopback:
         if not len(keys):
-            raise Invalid(f"other machines can reach {setting}: set server.key_file to a file that contains a key")
+            raise Invalid(
+                f"other machines can reach {setting}, but no API key is configured: set server.key_file to a file that "
+                "contains a key"
+            )
         if tls is None and not server.allow_plaintext:
             raise Invalid(
-                f"other machines can reach {setting}, and keys must not be sent unencrypted: set "
-                "server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy with TLS"
+                f"other machines can reach {setting}, but keys must not be sent unencrypted: set "
+                "server.tls_cert and server.tls_key, or server.allow_plaintext if a proxy provides TLS"
             )
     if address and not len(keys):
         logger.warning("no API key is configured, so requests to the TCP address will be refused: set server.key_file")
@@ -138,7 +141,7 @@ def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None
 
 
 def resolve(listen: str) -> Address:
-    """Resolve `host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid."""
+    """Resolve `host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid if it cannot be resolved."""
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise Invalid(f"server.listen {listen!r} is not an address: use host:port, such as 127.0.0.1:8700")
@@ -147,7 +150,7 @@ def resolve(listen: str) -> Address:
         candidates = socket.getaddrinfo(hostname or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise Invalid(
-            f"the host of server.listen {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
+            f"the host in server.listen {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
         ) from None
     family, _, _, _, sockaddr = candidates[0]
     return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
@@ -170,7 +173,12 @@ def _load_tls(server: Server) -> ssl.SSLContext | None:
 
 
 async def _serve(
-    config: Config, engine: Engine, keys: Keys, address: Address | None, tls: ssl.SSLContext | None, stop: asyncio.Event
+    config: Config,
+    engine: Engine,
+    keys: Keys,
+    address: Address | None,
+    tls: ssl.SSLContext | None,
+    stop_event: asyncio.Event,
 ) -> None:
     from sandbox_gateway.api.app import create_app
 
@@ -178,16 +186,20 @@ async def _serve(
     with contextlib.ExitStack() as stack:
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
-            unix = stack.enter_context(unix_socket(config.server.socket, config.server.socket_group))
-            listeners.append((_DaemonServer(_uvicorn_config(LocalPeer(app), None)), unix))
+            unix_listener = stack.enter_context(unix_socket(config.server.socket, config.server.socket_group))
+            listeners.append((_DaemonServer(_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
-            tcp = stack.enter_context(contextlib.closing(_tcp_socket(connections, address, config.server.listen)))
-            listeners.append((_TcpServer(_uvicorn_config(app, tls), connections), tcp))
-        await _listen(listeners, app, stop)
+            tcp_listener = stack.enter_context(
+                contextlib.closing(_create_tcp_socket(connections, address, config.server.listen))
+            )
+            listeners.append((_TcpServer(_uvicorn_config(app, tls), connections), tcp_listener))
+        await _listen(listeners, app, stop_event)
 
 
-async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event) -> None:
+async def _listen(
+    listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop_event: asyncio.Event
+) -> None:
     tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in listeners]
     try:
         # uvicorn provides a flag, not an event.
@@ -196,7 +208,7 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
         for _, listener in listeners:
             logger.info("listening", address=str(listener.getsockname()), version=__version__)
         notify("READY=1")
-        await asyncio.wait([asyncio.create_task(stop.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([asyncio.create_task(stop_event.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
         notify("STOPPING=1")
         logger.info("stopping", grace_seconds=GRACE_SECONDS)
@@ -208,7 +220,7 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
 
 
 class _DaemonServer(uvicorn.Server):
-    """A uvicorn server that leaves the handling of signals to the daemon."""
+    """A uvicorn server that leaves signal handling to the daemon."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -229,7 +241,7 @@ class _TcpServer(_DaemonServer):
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(
-                self._protocol,
+                self._create_protocol,
                 sock=listener,
                 ssl=tls,
                 ssl_handshake_timeout=self._connections.request_seconds if tls else None,
@@ -239,8 +251,8 @@ class _TcpServer(_DaemonServer):
         ]
         self.started = True
 
-    def _protocol(self) -> Http:
-        return Http(self._connections, config=self.config, server_state=self.server_state, app_state={})
+    def _create_protocol(self) -> HttpConnection:
+        return HttpConnection(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
 
 def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
@@ -268,14 +280,17 @@ def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
 
 
 def _silence_libraries() -> None:
-    """Silence the libraries: the daemon logs requests and errors itself."""
+    """Silence the logs of libraries, because the daemon logs requests and errors itself."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
-    """Provide a bound unix socket, mode 0660 for ``group`` or else 0600, and remove it on exit. Raises Invalid."""
+    """Create a bound unix socket, and remove it on exit. Raises Invalid if it cannot be created.
+
+    Its mode is 0660 if ``group`` is set, and 0600 otherwise.
+    """
     gid = _group_id(group) if group else -1
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -326,10 +341,10 @@ def _remove_stale_socket(path: Path) -> None:
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise Invalid(f"another gateway listens on {path}: stop it first, or choose another server.socket")
+    raise Invalid(f"another gateway is listening on {path}: stop it first, or choose another server.socket")
 
 
-def _tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
+def _create_tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
     listener = Listener(connections, address.family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -342,9 +357,9 @@ def _tcp_socket(connections: Connections, address: Address, listen: str) -> sock
     return listener
 
 
-async def _run_until(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Await ``work``. Returns False if ``stop`` was set first, which cancels ``work``."""
-    worker, stop_task = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def _run_until(stop_event: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Await ``work``, but cancel it if ``stop_event`` is set first. Returns whether ``work`` finished."""
+    worker, stop_task = asyncio.ensure_future(work), asyncio.ensure_future(stop_event.wait())
     await asyncio.wait({worker, stop_task}, return_when=asyncio.FIRST_COMPLETED)
     stop_task.cancel()
     if worker.done():

@@ -9,26 +9,27 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-_START_INTERVAL = 10.0
-_START_EXTENSION = 60.0
+_EXTENSION_INTERVAL_SECONDS = 10.0
+_EXTENSION_SECONDS = 60.0
 
 
 def notify(state: str) -> None:
-    """Send ``state`` to ``NOTIFY_SOCKET``, if it is set."""
-    target = os.environ.get("NOTIFY_SOCKET", "")
-    if not target:
+    """Send ``state`` to the socket in the environment variable ``NOTIFY_SOCKET``, if it is set."""
+    socket_address = os.environ.get("NOTIFY_SOCKET", "")
+    if not socket_address:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.setblocking(False)
-        channel.connect("\0" + target[1:] if target.startswith("@") else target)
+        channel.connect("\0" + socket_address[1:] if socket_address.startswith("@") else socket_address)
         channel.send(state.encode())
 
 
 @contextlib.asynccontextmanager
 async def watchdog_notified() -> AsyncIterator[None]:
-    """Send a keepalive at half the watchdog's interval. The service manager kills a process whose event loop hangs.
+    """Inside this context, send keepalives at intervals of half the watchdog timeout.
 
-    The signal that it sends (SIGABRT) makes the process print the stack of each thread.
+    If the event loop hangs, the service manager kills the process with SIGABRT. On this signal, the process prints the
+    stack of each thread.
     """
     interval = _watchdog_seconds() / 2
     if not interval:
@@ -40,14 +41,14 @@ async def watchdog_notified() -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def start_extended() -> AsyncIterator[None]:
-    """Extend the start timeout while the event loop is alive, because a start with many sandboxes is slow."""
-    async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
+async def start_timeout_extended() -> AsyncIterator[None]:
+    """Inside this context, repeatedly extend the start timeout, because a start with many sandboxes is slow."""
+    async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 1e6:.0f}", _EXTENSION_INTERVAL_SECONDS):
         yield
 
 
 def _watchdog_seconds() -> float:
-    """Return the service manager's watchdog timeout in seconds; 0 if it does not watch this process."""
+    """Return the service manager's watchdog timeout in seconds, or 0 if it does not watch this process."""
     microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not (microseconds.isascii() and microseconds.isdigit()) or pid not in ("", str(os.getpid())):
         return 0

@@ -1,13 +1,14 @@
 """Implement the API of ``libzfs_core`` (pyzfs) with the ``zfs`` command. This package does not depend on sandboxes.
 
-The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core. Names may be str or
-bytes. Exceptions are in ``zfs.exceptions``. The functions differ from pyzfs in four ways. A new filesystem is mounted
-at once, depending on its ``canmount`` and ``mountpoint``. ``lzc_destroy`` unmounts the filesystem first. ``lzc_rename``
-mounts it again under the new name. If ZFS lacks ``atomic_snapshots``, several snapshots are taken one by one, but
-still all or none.
+The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core. Names may be str or bytes.
+Exceptions are in ``zfs.exceptions``. The functions differ from pyzfs in four ways. A new filesystem is mounted at once,
+if its ``canmount`` and ``mountpoint`` allow this. ``lzc_destroy`` unmounts the filesystem first. ``lzc_rename`` mounts
+the filesystem again under its new name. If ZFS lacks ``atomic_snapshots``, ``lzc_snapshot`` takes snapshots one by one,
+and destroys them again if one fails.
 
-The other functions have no counterpart in pyzfs: listing, properties, mounts, and changes since a snapshot. All
-functions block (use ``asyncio.to_thread``). Each command has a timeout of ``zfs.process.TIMEOUT_SECONDS``.
+The other functions list datasets, mount them, read their properties, and detect changes since a snapshot. They have no
+counterpart in pyzfs. All functions block (use ``asyncio.to_thread``). Each command has a timeout of
+``zfs.process.TIMEOUT_SECONDS``, or ``TRANSFER_TIMEOUT_SECONDS`` if it transfers a stream.
 """
 
 from sandbox_gateway.zfs import exceptions

@@ -34,7 +34,7 @@ class Capabilities:
     """Several commands may mount file systems at the same time."""
 
 
-ZFS_FUSE = Capabilities(
+ZFS_FUSE_CAPABILITIES = Capabilities(
     version=(0, 7),
     atomic_snapshots=False,
     rename_without_unmount=False,
@@ -61,9 +61,9 @@ _capabilities: Capabilities | None = None
 
 
 def detect_capabilities() -> Capabilities:
-    """Return the capabilities of the installed ZFS, which the first call determines with ``zfs version``.
+    """Return the capabilities of the installed ZFS. The first call determines them with ``zfs version``.
 
-    OpenZFS has this command since version 0.8; zfs-fuse lacks it.
+    OpenZFS has had this command since version 0.8; zfs-fuse lacks it.
     """
     global _capabilities
     if _capabilities is None:
@@ -72,7 +72,7 @@ def detect_capabilities() -> Capabilities:
             match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.output, re.MULTILINE)
             _capabilities = openzfs_capabilities(tuple(int(part) for part in match.groups() if part) if match else ())
         elif "unrecognized command" in outcome.message:
-            _capabilities = ZFS_FUSE
+            _capabilities = ZFS_FUSE_CAPABILITIES
         else:
             raise outcome.explain(ZFSGenericError(errno.EIO, None, "`zfs version` failed"))
     return _capabilities

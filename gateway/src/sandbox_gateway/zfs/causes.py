@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 
 class Cause(Enum):
-    """A reason why ``zfs`` fails."""
+    """A reason for a failure of ``zfs``."""
 
     UNREACHABLE = auto()
     SUSPENDED = auto()
@@ -23,8 +23,8 @@ class Cause(Enum):
     """The dataset was unmounted, but is still in use."""
     NOT_MOUNTED = auto()
     ALREADY_MOUNTED = auto()
-    TOO_SMALL = auto()
-    QUOTA = auto()
+    SIZE_TOO_SMALL = auto()
+    QUOTA_EXCEEDED = auto()
     NO_SPACE = auto()
     POOLS_DIFFER = auto()
     NO_POOL = auto()
@@ -38,11 +38,11 @@ class Cause(Enum):
     TAG_EXISTS = auto()
     TAG_MISSING = auto()
     STREAM_MISMATCH = auto()
-    MODIFIED = auto()
+    DESTINATION_MODIFIED = auto()
     STREAM_TRUNCATED = auto()
     BAD_STREAM = auto()
     NOT_RELATED = auto()
-    PROPERTY = auto()
+    PROPERTY_INVALID = auto()
     EXISTS = auto()
     MISSING = auto()
     BUSY = auto()
@@ -73,9 +73,9 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.IN_USE, r"umount failed|target is busy|[Dd]evice busy|pool or dataset is busy"),
     (Cause.MOUNT_BUSY, r"mountpoint or dataset is busy"),
     (Cause.MOUNT_FAILED, r"but not mounted|cannot mount|mount failed|failed to mount|legacy mountpoint"),
-    (Cause.TOO_SMALL, r"size is less than current used"),
+    (Cause.SIZE_TOO_SMALL, r"size is less than current used"),
     (Cause.NO_SPACE, r"out of space|No space left|size is greater than available"),
-    (Cause.QUOTA, r"[Qq]uota exceeded"),
+    (Cause.QUOTA_EXCEEDED, r"[Qq]uota exceeded"),
     (Cause.POOLS_DIFFER, r"pools differ|must be within same pool|not in the same pool"),
     (Cause.NO_POOL, r"no such pool"),
     (Cause.NO_PARENT, r"parent does not exist|parent is not a filesystem"),
@@ -85,7 +85,7 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.SNAPSHOT_CONFLICT, r"conflicting snapshot"),
     (Cause.TAG_EXISTS, r"tag already exists"),
     (Cause.TAG_MISSING, r"no such tag"),
-    (Cause.MODIFIED, r"has been modified"),
+    (Cause.DESTINATION_MODIFIED, r"has been modified"),
     (
         Cause.STREAM_MISMATCH,
         r"does not\s+match incremental source|destination has snapshots|local origin for clone",
@@ -94,7 +94,7 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.BAD_STREAM, r"invalid (backup )?stream|invalid stream"),
     (Cause.NOT_RELATED, r"must be in same filesystem|incremental source .* does not exist|not an earlier snapshot"),
     (
-        Cause.PROPERTY,
+        Cause.PROPERTY_INVALID,
         r"invalid property|bad numeric value|is readonly|bad property|property value|invalid value"
         r"|can not be modified|must be one of|can only be set|missing value|is invalid|Argument list too long",
     ),
@@ -105,26 +105,26 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     ),
     (Cause.BUSY, r"is busy|resource busy"),
 )
-_CAUSES = tuple((cause, re.compile(pattern)) for cause, pattern in _PATTERNS)
-_QUOTED = re.compile(r"(?<!\w)'[^'\n]*'")
-_LIST_OF_NAMES = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
-_USAGE = re.compile(r"^usage:$", re.MULTILINE)
+_COMPILED_PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _PATTERNS)
+_QUOTED_NAME = re.compile(r"(?<!\w)'[^'\n]*'")
+_LIST_HEADING = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
+_USAGE_HEADING = re.compile(r"^usage:$", re.MULTILINE)
 
 
 def cause_of(stderr: str) -> Cause:
     """Determine the cause of a failure from the standard error of ``zfs``. Ignores quoted names and lists of names."""
-    text = _LIST_OF_NAMES.split(_USAGE.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
-    text = _QUOTED.sub("''", text)
-    return next((cause for cause, pattern in _CAUSES if pattern.search(text)), Cause.OTHER)
+    text = _LIST_HEADING.split(_USAGE_HEADING.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
+    text = _QUOTED_NAME.sub("''", text)
+    return next((cause for cause, pattern in _COMPILED_PATTERNS if pattern.search(text)), Cause.OTHER)
 
 
-def find_names(stderr: str) -> list[str]:
-    """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in the same order."""
-    parts = _LIST_OF_NAMES.split(stderr, maxsplit=1)
+def find_listed_datasets(stderr: str) -> list[str]:
+    """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in that order."""
+    parts = _LIST_HEADING.split(stderr, maxsplit=1)
     return [line for line in parts[1].split("\n") if line] if len(parts) == 2 else []
 
 
 def join_lines(stderr: str) -> str:
     """Join the standard error of ``zfs``, without its usage text, into one line of at most 500 characters."""
-    lines = _USAGE.split(stderr, maxsplit=1)[0].strip().splitlines()
+    lines = _USAGE_HEADING.split(stderr, maxsplit=1)[0].strip().splitlines()
     return "; ".join(line.strip() for line in lines if line.strip())[:500]

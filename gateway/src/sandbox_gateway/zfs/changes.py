@@ -1,4 +1,4 @@
-"""Detect whether a filesystem has changed since a snapshot. Works with every version of ZFS."""
+"""Detect whether a filesystem has changed since a snapshot, in every version of ZFS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
 from sandbox_gateway.zfs.listing import list_snapshots, lzc_exists
-from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, snapshot_name
+from sandbox_gateway.zfs.names import Name, filesystem_of, validate_filesystem_name, validate_snapshot_name
 from sandbox_gateway.zfs.outcome import error_of
 from sandbox_gateway.zfs.parse import parse_get
 from sandbox_gateway.zfs.process import read_first_bytes
@@ -21,7 +21,7 @@ def has_changed_since(name: Name, snap: Name) -> bool:
     A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, or SnapshotMismatch if the
     filesystem does not descend from ``snap``.
     """
-    target, snapshot = filesystem_name(name), snapshot_name(snap)
+    target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
     sync(target)
     if not detect_capabilities().written_property:
         return _has_changed_by_comparison(target, snapshot)
@@ -30,58 +30,71 @@ def has_changed_since(name: Name, snap: Name) -> bool:
         return properties[0].number > 0
     if not lzc_exists(snapshot):
         raise SnapshotNotFound(snapshot)
-    return written_bytes(target) > 0 or _is_different(snapshot, _newest_snapshot(target))
+    return written_bytes(target) > 0 or _is_different(snapshot, _find_newest_snapshot(target))
 
 
 def _has_changed_by_comparison(target: str, snapshot: str) -> bool:
-    """Compare snapshots pair by pair, because ``unique`` only counts changes since the newest snapshot."""
+    """Return whether the filesystem has changed since the snapshot, by comparing snapshots pair by pair.
+
+    Without ``written_property``, ZFS counts only the changes since the newest snapshot.
+    """
     if not lzc_exists(snapshot):
         raise SnapshotNotFound(snapshot)
-    newest = _newest_snapshot(target)
-    return _is_different(snapshot, newest) if written_bytes(target) == 0 else _check_descent(newest, snapshot)
+    newest_snapshot = _find_newest_snapshot(target)
+    return (
+        _is_different(snapshot, newest_snapshot)
+        if written_bytes(target) == 0
+        else _check_descent(newest_snapshot, snapshot)
+    )
 
 
-def _newest_snapshot(filesystem: str) -> str:
+def _find_newest_snapshot(filesystem: str) -> str:
     """Return the snapshot on which a filesystem's current state is based: its newest snapshot, or its origin."""
     snapshots = list_snapshots(filesystem)
-    return snapshots[-1] if snapshots else _origin(filesystem)
+    return snapshots[-1] if snapshots else _get_origin(filesystem)
 
 
-def _origin(filesystem: str) -> str:
+def _get_origin(filesystem: str) -> str:
     return get_props([filesystem], ["origin"])[filesystem]["origin"].value
 
 
 def _check_descent(snap: str, ancestor: str) -> bool:
-    """Return True. Raises SnapshotMismatch if ``snap`` does not descend from ``ancestor``."""
+    """Return True if ``snap`` is ``ancestor`` or descends from it. Otherwise, raise SnapshotMismatch."""
     while snap != "-":
         snapshots = list_snapshots(filesystem_of(snap))
         if ancestor in snapshots[: snapshots.index(snap) + 1]:
             return True
-        snap = _origin(filesystem_of(snap))
+        snap = _get_origin(filesystem_of(snap))
     raise SnapshotMismatch(ancestor)
 
 
 _RECORD_BYTES = 312
 """The size of a record in a stream. If nothing changed, the stream consists only of a begin and an end record."""
-_END_RECORD = 5
+_END_RECORD_TYPE = 5
 
 
-def _is_different(older: str, newer: str) -> bool:
-    """Return whether the snapshot ``newer`` differs from its ancestor ``older``."""
-    while newer != older:
-        snapshots = list_snapshots(filesystem_of(newer)) if newer != "-" else []
-        earlier = snapshots[: snapshots.index(newer)] if newer in snapshots else []
-        start = older if older in earlier else _origin(filesystem_of(newer)) if newer in snapshots else "-"
-        if start == "-":
-            raise SnapshotMismatch(older)
-        if _stream_has_changes(start, newer):
-            return _check_descent(start, older)
-        newer = start
+def _is_different(older_snapshot: str, newer_snapshot: str) -> bool:
+    """Return whether the snapshot ``newer_snapshot`` differs from its ancestor ``older_snapshot``."""
+    while newer_snapshot != older_snapshot:
+        snapshots = list_snapshots(filesystem_of(newer_snapshot)) if newer_snapshot != "-" else []
+        earlier_snapshots = snapshots[: snapshots.index(newer_snapshot)] if newer_snapshot in snapshots else []
+        base_snapshot = (
+            older_snapshot
+            if older_snapshot in earlier_snapshots
+            else _get_origin(filesystem_of(newer_snapshot))
+            if newer_snapshot in snapshots
+            else "-"
+        )
+        if base_snapshot == "-":
+            raise SnapshotMismatch(older_snapshot)
+        if _stream_has_changes(base_snapshot, newer_snapshot):
+            return _check_descent(base_snapshot, older_snapshot)
+        newer_snapshot = base_snapshot
     return False
 
 
-def _stream_has_changes(start: str, end: str) -> bool:
-    data, outcome = read_first_bytes("send", "-i", start, end, count=_RECORD_BYTES + 4)
+def _stream_has_changes(base_snapshot: str, end_snapshot: str) -> bool:
+    data, outcome = read_first_bytes("send", "-i", base_snapshot, end_snapshot, count=_RECORD_BYTES + 4)
     if outcome is not None:
-        raise error_of(outcome, end, "compare snapshots") if outcome.cause else ZFSOutputError(end)
-    return bool(struct.unpack_from("=I", data, _RECORD_BYTES)[0] != _END_RECORD)
+        raise error_of(outcome, end_snapshot, "compare snapshots") if outcome.cause else ZFSOutputError(end_snapshot)
+    return bool(struct.unpack_from("=I", data, _RECORD_BYTES)[0] != _END_RECORD_TYPE)

@@ -1,4 +1,4 @@
-"""Define the errors of ZFS, with the names that they have in ``libzfs_core.exceptions``."""
+"""Define the exceptions of ZFS, under the same names as in ``libzfs_core.exceptions``."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class DatasetBusy(ZFSError):
 
 
 class MountFailed(ZFSError):
-    """A filesystem cannot be mounted. libzfs_core has no such error, because it does not mount."""
+    """A filesystem cannot be mounted. libzfs_core has no such error, because it does not mount filesystems."""
 
     errno = errno.EIO
     message = "Filesystem cannot be mounted"

@@ -20,94 +20,96 @@ from sandbox_gateway.zfs.exceptions import (
     ZFSOutputError,
 )
 from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, decode_name, snapshot_name
+from sandbox_gateway.zfs.names import Name, decode_name, validate_snapshot_name
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
 from sandbox_gateway.zfs.run import run
 
-_HOLD_PREFIX = "pyzfs:hold."
+_HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 
 
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
-    """Place holds on snapshots, given as ``{snapshot: tag}``. Returns the snapshots that do not exist.
+    """Place the holds in ``{snapshot: tag}``. Returns the snapshots that do not exist.
 
     Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None, because a hold
-    that the command places outlives the process. If ZFS cannot list holds, each is also recorded in a user property.
+    placed by the command outlives the process. If ZFS cannot list holds, each hold is also recorded in a user property.
     """
     if fd is not None:
-        raise FeatureNotSupported(None).with_details("the command cannot bind a hold to a file descriptor: pass None")
-    missing, errors = [], []
-    for snap, name in holds.items():
-        target, tag = _check_hold(HoldFailure, snap, name)
+        raise FeatureNotSupported(None).with_details(
+            "the command cannot bind a hold to a file descriptor: pass fd=None"
+        )
+    missing_snapshots, errors = [], []
+    for snap, tag_name in holds.items():
+        target, tag = _check_hold(HoldFailure, snap, tag_name)
         outcome = run("hold", tag, target, name=target)
         if outcome.cause is Cause.MISSING:
-            missing.append(target)
+            missing_snapshots.append(target)
         elif outcome.cause is not None:
             errors.append(error_of(outcome, target, "hold snapshot", {Cause.TAG_EXISTS: HoldExists}))
         elif not detect_capabilities().lists_holds:
-            lzc_set_prop(target, _HOLD_PREFIX + tag.encode().hex(), str(int(time.time())))
+            lzc_set_prop(target, _HOLD_PROPERTY_PREFIX + tag.encode().hex(), str(int(time.time())))
     if errors:
         raise HoldFailure(errors)
-    return missing
+    return missing_snapshots
 
 
 def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
-    """Release holds, given as ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
+    """Release the holds in ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
 
     If a snapshot was destroyed with ``defer``, releasing its last hold removes it. Raises HoldReleaseFailure, whose
-    ``errors`` are HoldNotFound.
+    ``errors`` are HoldNotFound, NameInvalid or NameTooLong.
     """
-    missing, errors = [], []
+    missing_snapshots, errors = [], []
     for snap, tags in holds.items():
-        for name in tags:
-            target, tag = _check_hold(HoldReleaseFailure, snap, name)
+        for tag_name in tags:
+            target, tag = _check_hold(HoldReleaseFailure, snap, tag_name)
             if not detect_capabilities().lists_holds and lzc_exists(target):
-                lzc_inherit_prop(target, _HOLD_PREFIX + tag.encode().hex())
+                lzc_inherit_prop(target, _HOLD_PROPERTY_PREFIX + tag.encode().hex())
             outcome = run("release", tag, target, name=target)
             if outcome.cause is Cause.MISSING:
-                missing.append(target)
+                missing_snapshots.append(target)
             elif outcome.cause is not None:
                 errors.append(error_of(outcome, target, "release snapshot hold", {Cause.TAG_MISSING: HoldNotFound}))
     if errors:
         raise HoldReleaseFailure(errors)
-    return missing
+    return missing_snapshots
 
 
-def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Name, tag: Name) -> tuple[str, str]:
+def _check_hold(failure_class: type[HoldFailure] | type[HoldReleaseFailure], snap: Name, tag: Name) -> tuple[str, str]:
     try:
-        target, text = snapshot_name(snap), decode_name(tag)
+        target, text = validate_snapshot_name(snap), decode_name(tag)
     except (NameInvalid, NameTooLong) as error:
-        raise failure([error]) from None
+        raise failure_class([error]) from None
     if not text or text.startswith("-") or not text.isprintable():
-        raise failure([NameInvalid(text)])
+        raise failure_class([NameInvalid(text)])
     if len(text.encode()) > 120:
-        raise failure([NameTooLong(text)])
+        raise failure_class([NameTooLong(text)])
     return target, text
 
 
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
-    """Return the holds of a snapshot, as ``{tag: time in unix seconds}``. Raises SnapshotNotFound."""
-    target = snapshot_name(snapname)
+    """Return the holds of a snapshot, as ``{tag: creation time in Unix seconds}``. Raises SnapshotNotFound."""
+    target = validate_snapshot_name(snapname)
     if not detect_capabilities().lists_holds:
-        return _read_holds(target)
+        return _read_recorded_holds(target)
     outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
-    return {tag: _unix_seconds(date) for _, tag, date in parse_table(outcome.output, 3)}
+    return {tag: _to_unix_seconds(date) for _, tag, date in parse_table(outcome.output, 3)}
 
 
-def _read_holds(target: str) -> dict[str, int]:
+def _read_recorded_holds(target: str) -> dict[str, int]:
     try:
         props = local_props(target)
     except DatasetNotFound:
         raise SnapshotNotFound(target) from None
     return {
-        bytes.fromhex(prop.removeprefix(_HOLD_PREFIX)).decode(): int(value)
+        bytes.fromhex(prop.removeprefix(_HOLD_PROPERTY_PREFIX)).decode(): int(value)
         for prop, value in props.items()
-        if prop.startswith(_HOLD_PREFIX)
+        if prop.startswith(_HOLD_PROPERTY_PREFIX)
     }
 
 
-def _unix_seconds(text: str) -> int:
+def _to_unix_seconds(text: str) -> int:
     try:
         return int(time.mktime(time.strptime(text.strip(), "%a %b %d %H:%M %Y")))
     except ValueError:

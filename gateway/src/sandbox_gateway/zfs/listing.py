@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from sandbox_gateway.zfs.causes import Cause
 from sandbox_gateway.zfs.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
-from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name, filesystem_of, pool_of, snapshot_name
+from sandbox_gateway.zfs.names import (
+    Name,
+    filesystem_of,
+    pool_of,
+    validate_existing_name,
+    validate_filesystem_name,
+    validate_snapshot_name,
+)
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.run import run
@@ -20,7 +27,7 @@ def check_reachable() -> None:
 def lzc_exists(name: Name) -> bool:
     """Return whether a filesystem, volume or snapshot exists. Returns False for an invalid name."""
     try:
-        target = existing_name(name)
+        target = validate_existing_name(name)
     except (NameInvalid, NameTooLong):
         return False
     outcome = run("get", "-H", "-o", "value", "type", target, name=target)
@@ -35,7 +42,7 @@ def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = 
     ``types``: one or more of ``filesystem``, ``snapshot`` and ``volume``, separated by commas. ``depth``: how many
     levels below ``root`` to list.
     """
-    target = existing_name(root)
+    target = validate_existing_name(root)
     options = ["-r"] if depth is None else ["-d", str(depth)]
     outcome = run("list", "-H", *options, "-t", types, "-o", "name", target, name=target)
     return [name for (name,) in parse_table(check(outcome, target, "list").output, 1)]
@@ -43,7 +50,7 @@ def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = 
 
 def list_snapshots(filesystem: Name) -> list[str]:
     """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound."""
-    target = filesystem_name(filesystem)
+    target = validate_filesystem_name(filesystem)
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
     # If there are no snapshots, OpenZFS may print a message on standard error and still succeed.
     rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).output, 1)
@@ -51,8 +58,8 @@ def list_snapshots(filesystem: Name) -> list[str]:
 
 
 def list_clones(snap: Name) -> list[str]:
-    """Return the clones of a snapshot. Searches by ``origin``, because zfs-fuse lacks the property ``clones``."""
-    target = snapshot_name(snap)
+    """Return the clones of a snapshot. Compares ``origin``, because zfs-fuse lacks the property ``clones``."""
+    target = validate_snapshot_name(snap)
     pool = pool_of(target)
     outcome = check(run("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin", pool, name=pool), pool, "list")
     return [name for name, origin in parse_table(outcome.output, 2) if origin == target]

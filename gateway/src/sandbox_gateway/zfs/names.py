@@ -12,7 +12,7 @@ NAME_MAX = 255
 Name = str | bytes
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def decode_name(name: Name) -> str:
@@ -34,49 +34,49 @@ def filesystem_of(name: str) -> str:
     return name.partition("@")[0]
 
 
-def existing_name(name: Name) -> str:
-    """Return the name of an existing object as str. Raises NameInvalid, NameTooLong.
+def validate_existing_name(name: Name) -> str:
+    """Check the name of an object that should exist, and return it as str. Raises NameInvalid, NameTooLong.
 
     Allows any name that ZFS might accept, except for names that the command would misinterpret, such as options.
     """
     text = decode_name(name)
-    if not text or text.startswith(("-", "/")) or text.endswith("/") or _CONTROL.search(text):
+    if not text or text.startswith(("-", "/")) or text.endswith("/") or _CONTROL_CHARACTER.search(text):
         raise NameInvalid(text)
     if len(text.encode(errors="replace")) > NAME_MAX:
         raise NameTooLong(text)
     return text
 
 
-def new_filesystem_name(name: Name) -> str:
-    """Return the name of a new filesystem as str.
+def validate_new_filesystem_name(name: Name) -> str:
+    """Check the name of a filesystem that is to be created, and return it as str.
 
     Allows letters, digits and ``_.:-``. No component may begin with one of ``.:-``.
     """
-    text = existing_name(name)
+    text = validate_existing_name(name)
     if not all(_COMPONENT.fullmatch(part) for part in text.split("/")) or not text[0].isalpha():
         raise FilesystemNameInvalid(text)
     return text
 
 
-def snapshot_name(name: Name) -> str:
-    """Return the name of an existing snapshot as str. It must have the form ``filesystem@snapshot``."""
-    text = existing_name(name)
+def validate_snapshot_name(name: Name) -> str:
+    """Check that a name has the form ``filesystem@snapshot``, and return it as str."""
+    text = validate_existing_name(name)
     filesystem, _, short = text.partition("@")
     if not filesystem or not short or "@" in short or "/" in short:
         raise SnapshotNameInvalid(text)
     return text
 
 
-def new_snapshot_name(name: Name) -> str:
-    text = snapshot_name(name)
+def validate_new_snapshot_name(name: Name) -> str:
+    text = validate_snapshot_name(name)
     if not _COMPONENT.fullmatch(text.partition("@")[2]):
         raise SnapshotNameInvalid(text)
     return text
 
 
-def filesystem_name(name: Name) -> str:
-    """Return the name of an existing filesystem as str. Refuses names of snapshots and bookmarks."""
-    text = existing_name(name)
+def validate_filesystem_name(name: Name) -> str:
+    """Check that a name is not that of a snapshot or bookmark, and return it as str."""
+    text = validate_existing_name(name)
     if "@" in text or "#" in text:
         raise FilesystemNameInvalid(text)
     return text

@@ -10,19 +10,19 @@ from sandbox_gateway.zfs.names import NAME_MAX, Name, decode_name
 
 VALUE_MAX = 8191
 """Maximum length, in bytes, of a user property's value."""
-USER_PROPERTY = re.compile(r"[a-z0-9_.+-]*:[a-z0-9_.:+-]*")
-NATIVE_PROPERTY = re.compile(r"[a-z][a-z0-9_]*(@\S+)?")
+USER_PROPERTY_NAME = re.compile(r"[a-z0-9_.+-]*:[a-z0-9_.:+-]*")
+NATIVE_PROPERTY_NAME = re.compile(r"[a-z][a-z0-9_]*(@\S+)?")
 
 Value = str | bytes | int | bool
 Props = Mapping[str, Value] | Mapping[bytes, Value] | None
 
 
-def property_value(name: Name, value: Value) -> str:
-    """Return ``name=value``, as an argument of ``-o`` and ``set``. Formats a bool as ``on`` or ``off``.
+def format_property_assignment(name: Name, value: Value) -> str:
+    """Return ``name=value``, as an argument of ``-o`` or ``set``. Formats a bool as ``on`` or ``off``.
 
     Raises PropertyInvalid.
     """
-    key = property_name(name)
+    key = validate_property_name(name)
     if isinstance(value, bool):
         text = "on" if value else "off"
     else:
@@ -38,15 +38,18 @@ def property_value(name: Name, value: Value) -> str:
     return f"{key}={text}"
 
 
-def property_name(name: Name) -> str:
+def validate_property_name(name: Name) -> str:
     key = decode_name(name)
-    if not (USER_PROPERTY if ":" in key.partition("@")[0] else NATIVE_PROPERTY).fullmatch(key) or key[0] == "-":
+    if (
+        not (USER_PROPERTY_NAME if ":" in key.partition("@")[0] else NATIVE_PROPERTY_NAME).fullmatch(key)
+        or key[0] == "-"
+    ):
         raise PropertyInvalid(key)
     if len(key) > NAME_MAX:
         raise PropertyInvalid(key).with_details(f"its name is longer than {NAME_MAX} bytes")
     return key
 
 
-def property_options(props: Props) -> list[str]:
+def format_property_options(props: Props) -> list[str]:
     """Return the options that set these properties, such as ``["-o", "a=b", …]``."""
-    return [word for key, value in (props or {}).items() for word in ("-o", property_value(key, value))]
+    return [word for key, value in (props or {}).items() for word in ("-o", format_property_assignment(key, value))]

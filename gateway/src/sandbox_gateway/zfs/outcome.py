@@ -1,4 +1,4 @@
-"""Describe outcomes of the ``zfs`` command, and create exceptions for failures."""
+"""Represent the outcome of a ``zfs`` command, and create exceptions for failures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ErrorFactory = Callable[[str], ZFSError]
 
 _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.NO_SPACE: NoSpace,
-    Cause.TOO_SMALL: QuotaExceeded,
-    Cause.QUOTA: QuotaExceeded,
+    Cause.SIZE_TOO_SMALL: QuotaExceeded,
+    Cause.QUOTA_EXCEEDED: QuotaExceeded,
     Cause.NAME_INVALID: NameInvalid,
     Cause.NAME_TOO_LONG: NameTooLong,
-    Cause.PROPERTY: PropertyInvalid,
+    Cause.PROPERTY_INVALID: PropertyInvalid,
     Cause.BUSY: DatasetBusy,
     Cause.IN_USE: DatasetBusy,
     Cause.MOUNT_BUSY: DatasetBusy,
@@ -58,24 +58,27 @@ class Outcome:
     related: tuple[str, ...] = ()
 
     def explain(self, error: ZFSError) -> ZFSError:
-        """Add the message of the command to ``error``, and return it."""
+        """Add the message and the related datasets to ``error``, and return ``error``."""
         return error.with_details(self.message, self.related)
 
 
 def error_of(
-    outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None
+    outcome: Outcome, name: str, action: str, specific_errors: Mapping[Cause, ErrorFactory] | None = None
 ) -> ZFSError:
     """Return the exception for a failed command.
 
-    ``action`` completes the sentence "Failed to …". ``specific`` overrides the exceptions that all commands share.
+    ``action`` completes the sentence "Failed to …". ``specific_errors`` maps causes to exceptions, and takes
+    precedence over the exceptions that all commands share.
     """
     assert outcome.cause is not None
-    factory = (specific or {}).get(outcome.cause) or _ERRORS.get(outcome.cause)
+    factory = (specific_errors or {}).get(outcome.cause) or _ERRORS.get(outcome.cause)
     return outcome.explain(factory(name) if factory else ZFSGenericError(errno.EIO, name, f"Failed to {action}"))
 
 
-def check(outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None) -> Outcome:
+def check(
+    outcome: Outcome, name: str, action: str, specific_errors: Mapping[Cause, ErrorFactory] | None = None
+) -> Outcome:
     """Return the outcome if the command succeeded. Otherwise, raise the exception that ``error_of`` returns."""
     if outcome.cause is not None:
-        raise error_of(outcome, name, action, specific)
+        raise error_of(outcome, name, action, specific_errors)
     return outcome

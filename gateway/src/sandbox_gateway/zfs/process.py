@@ -10,7 +10,7 @@ import threading
 from typing import IO
 
 from sandbox_gateway.command import child_environment
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, join_lines
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_listed_datasets, join_lines
 from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from sandbox_gateway.zfs.outcome import Outcome
 
@@ -41,7 +41,7 @@ def execute(
     """Run ``zfs`` with ``args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
-    ZFSGenericError(ETIMEDOUT). ``name``: the dataset that their messages mention.
+    ZFSGenericError(ETIMEDOUT). ``name``: the dataset that the error messages mention.
     """
     try:
         process = subprocess.Popen(
@@ -49,12 +49,12 @@ def execute(
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.PIPE,
-            env=_environment(),
+            env=_build_environment(),
             pass_fds=_inherited_fds(),
         )
     except FileNotFoundError:
         raise ZFSInitializationFailed(name).with_details(
-            "the command `zfs` is not installed: install ZFS, or run the role jail_zfs_host"
+            "the `zfs` command is not installed: install ZFS, or run the role jail_zfs_host"
         ) from None
     try:
         out, err = process.communicate(timeout=seconds)
@@ -66,20 +66,20 @@ def execute(
     except BaseException:
         _kill(process)
         raise
-    return _outcome(args, process.returncode, out or b"", err or b"", name)
+    return _make_outcome(args, process.returncode, out or b"", err or b"", name)
 
 
 def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -> tuple[bytes, Outcome | None]:
-    """Run ``zfs`` with ``args`` and return the first ``count`` bytes of its output, without waiting for the rest.
+    """Run ``zfs`` with ``args`` until it has written ``count`` bytes. Returns these bytes and the outcome.
 
-    The outcome is None if the command wrote at least ``count`` bytes.
+    If the command ends earlier, returns all its output. Otherwise, the outcome is None.
     """
     process = subprocess.Popen(
         ["zfs", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_environment(),
+        env=_build_environment(),
         pass_fds=_inherited_fds(),
     )
     assert process.stdout is not None
@@ -90,14 +90,14 @@ def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -
         if len(data) == count:
             return data, None
         out, err = process.communicate()
-        return data, _outcome(args, process.returncode, out, err, None)
+        return data, _make_outcome(args, process.returncode, out, err, None)
     finally:
         timer.cancel()
         _kill(process)
 
 
 def inherit_file(file: IO[str]) -> None:
-    """Let every later command inherit ``file``, so that a lock on it lasts until the last command has exited."""
+    """Make every later command inherit ``file``, so that a lock on it lasts until the last command has exited."""
     global _inherited_files
     _inherited_files |= {file}
 
@@ -111,7 +111,7 @@ def _inherited_fds() -> list[int]:
     return [file.fileno() for file in _inherited_files if not file.closed]
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     return child_environment(PATH=f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"))
 
 
@@ -122,7 +122,7 @@ def _read(stream: IO[bytes], count: int) -> bytes:
     return data
 
 
-def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: str | None) -> Outcome:
+def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: str | None) -> Outcome:
     stderr_text = err.decode(errors="replace")
     if status == 0:
         return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
@@ -138,11 +138,11 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
         raise SuspendedPool(name).with_details(message)
     if cause is Cause.READ_ONLY:
         raise ReadOnlyPool(name).with_details(message)
-    return Outcome(out.decode(errors="replace"), message, cause, tuple(find_names(stderr_text)))
+    return Outcome(out.decode(errors="replace"), message, cause, tuple(find_listed_datasets(stderr_text)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and wait at most one second, because a command that hangs in the kernel does not exit."""
+    """Kill the process. Wait at most one second for its exit, because a command may hang in the kernel."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)

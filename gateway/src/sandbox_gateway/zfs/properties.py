@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.exceptions import ZFSOutputError
 from sandbox_gateway.zfs.listing import list_datasets
-from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name
-from sandbox_gateway.zfs.options import Value, property_name, property_value
+from sandbox_gateway.zfs.names import Name, validate_existing_name, validate_filesystem_name
+from sandbox_gateway.zfs.options import Value, format_property_assignment, validate_property_name
 from sandbox_gateway.zfs.outcome import check
 from sandbox_gateway.zfs.parse import Property, check_complete, parse_get, parse_table
 from sandbox_gateway.zfs.run import run
@@ -19,14 +19,14 @@ def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
 
     Raises QuotaExceeded for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     """
-    target = existing_name(name)
-    check(run("set", property_value(prop, val), target, name=target), target, "set a property")
+    target = validate_existing_name(name)
+    check(run("set", format_property_assignment(prop, val), target, name=target), target, "set a property")
 
 
 def lzc_inherit_prop(name: Name, prop: Name) -> None:
-    """Remove a property that is set on ``name``, if there is one. Raises PropertyInvalid, DatasetNotFound."""
-    target = existing_name(name)
-    check(run("inherit", property_name(prop), target, name=target), target, "inherit a property")
+    """Remove the property ``prop`` from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound."""
+    target = validate_existing_name(name)
+    check(run("inherit", validate_property_name(prop), target, name=target), target, "inherit a property")
 
 
 _NAMES_PER_COMMAND = 400
@@ -38,19 +38,22 @@ def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str
     The ``value`` of a property that is not set is ``-``. Raises DatasetNotFound if one of the names does not exist, and
     ZFSOutputError if the output is incomplete.
     """
-    targets, prop_names = [existing_name(name) for name in names], [property_name(prop) for prop in props]
+    targets, prop_names = (
+        [validate_existing_name(name) for name in names],
+        [validate_property_name(prop) for prop in props],
+    )
     properties: list[Property] = []
     for start in range(0, len(targets), _NAMES_PER_COMMAND):
         batch = targets[start : start + _NAMES_PER_COMMAND]
-        properties += _get([], prop_names, batch)
+        properties += _get_properties([], prop_names, batch)
     check_complete(properties, targets, prop_names)
     return _group_by_name(properties)
 
 
 def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]:
-    """Return the same as ``get_props`` for ``root`` and all datasets and snapshots below it."""
-    target, prop_names = existing_name(root), [property_name(prop) for prop in props]
-    properties = _get(["-r"], prop_names, [target])
+    """Return the same as ``get_props``, for ``root`` and all datasets and snapshots below it."""
+    target, prop_names = validate_existing_name(root), [validate_property_name(prop) for prop in props]
+    properties = _get_properties(["-r"], prop_names, [target])
     result = _group_by_name(properties)
     check_complete(properties, [target, *result], prop_names)
     return result
@@ -62,9 +65,9 @@ def local_tree(root: Name) -> dict[str, dict[str, str]]:
     If a value looks like output of ``zfs get``, each property is read with a separate command, so that the value cannot
     be mistaken for other properties.
     """
-    target = existing_name(root)
+    target = validate_existing_name(root)
     try:
-        return _read_local(["-r"], target)
+        return _read_local_props(["-r"], target)
     except ZFSOutputError:
         names = list_datasets(target, types="filesystem,volume,snapshot")
         return {name: props for name in names if (props := local_props(name))}
@@ -72,16 +75,16 @@ def local_tree(root: Name) -> dict[str, dict[str, str]]:
 
 def local_props(name: Name) -> dict[str, str]:
     """Return the user properties set on a dataset or snapshot, without inherited ones. Raises DatasetNotFound."""
-    target = existing_name(name)
+    target = validate_existing_name(name)
     try:
-        return _read_local([], target).get(target, {})
+        return _read_local_props([], target).get(target, {})
     except ZFSOutputError:
-        return _read_separately(target)
+        return _read_props_separately(target)
 
 
-def _read_local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
+def _read_local_props(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
-    for item in _get([*options, "-s", "local,received"], ["all"], [target]):
+    for item in _get_properties([*options, "-s", "local,received"], ["all"], [target]):
         # A line that names another dataset is part of a value.
         if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
             raise ZFSOutputError(item.name).with_details(f"the output describes a dataset other than {target}")
@@ -90,7 +93,7 @@ def _read_local(options: Sequence[str], target: str) -> dict[str, dict[str, str]
     return result
 
 
-def _read_separately(target: str) -> dict[str, str]:
+def _read_props_separately(target: str) -> dict[str, str]:
     """Read each property with a separate command, whose output is unambiguous for every value."""
     outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
     prop_names = [prop for (prop,) in parse_table(check(outcome, target, "get properties").output, 1) if ":" in prop]
@@ -101,7 +104,7 @@ def _read_separately(target: str) -> dict[str, str]:
     return result
 
 
-def _get(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> list[Property]:
+def _get_properties(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> list[Property]:
     outcome = run("get", "-Hp", *options, "-o", "name,property,value,source", ",".join(props), *names, name=names[0])
     return parse_get(check(outcome, names[0], "get properties").output)
 
@@ -115,14 +118,14 @@ def _group_by_name(properties: Iterable[Property]) -> dict[str, dict[str, Proper
 
 def used_bytes(name: Name) -> int:
     """Return the space that destroying this dataset or snapshot would free, in bytes."""
-    target = existing_name(name)
+    target = validate_existing_name(name)
     return get_props([target], ["used"])[target]["used"].number
 
 
 def sync(name: Name) -> None:
-    """Wait until all data written to the dataset is on disk. After that, ``written_bytes`` and ``used_bytes`` count it.
+    """Wait until all data written to the dataset is on disk, and counted by ``written_bytes`` and ``used_bytes``.
 
-    In every version of ZFS, removing a property that is not set waits for the transaction group without writing data.
+    In every version of ZFS, removing a property that is not set waits for the current transaction group.
     """
     lzc_inherit_prop(name, "pyzfs:sync")
 
@@ -132,6 +135,6 @@ def written_bytes(name: Name) -> int:
 
     Call ``sync`` first to include the latest writes.
     """
-    target = filesystem_name(name)
+    target = validate_filesystem_name(name)
     prop = "written" if detect_capabilities().written_property else "unique"
     return get_props([target], [prop])[target][prop].number

@@ -1,4 +1,4 @@
-"""Run ``zfs`` commands, serializing mounts if this ZFS requires it, and retrying while a dataset is busy."""
+"""Run ``zfs`` commands, serializing mounts if the installed ZFS requires it, and retrying while a dataset is busy."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def run(
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
-    before: Callable[[], None] | None = None,
+    precheck: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
 
-    ``before`` is called first. On zfs-fuse, no other command can mount a file system between this call and the command.
+    ``precheck`` is called first. On zfs-fuse, no other command can mount a file system between it and the command.
     """
     with mount_lock(args[0], seconds, name):
-        if before is not None:
-            before()
+        if precheck is not None:
+            precheck()
         return execute(args, seconds, stdin, stdout, name)
 
 
-def run_with_retries(*args: str, name: str | None = None, before: Callable[[], None] | None = None) -> Outcome:
+def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[], None] | None = None) -> Outcome:
     """Run ``zfs`` with ``args``, and retry for a limited time while the dataset is busy.
 
     zfs-fuse unmounts a dataset before destroying it, and then reports it as busy until the daemon has written its data.
@@ -48,7 +48,7 @@ def run_with_retries(*args: str, name: str | None = None, before: Callable[[], N
     """
     start, delay = time.monotonic(), 0.01
     while True:
-        outcome = run(*args, name=name, before=before)
+        outcome = run(*args, name=name, precheck=precheck)
         if time.monotonic() + delay - start > _RETRY_SECONDS.get(outcome.cause, 0.0):
             return outcome
         time.sleep(delay)
@@ -59,16 +59,16 @@ def run_with_retries(*args: str, name: str | None = None, before: Callable[[], N
 def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     """On zfs-fuse, allow only one command on the machine to mount a file system at a time.
 
-    Threads of its daemon announce new mounts to another thread through one pipe, each with two writes and without a
-    lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
+    Threads of the zfs-fuse daemon announce new mounts to another thread through one pipe, each with two writes and
+    without a lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
     """
     if verb not in _MOUNTING_COMMANDS or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield
         return
-    directory = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
+    directory_fd = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
     try:
         deadline = time.monotonic() + seconds
-        while not _try_lock(directory):
+        while not _try_lock(directory_fd):
             if time.monotonic() > deadline:
                 raise ZFSGenericError(
                     errno.ETIMEDOUT,
@@ -78,12 +78,12 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
             time.sleep(0.002)
         yield
     finally:
-        os.close(directory)
+        os.close(directory_fd)
 
 
-def _try_lock(directory: int) -> bool:
+def _try_lock(directory_fd: int) -> bool:
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

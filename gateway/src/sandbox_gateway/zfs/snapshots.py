@@ -1,4 +1,4 @@
-"""Take, destroy and roll back to snapshots."""
+"""Take and destroy snapshots, and roll filesystems back to them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ from sandbox_gateway.zfs.exceptions import (
     ZFSError,
 )
 from sandbox_gateway.zfs.listing import list_clones, list_snapshots, lzc_exists
-from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, new_snapshot_name, pool_of, snapshot_name
-from sandbox_gateway.zfs.options import Props, property_options
+from sandbox_gateway.zfs.names import (
+    Name,
+    filesystem_of,
+    pool_of,
+    validate_filesystem_name,
+    validate_new_snapshot_name,
+    validate_snapshot_name,
+)
+from sandbox_gateway.zfs.options import Props, format_property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check, error_of
 from sandbox_gateway.zfs.properties import get_props
 from sandbox_gateway.zfs.run import run, run_with_retries
@@ -39,15 +46,15 @@ def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
     NameInvalid, NameTooLong, PropertyInvalid, NoSpace.
     """
     try:
-        names = [new_snapshot_name(snap) for snap in snaps]
-        options = property_options(props)
+        names = [validate_new_snapshot_name(snap) for snap in snaps]
+        options = format_property_options(props)
     except (NameInvalid, NameTooLong, PropertyInvalid) as error:
         raise SnapshotFailure([error]) from None
     _check_compatible(names)
     if len(names) > 1 and not detect_capabilities().atomic_snapshots:
         _snapshot_one_by_one(names, options)
     elif names:
-        _snapshot_at_once(names, options)
+        _snapshot_atomically(names, options)
 
 
 lzc_snap = lzc_snapshot
@@ -64,7 +71,7 @@ def _check_compatible(names: Sequence[str]) -> None:
             raise SnapshotFailure([DuplicateSnapshots(name)])
 
 
-def _snapshot_at_once(names: Sequence[str], options: Sequence[str]) -> None:
+def _snapshot_atomically(names: Sequence[str], options: Sequence[str]) -> None:
     outcome = run("snapshot", *options, *names, name=names[0])
     if outcome.cause is None:
         return
@@ -80,7 +87,7 @@ def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
     taken_names: list[str] = []
     try:
         for name in names:
-            _snapshot_at_once([name], options)
+            _snapshot_atomically([name], options)
             taken_names.append(name)
     except BaseException:
         for name in taken_names:
@@ -95,7 +102,7 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
     (``related``: the clones) and SnapshotIsHeld.
     """
-    names = [snapshot_name(snap) for snap in snaps]
+    names = [validate_snapshot_name(snap) for snap in snaps]
     if len(names) > 1 and not defer:
         _check_unused(names)
     errors = [error for name in names if (error := _destroy_snapshot(name, defer))]
@@ -119,21 +126,22 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
     outcome = run("destroy", *(["-d"] if defer else []), name, name=name)
     if outcome.cause in (None, Cause.MISSING):
         return None
-    specific: dict[Cause, ErrorFactory] = {
+    specific_errors: dict[Cause, ErrorFactory] = {
         Cause.HAS_CLONES: SnapshotIsCloned,
         Cause.EXISTS: SnapshotIsCloned,
         Cause.HELD: SnapshotIsHeld,
         Cause.BUSY: SnapshotIsHeld,
     }
-    return error_of(outcome, name, "destroy snapshot", specific)
+    return error_of(outcome, name, "destroy snapshot", specific_errors)
 
 
 def lzc_rollback(name: Name) -> Name:
     """Roll a filesystem back to its latest snapshot. Returns the snapshot's full name, as bytes if ``name`` is bytes.
 
-    Raises SnapshotNotFound if it has no snapshot, and FilesystemNotFound, NameInvalid, NameTooLong, DatasetBusy.
+    Raises SnapshotNotFound if the filesystem has no snapshots. Also raises FilesystemNotFound, NameInvalid,
+    NameTooLong, DatasetBusy.
     """
-    target = filesystem_name(name)
+    target = validate_filesystem_name(name)
     snaps = list_snapshots(target)
     if not snaps:
         raise SnapshotNotFound(target)
@@ -142,15 +150,15 @@ def lzc_rollback(name: Name) -> Name:
 
 
 def lzc_rollback_to(name: Name, snap: Name) -> None:
-    """Roll a filesystem back to the snapshot with the full name ``snap``, which must be its latest one.
+    """Roll a filesystem back to its latest snapshot, whose full name must be ``snap``.
 
     Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy.
     """
-    target, snapshot = filesystem_name(name), snapshot_name(snap)
+    target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
     if filesystem_of(snapshot) != target:
         raise NameInvalid(snapshot)
     outcome = run_with_retries("rollback", snapshot, name=target)
     if outcome.cause is Cause.MISSING and not lzc_exists(target):
         raise outcome.explain(FilesystemNotFound(target))
-    specific: dict[Cause, ErrorFactory] = {Cause.NOT_LATEST: SnapshotNotLatest, Cause.MISSING: SnapshotNotFound}
-    check(outcome, snapshot, "roll back", specific)
+    specific_errors: dict[Cause, ErrorFactory] = {Cause.NOT_LATEST: SnapshotNotLatest, Cause.MISSING: SnapshotNotFound}
+    check(outcome, snapshot, "roll back", specific_errors)

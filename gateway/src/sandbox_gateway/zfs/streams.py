@@ -18,8 +18,8 @@ from sandbox_gateway.zfs.exceptions import (
     StreamTruncated,
 )
 from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, decode_name, new_snapshot_name, pool_of, snapshot_name
-from sandbox_gateway.zfs.options import Props, property_options
+from sandbox_gateway.zfs.names import Name, decode_name, pool_of, validate_new_snapshot_name, validate_snapshot_name
+from sandbox_gateway.zfs.options import Props, format_property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check
 from sandbox_gateway.zfs.process import TRANSFER_TIMEOUT_SECONDS
 from sandbox_gateway.zfs.run import run
@@ -33,22 +33,22 @@ def lzc_send(
     *,
     seconds: float = TRANSFER_TIMEOUT_SECONDS,
 ) -> None:
-    """Write the stream of a snapshot, or of the changes since ``fromsnap``, to ``fd``.
+    """Write the stream of a snapshot, or of the changes since ``fromsnap``, to the file descriptor ``fd``.
 
     Raises FeatureNotSupported if there are ``flags``. Also raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer,
     NameInvalid, NameTooLong.
     """
-    target = snapshot_name(snapname)
+    target = validate_snapshot_name(snapname)
     if flags:
         raise FeatureNotSupported(target).with_details(
             "not all versions of ZFS can receive streams with flags: omit the flags"
         )
-    start = [] if fromsnap is None else ["-i", snapshot_name(fromsnap)]
-    if start and pool_of(start[1]) != pool_of(target):
+    incremental_options = [] if fromsnap is None else ["-i", validate_snapshot_name(fromsnap)]
+    if incremental_options and pool_of(incremental_options[1]) != pool_of(target):
         raise PoolsDiffer(target)
-    outcome = run("send", *start, target, stdout=fd, seconds=seconds, name=target)
-    specific: dict[Cause, ErrorFactory] = {Cause.MISSING: SnapshotNotFound, Cause.NOT_RELATED: SnapshotMismatch}
-    check(outcome, target, "send", specific)
+    outcome = run("send", *incremental_options, target, stdout=fd, seconds=seconds, name=target)
+    specific_errors: dict[Cause, ErrorFactory] = {Cause.MISSING: SnapshotNotFound, Cause.NOT_RELATED: SnapshotMismatch}
+    check(outcome, target, "send", specific_errors)
 
 
 def lzc_receive(
@@ -61,28 +61,28 @@ def lzc_receive(
     *,
     seconds: float = TRANSFER_TIMEOUT_SECONDS,
 ) -> None:
-    """Create the snapshot ``snapname`` from the stream on ``fd``. Creates its filesystem, unmounted, if necessary.
+    """Create the snapshot ``snapname`` from the stream on the file descriptor ``fd``.
 
-    zfs-fuse ignores ``origin`` if it exists, and does not support ``props`` and ``raw``: they cause
-    FeatureNotSupported. Also raises DatasetExists, StreamMismatch, DestinationModified, BadStream, DatasetNotFound,
-    NoSpace, QuotaExceeded, DatasetBusy.
+    If the snapshot's filesystem does not exist, creates it without mounting it. On zfs-fuse, ``origin`` must exist but
+    is otherwise ignored, and ``props`` or ``raw`` cause FeatureNotSupported. Also raises DatasetExists, StreamMismatch,
+    DestinationModified, BadStream, DatasetNotFound, NoSpace, QuotaExceeded, DatasetBusy.
     """
-    target = new_snapshot_name(snapname)
+    target = validate_new_snapshot_name(snapname)
     options = ["-u", *(["-F"] if force else [])]
     if not detect_capabilities().receive_options:
         if props or raw:
             raise FeatureNotSupported(target).with_details(
-                "zfs-fuse cannot receive streams with options: pass no props, and raw=False"
+                "zfs-fuse cannot receive streams with options: omit props and raw"
             )
-        if origin is not None and not lzc_exists(snapshot_name(origin)):
+        if origin is not None and not lzc_exists(validate_snapshot_name(origin)):
             raise DatasetNotFound(decode_name(origin))
     else:
-        options += property_options(props)
-        options += [] if origin is None else ["-o", f"origin={snapshot_name(origin)}"]
-    specific: dict[Cause, ErrorFactory] = {
+        options += format_property_options(props)
+        options += [] if origin is None else ["-o", f"origin={validate_snapshot_name(origin)}"]
+    specific_errors: dict[Cause, ErrorFactory] = {
         Cause.STREAM_MISMATCH: StreamMismatch,
-        Cause.MODIFIED: DestinationModified,
+        Cause.DESTINATION_MODIFIED: DestinationModified,
         Cause.BAD_STREAM: lambda _: BadStream(None),
         Cause.STREAM_TRUNCATED: lambda _: StreamTruncated(None),
     }
-    check(run("receive", *options, target, stdin=fd, seconds=seconds, name=target), target, "receive", specific)
+    check(run("receive", *options, target, stdin=fd, seconds=seconds, name=target), target, "receive", specific_errors)

@@ -1,4 +1,4 @@
-"""Write the result of every task as a line of JSON to the file RECORD_FILE."""
+"""Write the result of every task as a line of JSON to the file that RECORD_FILE names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CallbackModule(CallbackBase):
     CALLBACK_NAME = "record"
     CALLBACK_NEEDS_ENABLED = True
 
-    def _record(self, result: Any, **more: Any) -> None:
+    def _record(self, result: Any, **fields: Any) -> None:
         with Path(os.environ["RECORD_FILE"]).open("a") as file:
-            file.write(json.dumps({**result._result, **more}, default=str) + "\n")
+            file.write(json.dumps({**result._result, **fields}, default=str) + "\n")
 
     def v2_runner_on_ok(self, result: Any) -> None:
         self._record(result)

@@ -1,1 +1,3 @@
-"""Access control: API keys and scopes (auth), access to sandbox ports (ports), limits on request bodies (limits)."""
+"""Access control: API keys and scopes (auth), sandbox ports (ports), signed file URLs (signed_urls) and limits on
+request bodies (limits).
+"""

@@ -1,4 +1,4 @@
-"""Authorise control-plane requests by API keys from a file, or by the unix socket."""
+"""Authorise control-plane requests that carry an API key or arrive over the unix socket."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sandbox_gateway.records import check_name
 
 MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
-_VOLUME_CONTENT = "/volumecontent/"
-"""The beginning of the paths of E2B's file calls on volumes."""
-_EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
-_CALLER = "sandbox_gateway.caller"
-_LOCAL = "sandbox_gateway.local"
+_VOLUME_FILES_PREFIX = "/volumecontent/"
+"""The beginning of the paths with which E2B's clients access the files of volumes."""
+_EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_CALLER_KEY = "sandbox_gateway.caller"
+_LOCAL_KEY = "sandbox_gateway.local"
 _request_numbers = itertools.count()
 
 
@@ -52,7 +52,7 @@ class Key:
     """SHA-256 of the key, so that all compared values have the same length."""
 
 
-def digest(secret: str) -> bytes:
+def hash_secret(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -66,8 +66,8 @@ class Keys:
         return len(self._keys)
 
     def find(self, secret: str) -> Caller | None:
-        """Return the caller that a key belongs to. Compares it with every key, each in constant time."""
-        offered_digest, caller = digest(secret), None
+        """Return the caller whose key is ``secret``, or None. Compares it with every key, each in constant time."""
+        offered_digest, caller = hash_secret(secret), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, offered_digest):
                 caller = Caller(key.name, key.permission)
@@ -75,14 +75,14 @@ class Keys:
 
     @classmethod
     def load(cls, path: Path) -> Keys:
-        """Read a key file: one `name scope key` per line, `#` begins a comment. Raises Invalid."""
+        """Read a key file with one `name scope key` per line and comments that begin with `#`. Raises Invalid."""
         try:
             with path.open() as file:
                 _check_permissions(path, os.fstat(file.fileno()))
                 lines = file.read().splitlines()
         except FileNotFoundError:
             raise Invalid(
-                f"the key file {path} does not exist: create it with a line `name admin key`, mode 0600"
+                f"the key file {path} does not exist: create it with a line `name admin key` and mode 0600"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise Invalid(f"the key file {path} cannot be read ({error}): check the file and its permissions") from None
@@ -123,24 +123,24 @@ def _parse_line(line: str, where: str) -> Key:
             f"{where}: the key is {len(secret)} characters long, but must have at least {MIN_KEY_LENGTH}: create one "
             "with `echo e2b_$(openssl rand -hex 24)`"
         )
-    return Key(name, permission, digest(secret))
+    return Key(name, permission, hash_secret(secret))
 
 
-class LocalPeer:
+class LocalPeerMiddleware:
     """Middleware for the unix socket: anyone who can open the socket has administrator rights.
 
-    It marks the ASGI scope of the connection, which headers cannot change.
+    It sets a flag in the ASGI scope, which request headers cannot change.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[_LOCAL] = True
+        scope[_LOCAL_KEY] = True
         await self.app(scope, receive, send)
 
 
-def presented_secrets(headers: Headers) -> list[str]:
+def extract_secrets(headers: Headers) -> list[str]:
     """Return the secrets that a request sends as API keys."""
     secrets = [headers.get("x-api-key", "")]
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -150,32 +150,32 @@ def presented_secrets(headers: Headers) -> list[str]:
 
 
 def identify(scope: Scope, keys: Keys) -> Caller | None:
-    """Return the caller of a request; None if its key is unknown."""
-    if scope.get(_LOCAL):
+    """Return the caller of a request, or None if it has no valid key and did not come over the unix socket."""
+    if scope.get(_LOCAL_KEY):
         caller: Caller | None = Caller("local", Permission.ADMIN)
     else:
-        callers = [keys.find(secret) for secret in presented_secrets(Headers(scope=scope))]
-        caller = max((known for known in callers if known), key=lambda known: known.permission, default=None)
+        callers = [keys.find(secret) for secret in extract_secrets(Headers(scope=scope))]
+        caller = max((match for match in callers if match), key=lambda match: match.permission, default=None)
     if caller:
-        scope[_CALLER] = caller
+        scope[_CALLER_KEY] = caller
     return caller
 
 
 def caller_of(scope: Scope) -> Caller:
     """Return the caller of an authorised request."""
-    caller: Caller = scope[_CALLER]
+    caller: Caller = scope[_CALLER_KEY]
     return caller
 
 
 def is_identified(scope: Scope) -> bool:
-    """Return whether a request has a valid key or came over the unix socket. For routes that need no key."""
-    return _CALLER in scope
+    """Return whether a request has a valid key or came over the unix socket. Routes without access control use this."""
+    return _CALLER_KEY in scope
 
 
 def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
-    if presented_secrets(Headers(scope=scope)):
+    if extract_secrets(Headers(scope=scope)):
         return Unauthorized("the API key is unknown: check the key, and the gateway's server.key_file")
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
@@ -184,13 +184,13 @@ def required_permission(method: str, path: str) -> Permission:
     """Return the permission that a control-plane request requires."""
     if method in ("GET", "HEAD", "OPTIONS"):
         return Permission.READ
-    if method == "POST" and _EXEC.fullmatch(path):
+    if method == "POST" and _EXEC_PATHS.fullmatch(path):
         return Permission.EXEC
     return Permission.ADMIN
 
 
 class AuthMiddleware:
-    """Middleware that accepts control-plane requests only with a key of sufficient scope."""
+    """Middleware that rejects control-plane requests whose caller does not have the required permission."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -200,11 +200,11 @@ class AuthMiddleware:
         if scope["type"] == "http":
             caller = identify(scope, self.keys)
             requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
-            if scope["path"].startswith(_VOLUME_CONTENT):
+            if scope["path"].startswith(_VOLUME_FILES_PREFIX):
                 # The client sends the token of the volume, not a key, and would read a 404 as a missing path.
                 raise Unsupported(
-                    "the gateway has no file calls on volumes: mount the volume in a sandbox, and use the file calls "
-                    "of the sandbox"
+                    "the gateway does not support direct access to the files of a volume: mount the volume in a "
+                    "sandbox, and use the file calls of the sandbox"
                 )
             if scope["path"] not in OPEN_PATHS:
                 if caller is None:

@@ -1,4 +1,4 @@
-"""Limit the size, total size and duration of control-plane request bodies, which are held in memory."""
+"""Limit the size, total size and upload time of control-plane request bodies, which are held in memory."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class TooSlow(GatewayError):
         )
 
 
-class BodyLimit:
-    """Middleware that limits the size and duration of request bodies.
+class BodyLimitMiddleware:
+    """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
     MAX_HELD_BYTES.
@@ -66,7 +66,7 @@ class BodyLimit:
         deadline: float | None = asyncio.get_running_loop().time() + self.seconds
         received_bytes = 0
 
-        async def receive_counted() -> Message:
+        async def receive_and_count() -> Message:
             nonlocal received_bytes, deadline
             try:
                 async with asyncio.timeout_at(deadline):
@@ -82,10 +82,12 @@ class BodyLimit:
             if received_bytes > MAX_BODY_BYTES:
                 raise TooLarge
             if self._held_bytes > MAX_HELD_BYTES:
-                raise Busy(f"the bodies of all requests exceed {MAX_HELD_BYTES >> 20} MiB: try again later")
+                raise Busy(
+                    f"the bodies of all current requests together exceed {MAX_HELD_BYTES >> 20} MiB: try again later"
+                )
             return message
 
         try:
-            await self.app(scope, receive_counted, send)
+            await self.app(scope, receive_and_count, send)
         finally:
             self._held_bytes -= received_bytes

@@ -1,8 +1,8 @@
 """Authorise requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
 a secret if the ports are public.
 
-The tokens are derived from the sandbox's id, even after its removal: a holder of its tokens learns that the sandbox was
-removed, and others cannot distinguish it from an unknown sandbox.
+The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox was removed. A
+caller with a valid token learns that the sandbox was removed. All others get the same error as for an unknown sandbox.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from sandbox_gateway.api.access import auth
-from sandbox_gateway.api.access.signed_urls import Signers, signed_url_of
+from sandbox_gateway.api.access.signed_urls import SignerFinder, signed_url_of
 from sandbox_gateway.api.errors import clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Forbidden, GatewayError, NotFound, Unauthorized
-from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
 from sandbox_gateway.records import Sandbox
 
 AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
@@ -41,7 +41,7 @@ class NotRunning(GatewayError):
         self.kind = kind
 
     @classmethod
-    def for_missing(cls, ref: str) -> NotRunning:
+    def for_missing_sandbox(cls, ref: str) -> NotRunning:
         return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never existed")
 
     @classmethod
@@ -51,7 +51,10 @@ class NotRunning(GatewayError):
 
 @dataclass(frozen=True)
 class Admission:
-    """The result of ``admit``. ``query`` replaces the query of a signed request: it has only the signed fields."""
+    """The result of ``admit``.
+
+    For a signed URL, ``query`` replaces the query string of the request, and contains only the signed fields.
+    """
 
     sandbox: Sandbox
     query: bytes | None = None
@@ -74,38 +77,38 @@ class PortAccess:
     def __init__(self, engine: Engine, keys: auth.Keys) -> None:
         self.engine = engine
         self.keys = keys
-        self._signers = Signers(engine)
+        self._signer_finder = SignerFinder(engine)
 
     def admit_signed_url(self, scope: Scope) -> Admission | None:
-        """Return the sandbox whose token signed the URL of a request that names no sandbox.
+        """Admit a request whose sandbox is identified only by the signature of the URL.
 
-        Returns None if the URL is not signed. Raises Unauthorized.
+        Returns None if the URL is not signed. Raises Unauthorized if the signature is wrong or has expired.
         """
         url = signed_url_of(scope)
         if url is None:
             return None
-        sandbox = self._signers.find(url)
+        sandbox = self._signer_finder.find(url)
         if sandbox is None:
             raise Unauthorized(
-                "no sandbox has the access token that signed this URL, because the URL was changed or its sandbox was "
+                "the signature of this URL does not match any sandbox, because the URL was changed or its sandbox was "
                 "removed: create a new URL"
             )
         return Admission(sandbox, url.query)
 
     def admit(self, scope: Scope, headers: Headers, ref: str, port: int) -> Admission:
-        """Return the sandbox that the request may access. Raises Unauthorized, Forbidden or NotRunning."""
+        """Admit a request to a port of the sandbox ``ref``. Raises Unauthorized, Forbidden or NotRunning."""
         sandbox = self._find_sandbox(ref)
         id = sandbox.id if sandbox else ref
         caller = auth.identify(scope, self.keys)
         query = None
         if not (caller and caller.permission >= auth.Permission.EXEC):
             is_public = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
-            if not (is_public or self._has_token(id, headers, port)):
-                query = self._verify_signature(scope, id, port)
+            if not (is_public or self._has_valid_token(id, headers, port)):
+                query = self._extract_signed_query(scope, id, port)
                 if query is None:
-                    raise self._refusal(scope, caller, headers, port)
+                    raise self._refusal_error(scope, caller, headers, port)
         if sandbox is None:
-            raise NotRunning.for_missing(ref)
+            raise NotRunning.for_missing_sandbox(ref)
         return Admission(sandbox, query)
 
     def _find_sandbox(self, ref: str) -> Sandbox | None:
@@ -114,25 +117,25 @@ class PortAccess:
         except NotFound:
             return None
 
-    def _has_token(self, id: str, headers: Headers, port: int) -> bool:
+    def _has_valid_token(self, id: str, headers: Headers, port: int) -> bool:
         token_pairs = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
         if port != AGENT_PORT:
             token_pairs += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(
-            hmac.compare_digest(auth.digest(offered_token), auth.digest(expected_token))
+            hmac.compare_digest(auth.hash_secret(offered_token), auth.hash_secret(expected_token))
             for offered_token, expected_token in token_pairs
             if offered_token
         )
 
-    def _verify_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
+    def _extract_signed_query(self, scope: Scope, id: str, port: int) -> bytes | None:
         url = signed_url_of(scope) if port == AGENT_PORT else None
-        if url is None or not url.signers({id: self.engine.secret.derive(id).encode()}):
+        if url is None or not url.find_signers({id: self.engine.secret.derive(id).encode()}):
             return None
         url.check_expiration(time.time())
         return url.query
 
-    def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
-        """Return the error for a refused request, the same as for a sandbox that does not exist.
+    def _refusal_error(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
+        """Return the error for a refused request, which does not reveal whether the sandbox exists.
 
         As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.
         """

@@ -1,9 +1,9 @@
-"""Verify the signed URLs of files that E2B's clients create, and find the sandbox whose token signed one.
+"""Verify the signed file URLs that E2B's clients create, and find the sandbox whose token signed a URL.
 
 A client signs with the access token of a sandbox: `sha256(path:operation:user:token[:expiration])`. If the URL has the
-gateway's own address (`E2B_SANDBOX_URL`), only the signature identifies the sandbox. It is a hash, so no index can map
-it to a sandbox: the gateway computes it with the token of each sandbox, about a microsecond each. The text before the
-token is hashed only once, so that its length does not matter.
+gateway's own address (`E2B_SANDBOX_URL`), only the signature identifies the sandbox. The signature is a hash, so the
+gateway has to compute it with the token of each sandbox, which takes about a microsecond per sandbox. The text before
+the token is hashed only once, so that its length does not matter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
     from sandbox_gateway.records import Sandbox
 
-_OPERATIONS = {"GET": "read", "POST": "write"}
-_PATH = b"/files"
-_VERSION = "v1_"
-_MAX_DIGITS = 15
-_MAX_KNOWN_URLS = 1024
+_OPERATION_BY_METHOD = {"GET": "read", "POST": "write"}
+_FILES_PATH = b"/files"
+_VERSION_PREFIX = "v1_"
+_MAX_EXPIRATION_DIGITS = 15
+_MAX_CACHED_URLS = 1024
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class SignedUrl:
         fields = {"path": self.path, "username": self.user} if self.user else {"path": self.path}
         return urlencode(fields, quote_via=quote).encode()
 
-    def signers(self, tokens: dict[str, bytes]) -> list[str]:
-        """Return the keys of the tokens with which the URL is signed. The time does not depend on the result."""
+    def find_signers(self, tokens: dict[str, bytes]) -> list[str]:
+        """Return the keys of ``tokens`` whose token signed the URL. Checks all tokens, each in constant time."""
         try:
-            signed_digest = base64.b64decode(self.signature.removeprefix(_VERSION) + "=", validate=True)
+            signed_digest = base64.b64decode(self.signature.removeprefix(_VERSION_PREFIX) + "=", validate=True)
         except ValueError:
             return []
-        if self.signature != f"{_VERSION}{_encode(signed_digest)}":
+        if self.signature != f"{_VERSION_PREFIX}{_encode(signed_digest)}":
             return []
-        start = hashlib.sha256(f"{self.path}:{self.operation}:{self.user}:".encode())
-        end = b"" if self.expiration is None else f":{self.expiration}".encode()
-        matches = []
+        prefix_hash = hashlib.sha256(f"{self.path}:{self.operation}:{self.user}:".encode())
+        suffix = b"" if self.expiration is None else f":{self.expiration}".encode()
+        matching_keys = []
         for key, token in tokens.items():
-            state = start.copy()
-            state.update(token + end)
-            if hmac.compare_digest(state.digest(), signed_digest):
-                matches.append(key)
-        return matches
+            token_hash = prefix_hash.copy()
+            token_hash.update(token + suffix)
+            if hmac.compare_digest(token_hash.digest(), signed_digest):
+                matching_keys.append(key)
+        return matching_keys
 
     def check_expiration(self, now: float) -> None:
         """Raise Unauthorized if the URL has expired. Call this only after the signature has been verified."""
@@ -77,9 +77,9 @@ def _encode(digest: bytes) -> str:
 def parse_signed_url(method: str, query: bytes) -> SignedUrl | None:
     """Return the signed fields of a `/files` URL, or None if there is no signature that could be valid.
 
-    A user name with a colon is refused: parts of the path, or the operation, could be moved into it.
+    A user name with a colon is rejected, because it could contain what the client signed as the operation or the path.
     """
-    operation = _OPERATIONS.get(method)
+    operation = _OPERATION_BY_METHOD.get(method)
     try:
         fields = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
     except ValueError:
@@ -90,48 +90,48 @@ def parse_signed_url(method: str, query: bytes) -> SignedUrl | None:
     if operation is None or len(parameters) != len(fields) or not path or not signature or ":" in user:
         return None
     if expiration is not None and not (
-        expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS
+        expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_EXPIRATION_DIGITS
     ):
         return None
     return SignedUrl(path, operation, user, signature, expiration)
 
 
 def signed_url_of(scope: Scope) -> SignedUrl | None:
-    if scope["type"] != "http" or scope.get("raw_path") != _PATH:
+    if scope["type"] != "http" or scope.get("raw_path") != _FILES_PATH:
         return None
     return parse_signed_url(scope["method"], scope.get("query_string", b""))
 
 
 def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
-    """Return the query to forward for a `/files` URL that a client signed with ``token``; None without a signature.
+    """Return the query to forward for a `/files` URL, or None if it was not signed with ``token``.
 
-    Raises Unauthorized for an expired signature.
+    Raises Unauthorized if the signature has expired.
     """
     url = parse_signed_url(method, query)
-    if url is None or not url.signers({"": token.encode()}):
+    if url is None or not url.find_signers({"": token.encode()}):
         return None
     url.check_expiration(now)
     return url.query
 
 
-class Signers:
-    """Finds the sandbox whose token signed a URL. Repeated requests for the same URL do not repeat the search."""
+class SignerFinder:
+    """Finds the sandbox whose token signed a URL, and caches the result for repeated requests."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokens: dict[str, bytes] = {}
-        self._known: OrderedDict[SignedUrl, str] = OrderedDict()
+        self._cached_ids: OrderedDict[SignedUrl, str] = OrderedDict()
 
     def find(self, url: SignedUrl) -> Sandbox | None:
-        """Return the sandbox, running or paused. Raises Unauthorized for an expired signature."""
-        id = self._known.get(url, "")
+        """Return the sandbox whose token signed ``url``, or None. Raises Unauthorized if the signature has expired."""
+        id = self._cached_ids.get(url, "")
         if id not in self._engine.index.sandboxes:
-            id = next(iter(url.signers(self._current_tokens())), "")
+            id = next(iter(url.find_signers(self._current_tokens())), "")
             if not id:
                 return None
-            self._known[url] = id
-            if len(self._known) > _MAX_KNOWN_URLS:
-                self._known.popitem(last=False)
+            self._cached_ids[url] = id
+            if len(self._cached_ids) > _MAX_CACHED_URLS:
+                self._cached_ids.popitem(last=False)
         url.check_expiration(time.time())
         return self._engine.index.sandboxes[id]
 

@@ -1,3 +1,4 @@
-"""The data plane, for ports inside sandboxes: proxy and websocket stream requests, pools and transport manage
-connections.
+"""The data plane, which forwards requests to ports inside sandboxes.
+
+proxy and websocket stream requests and responses; pools and transport manage the connections to sandboxes.
 """

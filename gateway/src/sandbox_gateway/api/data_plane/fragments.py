@@ -1,6 +1,6 @@
 """Parse WebSocket messages in fragments of bounded size, one at a time.
 
-The library websockets buffers whole frames: with it, a peer could make the gateway hold 16 MiB per connection.
+The library `websockets` buffers whole frames, so a peer could make the gateway hold 16 MiB per connection.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from websockets.server import ServerProtocol
 
 MAX_FRAGMENT_BYTES = 16 << 10
 """Maximum bytes of a fragment; a multiple of four, the length of a mask. Larger frames are split."""
-MAX_CONTROLS = 32
+MAX_CONTROL_FRAMES = 32
 """Maximum number of control frames handled per turn of the event loop: one read may contain thousands."""
 _FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
-_LENGTHS = {126: "!H", 127: "!Q"}
+_LENGTH_FORMATS = {126: "!H", 127: "!Q"}
 
 
-class Fragments(Protocol):
-    """A protocol that pauses parsing after each fragment of a message, and after ``MAX_CONTROLS`` control frames.
+class FragmentProtocol(Protocol):
+    """A protocol that pauses parsing after each fragment of a message, and after ``MAX_CONTROL_FRAMES`` control frames.
 
-    ``receive_data(b"")`` continues with the data already read. ``max_size`` limits a message. Extensions are not
-    supported.
+    ``receive_data(b"")`` continues with the data already read. ``max_size`` limits the size of a message.
+    Extensions are not supported.
     """
 
     has_more = False
     """A fragment was passed on, and another one may be available without reading more data."""
-    control_limit_reached = False
-    """Parsing paused after ``MAX_CONTROLS`` control frames without a fragment; no more data may be read yet."""
-    _controls = 0
+    has_reached_control_limit = False
+    """Parsing paused after ``MAX_CONTROL_FRAMES`` control frames without a fragment; no more data may be read yet."""
+    _control_frame_count = 0
 
     def parse(self) -> Generator[None]:
         try:
             while True:
-                self.has_more = self.control_limit_reached = False
+                self.has_more = self.has_reached_control_limit = False
                 if (yield from self.reader.at_eof()):
                     raise EOFError("unexpected end of stream")
-                yield from self._frame()
+                yield from self._parse_frame()
         except ProtocolError as error:
             self._stop(error, CloseCode.PROTOCOL_ERROR, str(error))
         except EOFError as error:
@@ -59,20 +59,22 @@ class Fragments(Protocol):
             next(self.parser)
 
     def fail(self, code: CloseCode | int, reason: str = "") -> None:
-        self.has_more = self.control_limit_reached = False
+        self.has_more = self.has_reached_control_limit = False
         super().fail(code, reason)
 
     def _stop(self, error: Exception, code: CloseCode, reason: str) -> None:
         self.fail(code, reason)
         self.parser_exc = error
 
-    def _frame(self) -> Generator[None]:
+    def _parse_frame(self) -> Generator[None]:
         """Parse one frame: a control frame is handled immediately, any other frame is passed on in fragments."""
         first, second = yield from self.reader.read_exact(2)
         opcode, fin, length = self._parse_header(first, second)
-        if length in _LENGTHS:
-            layout = _LENGTHS[length]
-            (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
+        if length in _LENGTH_FORMATS:
+            length_format = _LENGTH_FORMATS[length]
+            (length,) = struct.unpack(
+                length_format, (yield from self.reader.read_exact(struct.calcsize(length_format)))
+            )
         if opcode in CTRL_OPCODES:
             if length > 125 or not fin:
                 raise ProtocolError("the control frame is too long or fragmented")
@@ -87,14 +89,14 @@ class Fragments(Protocol):
             length -= size
             self.recv_frame(Frame(opcode, apply_mask(data, mask) if mask else bytes(data), fin and not length))
             if opcode not in CTRL_OPCODES:
-                self._controls = 0
+                self._control_frame_count = 0
                 self.has_more = True
                 yield
             elif opcode is not Opcode.CLOSE:  # Nothing is parsed after a close frame.
-                self._controls += 1
-                if self._controls == MAX_CONTROLS:
-                    self._controls = 0
-                    self.has_more = self.control_limit_reached = True
+                self._control_frame_count += 1
+                if self._control_frame_count == MAX_CONTROL_FRAMES:
+                    self._control_frame_count = 0
+                    self.has_more = self.has_reached_control_limit = True
                     yield
             if not length:
                 return
@@ -114,11 +116,11 @@ class Fragments(Protocol):
         return opcode, bool(first & _FIN), second & _LENGTH
 
 
-class ServerFragments(ServerProtocol, Fragments):
+class ServerFragmentProtocol(ServerProtocol, FragmentProtocol):
     """The gateway's end of a client's connection."""
 
 
-class ClientFragments(ClientProtocol, Fragments):
+class ClientFragmentProtocol(ClientProtocol, FragmentProtocol):
     """The gateway's end of a connection to a service."""
 
 

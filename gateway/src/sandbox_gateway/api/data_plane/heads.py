@@ -1,6 +1,6 @@
-"""Limit the size of the head of a service's response.
+"""Limit the size of the heads of services' responses.
 
-h11 limits only single heads, but a service may send interim responses (100, 103) endlessly, thousands in one read.
+h11 limits each head separately, but a service may send interim responses (100, 103) endlessly, thousands in one read.
 """
 
 from __future__ import annotations
@@ -11,48 +11,50 @@ from typing import Any
 import anyio.lowlevel
 import httpcore
 
-MAX_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a response's head, including all interim responses before it."""
 _MAX_PARSED_BYTES = 16 << 10
 """Maximum number of bytes parsed per turn of the event loop."""
 _MAX_READ_BYTES = 256 << 10
 """Maximum number of bytes that asyncio reads per turn."""
-_head: ContextVar[Head | None] = ContextVar("head", default=None)
+_head_byte_counter: ContextVar[HeadByteCounter | None] = ContextVar("head_byte_counter", default=None)
 
 
-class Head:
-    """A counter of the bytes received until the head of one response is complete. Put its ``trace`` into the request's
-    extensions, and send the request from the task that created it."""
+class HeadByteCounter:
+    """A counter of the bytes received until the head of one response is complete.
+
+    Put its ``trace`` into the request's extensions, and send the request from the task that created the counter.
+    """
 
     def __init__(self) -> None:
-        self._remaining_bytes = MAX_BYTES
+        self._remaining_bytes = MAX_HEAD_BYTES
         self.is_reading = False
-        _head.set(self)
+        _head_byte_counter.set(self)
 
     async def trace(self, event: str, _: dict[str, Any]) -> None:
         if event.startswith("http11.receive_response_headers."):
             self.is_reading = event.endswith(".started")
 
     def count(self, size: int) -> None:
-        """Count bytes. Raises httpcore.RemoteProtocolError if there are too many."""
+        """Count ``size`` more bytes. Raises httpcore.RemoteProtocolError if the total exceeds MAX_HEAD_BYTES."""
         self._remaining_bytes -= size
         if self._remaining_bytes < 0:
-            raise httpcore.RemoteProtocolError(f"the head of its response is longer than {MAX_BYTES} bytes")
+            raise httpcore.RemoteProtocolError(f"its response headers are longer than {MAX_HEAD_BYTES} bytes")
 
 
-class CountedStream(httpcore.AsyncNetworkStream):
-    """A connection that counts bytes for the ``Head`` of its task's request."""
+class CountingStream(httpcore.AsyncNetworkStream):
+    """A network stream that counts the bytes it reads for the ``HeadByteCounter`` of the current task."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
         self._unread = b""
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        head = _head.get()
-        if head is None or not head.is_reading:
+        counter = _head_byte_counter.get()
+        if counter is None or not counter.is_reading:
             return await self._read(max_bytes, timeout)
         data = await self._read(min(max_bytes, _MAX_PARSED_BYTES), timeout)
-        head.count(len(data))
+        counter.count(len(data))
         return data
 
     async def _read(self, max_bytes: int, timeout: float | None) -> bytes:

@@ -28,10 +28,10 @@ Shorter than the agent's idle timeout, so that the agent never closes a connecti
 
 
 class MachineConnections:
-    """The connections to one machine, from its start to its end."""
+    """The connections to one machine, which are closed when the machine ends."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
-        self.key = _key(sandbox)
+        self.key = _machine_key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
         self.transport = Transport(tls, max_idle=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
@@ -57,7 +57,7 @@ class Pools:
         # Services inside speak plain HTTP, so the context is never used; without it, httpcore would create one for each
         # pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._machines: dict[str, MachineConnections] = {}
+        self._connections_by_sandbox: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
@@ -67,63 +67,65 @@ class Pools:
 
         Raises Busy if the machine has too many requests.
         """
-        machine = self._machine_of(sandbox)
+        connections = self._connections_of(sandbox)
         limit = self._engine.config.limits.connections
-        if machine.active_requests >= limit:
+        if connections.active_requests >= limit:
             raise Busy(
                 f"sandbox {sandbox.id} already has {limit} requests in progress (limits.connections): try again later"
             )
-        machine.active_requests += 1
+        connections.active_requests += 1
         try:
-            yield machine
+            yield connections
         finally:
-            machine.active_requests -= 1
+            connections.active_requests -= 1
 
-    def _machine_of(self, sandbox: Sandbox) -> MachineConnections:
+    def _connections_of(self, sandbox: Sandbox) -> MachineConnections:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
-        machine = self._machines.get(sandbox.id)
-        if machine is not None and machine.key == _key(sandbox):
-            return machine
+        connections = self._connections_by_sandbox.get(sandbox.id)
+        if connections is not None and connections.key == _machine_key(sandbox):
+            return connections
         self._drop(sandbox.id)
-        self._machines[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
-        return self._machines[sandbox.id]
+        self._connections_by_sandbox[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
+        return self._connections_by_sandbox[sandbox.id]
 
     async def _watch(self) -> None:
         with self._engine.events.subscribed() as events:
             while True:
                 await events.get()
-                self._drop_ended()
+                self._drop_ended_machines()
 
-    def _drop_ended(self) -> None:
-        for id in [id for id, machine in self._machines.items() if not self._is_current(id, machine)]:
+    def _drop_ended_machines(self) -> None:
+        for id in [
+            id for id, connections in self._connections_by_sandbox.items() if not self._is_current(id, connections)
+        ]:
             self._drop(id)
 
-    def _is_current(self, id: str, machine: MachineConnections) -> bool:
+    def _is_current(self, id: str, connections: MachineConnections) -> bool:
         try:
             sandbox = self._engine.sandboxes.get(id)
         except NotFound:
             return False
-        return sandbox.state is SandboxState.RUNNING and _key(sandbox) == machine.key
+        return sandbox.state is SandboxState.RUNNING and _machine_key(sandbox) == connections.key
 
     def _drop(self, id: str) -> None:
-        machine = self._machines.pop(id, None)
-        if machine is not None:
-            task = asyncio.create_task(machine.end())
+        connections = self._connections_by_sandbox.pop(id, None)
+        if connections is not None:
+            task = asyncio.create_task(connections.end())
             self._closing_tasks.add(task)
             task.add_done_callback(self._closing_tasks.discard)
 
     async def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        for id in list(self._machines):
+        for id in list(self._connections_by_sandbox):
             self._drop(id)
         await asyncio.gather(*self._closing_tasks, return_exceptions=True)
 
 
-def _key(sandbox: Sandbox) -> tuple[str, datetime]:
-    """Return the key of a machine.
+def _machine_key(sandbox: Sandbox) -> tuple[str, datetime]:
+    """Return a key that identifies the machine on which a sandbox runs.
 
-    Its name is not enough: after a stop and a boot from the disk, a new machine has the same name.
+    The machine's name is not sufficient: after a stop and a boot from the disk, a new machine has the same name.
     """
     return sandbox.instance, sandbox.started_at

@@ -33,13 +33,13 @@ from sandbox_gateway.api.access.ports import (
     token_for_port,
 )
 from sandbox_gateway.api.data_plane import websocket
-from sandbox_gateway.api.data_plane.heads import Head
+from sandbox_gateway.api.data_plane.heads import HeadByteCounter
 from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections, Pools
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
-from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.connect import AGENT_PORT
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState
 
@@ -47,8 +47,8 @@ log = Logger("proxy")
 
 _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
-_CONTROL_PLANE = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
-_HOP_BY_HOP = frozenset(
+_CONTROL_PLANE_PATHS = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
+_HOP_BY_HOP_HEADERS = frozenset(
     {
         "connection",
         "keep-alive",
@@ -61,9 +61,9 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
+_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP_HEADERS | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
-_DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP | {"date", "alt-svc"}
+_DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 # A browser that opens a signed URL must not run a sandbox's file as a page of the gateway's address.
@@ -83,30 +83,29 @@ class ForwardingUnsupported(Unsupported):
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a request.
-
-    ``ref``: the sandbox; ``port``: 1 to 65535, in the sandbox; ``host``: the Host header of the request, or one that
-    names the port; ``by_host``: whether the client's Host header names the sandbox; ``signed``: whether only the
-    signature of the URL names it.
-    """
+    """The sandbox and the port that a request is for."""
 
     ref: str
+    """The id or name of the sandbox."""
     port: int
     host: str
+    """The Host header of the request, or `localhost:PORT` if that header does not name the sandbox."""
     by_host: bool
+    """Whether the client's Host header names the sandbox."""
     signed: bool = False
+    """Whether only the signature of the URL identifies the sandbox."""
 
 
 class AddressFormats:
     """The formats in which requests name a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
-        self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
+        self._host_pattern = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
 
-    def target(self, headers: Headers, path: str) -> Target | None:
+    def find_target(self, headers: Headers, path: str) -> Target | None:
         """Return the target of a request, or None if it is for the gateway itself. Raises Invalid."""
         host_header = headers.get("host", "")
-        match = self._host.fullmatch(host_header.lower())
+        match = self._host_pattern.fullmatch(host_header.lower())
         if match:
             return Target(match[2], _parse_port(match[1]), host_header, by_host=True)
         if _ID_HEADER in headers and _PORT_HEADER in headers:
@@ -117,7 +116,7 @@ class AddressFormats:
                     "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
-            if port == AGENT_PORT and _CONTROL_PLANE.match(path):
+            if port == AGENT_PORT and _CONTROL_PLANE_PATHS.match(path):
                 return None
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
@@ -152,7 +151,7 @@ class ServiceRequest:
 
 
 class DataPlane:
-    """Middleware that forwards requests for sandboxes to them, and passes all others to the control plane."""
+    """Middleware that forwards requests for sandboxes to their ports, and passes all others to the control plane."""
 
     def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: AddressFormats, pools: Pools) -> None:
         self.app = app
@@ -164,7 +163,7 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        target = self.addresses.target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
+        target = self.addresses.find_target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
         admission = self.access.admit_signed_url(scope) if target is None else None
         if admission is not None:
             target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
@@ -176,7 +175,7 @@ class DataPlane:
             await self.app(scope, receive, send)
             return
         scope["sandbox_gateway.route"] = "data plane"
-        _check_target(scope, headers)
+        _require_forwardable(scope, headers)
         admission = admission or self.access.admit(scope, headers, target.ref, target.port)
         sandbox = await self._resume_if_paused(admission.sandbox)
         try:
@@ -184,7 +183,7 @@ class DataPlane:
         except (Conflict, NotFound) as error:
             raise NotRunning.from_error(error) from None
         host = _host_for_service(target, sandbox)
-        incoming = ServiceRequest(
+        incoming_request = ServiceRequest(
             scope,
             receive,
             send,
@@ -197,14 +196,17 @@ class DataPlane:
         )
         with self.pools.use(sandbox) as machine:
             if scope["type"] == "websocket":
-                await _forward_websocket(incoming, machine)
+                await _forward_websocket(incoming_request, machine)
             else:
                 await _forward_http(
-                    incoming, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
+                    incoming_request, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
                 )
 
     async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
-        """Resume a paused sandbox that was created with autoResume; concurrent requests wait for it."""
+        """Return the sandbox, after resuming it if it is paused and was created with autoResume.
+
+        Concurrent requests wait for the sandbox to be resumed. Raises NotRunning if it has been removed.
+        """
         if sandbox.state is SandboxState.PAUSED and sandbox.auto_resume:
             try:
                 return await self.engine.sandboxes.resume(sandbox.id)
@@ -215,15 +217,18 @@ class DataPlane:
         try:
             return self.engine.sandboxes.get(sandbox.id)
         except NotFound:
-            raise NotRunning.for_missing(sandbox.id) from None
+            raise NotRunning.for_missing_sandbox(sandbox.id) from None
 
     def _headers_for_service(
         self, headers: Headers, port: int, host: str, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
-        """Return the request's headers, without the gateway's secrets and connection-specific headers."""
+        """Return the headers to forward: the request's, without the gateway's secrets and connection-specific headers.
+
+        Host becomes ``host``. A request to a port of the agent also gets the access token of that port.
+        """
         dropped_names = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
         # A signed URL is valid only for the user it names.
-        if signed or any(self._is_key(value) for value in headers.getlist("authorization")):
+        if signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
         forwarded_headers = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped_names]
         forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
@@ -231,18 +236,20 @@ class DataPlane:
             forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, port).encode()))
         return forwarded_headers
 
-    def _is_key(self, authorization: str) -> bool:
+    def _has_api_key(self, authorization: str) -> bool:
         scheme, _, secret = authorization.partition(" ")
         return scheme.lower() == "bearer" and self.keys.find(secret.strip()) is not None
 
 
 def _host_for_service(target: Target, sandbox: Sandbox) -> str:
-    """Return the Host header for the service: the sandbox's mask, if it has one."""
-    mask = sandbox.network.mask_request_host
-    return mask.replace("${PORT}", str(target.port)) if mask and target.port not in AGENT_PORTS else target.host
+    """Return the Host header for the service: the sandbox's ``mask_request_host``, or else the target's."""
+    host_mask = sandbox.network.mask_request_host
+    return (
+        host_mask.replace("${PORT}", str(target.port)) if host_mask and target.port not in AGENT_PORTS else target.host
+    )
 
 
-def _check_target(scope: Scope, headers: Headers) -> None:
+def _require_forwardable(scope: Scope, headers: Headers) -> None:
     """Raise Invalid or ForwardingUnsupported for a request that cannot be forwarded to any service."""
     if scope.get("method") == "CONNECT":
         raise ForwardingUnsupported("the method CONNECT is not supported: use another method or a WebSocket")
@@ -258,32 +265,34 @@ def _check_target(scope: Scope, headers: Headers) -> None:
 
 
 async def _forward_http(
-    incoming: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
+    incoming_request: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
 ) -> None:
-    body = _Body(incoming.receive, stalled_seconds, expected=has_body)
+    body = _Body(incoming_request.receive, stalled_seconds, expected=has_body)
     request = httpx.Request(
-        incoming.scope["method"],
-        httpx.URL(scheme="http", host=incoming.address, port=incoming.target.port),
-        headers=incoming.headers,
+        incoming_request.scope["method"],
+        httpx.URL(scheme="http", host=incoming_request.address, port=incoming_request.target.port),
+        headers=incoming_request.headers,
         content=body if has_body else None,
-        extensions={"timeout": _TIMEOUTS, "target": incoming.path},
+        extensions={"timeout": _TIMEOUTS, "target": incoming_request.path},
     )
-    exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE_METHODS)
+    exchange = _Exchange(
+        incoming_request, machine, request, may_repeat=not has_body and request.method in _REPEATABLE_METHODS
+    )
     if await _run_unless_interrupted(exchange.run(), body, machine):
         return
     if not exchange.has_started:
-        raise _machine_ended_error(incoming)
+        raise _machine_ended_error(incoming_request)
     # Returning before the response is complete makes uvicorn close the client's connection.
-    log.info("data plane ended", sandbox=incoming.sandbox.id, port=incoming.target.port)
+    log.info("data plane ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
 
 
 class _Exchange:
     """A request and its response, which is forwarded as it arrives."""
 
     def __init__(
-        self, incoming: ServiceRequest, machine: MachineConnections, request: httpx.Request, *, may_repeat: bool
+        self, incoming_request: ServiceRequest, machine: MachineConnections, request: httpx.Request, *, may_repeat: bool
     ) -> None:
-        self.incoming = incoming
+        self.incoming_request = incoming_request
         self.machine = machine
         self.request = request
         self.may_repeat = may_repeat
@@ -296,38 +305,38 @@ class _Exchange:
         try:
             if not 200 <= response.status_code < 600:
                 raise ProxyFailed(
-                    f"{self.incoming.description} responded with status {response.status_code}, which is "
+                    f"{self.incoming_request.description} responded with status {response.status_code}, which is "
                     "not a valid final status: check the service there"
                 )
-            headers = _headers_for_client(response.headers.raw, self.incoming.target)
+            headers = _headers_for_client(response.headers.raw, self.incoming_request.target)
             self.has_started = True
-            await self.incoming.send(
+            await self.incoming_request.send(
                 {"type": "http.response.start", "status": response.status_code, "headers": headers}
             )
             assert isinstance(response.stream, httpx.AsyncByteStream)
             async for chunk in response.stream:
-                await self.incoming.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self.incoming_request.send({"type": "http.response.body", "body": chunk, "more_body": True})
                 if len(chunk) < SMALL_PIECE_BYTES:
                     await asyncio.sleep(0)
-            await self.incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.incoming_request.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as error:
             # Returning before the response is complete makes uvicorn close the client's connection.
             log.warning(
                 "data plane broken",
-                sandbox=self.incoming.sandbox.id,
-                port=self.incoming.target.port,
+                sandbox=self.incoming_request.sandbox.id,
+                port=self.incoming_request.target.port,
                 reason=str(error),
             )
         finally:
             await response.aclose()
 
     async def _send(self) -> httpx.Response:
-        description = self.incoming.description
-        self.request.extensions["trace"] = Head().trace
+        description = self.incoming_request.description
+        self.request.extensions["trace"] = HeadByteCounter().trace
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed_error(self.incoming) from None
+            raise _port_closed_error(self.incoming_request) from None
         except httpx.TimeoutException:
             raise ProxyFailed(
                 f"{description} did not accept a connection in time: check that the service there is running"
@@ -348,7 +357,7 @@ class _Exchange:
 
 
 class _Body(httpx.AsyncByteStream):
-    """The request's body as it arrives; empty if not ``expected``. Raises TooSlow after ``seconds`` without data."""
+    """A stream of the request's body, empty unless ``expected``. Raises TooSlow after ``seconds`` without data."""
 
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
@@ -360,12 +369,12 @@ class _Body(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            more = True
-            while more:
+            has_more = True
+            while has_more:
                 message = await self._receive_piece()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                more = message.get("more_body", False)
+                has_more = message.get("more_body", False)
                 if chunk := message.get("body", b""):
                     yield chunk
         finally:
@@ -380,18 +389,18 @@ class _Body(httpx.AsyncByteStream):
 
 
 async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
-    """Await ``work``, and return True; cancel it, and return False, if the machine ends first.
+    """Await ``work`` and return True, or cancel it and return False if the machine ends first.
 
-    If the client disconnects first, cancels it and raises ClientGone.
+    If the client disconnects first, cancel ``work`` and raise ClientGone.
     """
-    scope = anyio.CancelScope()
+    cancel_scope = anyio.CancelScope()
 
-    async def run_in_scope() -> None:
+    async def run_in_cancel_scope() -> None:
         # httpcore shields its cleanup from the cancellation of a scope, but not of a task.
-        with scope:
+        with cancel_scope:
             await work
 
-    worker, watcher = asyncio.ensure_future(run_in_scope()), asyncio.ensure_future(_wait_for_disconnect(body))
+    worker, watcher = asyncio.ensure_future(run_in_cancel_scope()), asyncio.ensure_future(_wait_for_disconnect(body))
     try:
         await asyncio.wait({worker, watcher, machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
@@ -403,7 +412,7 @@ async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, 
     finally:
         watcher.cancel()
         if not worker.done():
-            scope.cancel()
+            cancel_scope.cancel()
             await asyncio.wait({worker})
 
 
@@ -413,66 +422,71 @@ async def _wait_for_disconnect(body: _Body) -> None:
         pass
 
 
-async def _forward_websocket(incoming: ServiceRequest, machine: MachineConnections) -> None:
-    tunnel = websocket.Tunnel(incoming.receive, incoming.send, machine)
-    target = incoming.target
-    opening = asyncio.ensure_future(
+async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineConnections) -> None:
+    tunnel = websocket.Tunnel(incoming_request.receive, incoming_request.send, machine)
+    target = incoming_request.target
+    connection_task = asyncio.ensure_future(
         websocket.connect(
-            incoming.address,
+            incoming_request.address,
             target.port,
-            incoming.host,
-            incoming.path,
-            incoming.headers[1:],
-            incoming.scope,
+            incoming_request.host,
+            incoming_request.path,
+            incoming_request.headers[1:],
+            incoming_request.scope,
         )
     )
     try:
-        service = await tunnel.wait_until_open(opening)
+        service_connection = await tunnel.wait_until_open(connection_task)
     except websocket.HandshakeRefused as refusal:
         response = refusal.response
         # The body is sent as a whole, so its length is new if it arrived in chunks.
         headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
-        await incoming.send(
+        await incoming_request.send(
             {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
         )
-        await incoming.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
+        await incoming_request.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed_error(incoming) from None
+        raise _port_closed_error(incoming_request) from None
     except TimeoutError:
         raise ProxyFailed(
-            f"{incoming.description} did not complete the WebSocket handshake in time: check the service there"
+            f"{incoming_request.description} did not complete the WebSocket handshake in time: check the service there"
         ) from None
     except (OSError, InvalidHandshake) as error:
         raise ProxyFailed(
-            f"{incoming.description} did not accept the WebSocket ({error}): check the service there"
+            f"{incoming_request.description} did not accept the WebSocket connection ({error}): check the service there"
         ) from None
-    if service is None:
-        raise _machine_ended_error(incoming)
-    assert service.response is not None
+    if service_connection is None:
+        raise _machine_ended_error(incoming_request)
+    assert service_connection.response is not None
     await tunnel.run(
-        service, _headers_for_client(_encode_headers(service.response.headers), target, websocket.HANDSHAKE_HEADERS)
+        service_connection,
+        _headers_for_client(_encode_headers(service_connection.response.headers), target, websocket.HANDSHAKE_HEADERS),
     )
 
 
-def _port_closed_error(incoming: ServiceRequest) -> ProxyFailed:
+def _port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {incoming.description}, the port is not open: start the service there, and let "
-        "it listen on all addresses"
+        f"nothing listens on {incoming_request.description}, so the port is not open: start the service there, and "
+        "make it listen on all addresses"
     )
 
 
-def _machine_ended_error(incoming: ServiceRequest) -> ProxyFailed:
+def _machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
     return ProxyFailed(
-        f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request: send the request again"
+        f"sandbox {incoming_request.sandbox.id} was rolled back, paused or ended during the request: "
+        "send the request again"
     )
 
 
 def _headers_for_client(
     raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
-    """Return the service's headers, without connection-specific ones and those in ``unwanted_names``."""
+    """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
+
+    The response to a signed URL also gets headers that isolate it from other pages of the gateway's address.
+    """
     headers = Headers(raw=[(name.lower(), value) for name, value in raw])
     dropped_names = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), unwanted_names)
     if not target.by_host:
@@ -492,7 +506,7 @@ def _headers_for_client(
 
 
 def _is_for_other_hosts(cookie: bytes, host: str) -> bool:
-    """Return whether the cookie's Domain includes other hosts, that is, other sandboxes."""
+    """Return whether the Domain attribute of a cookie includes other hosts, that is, other sandboxes."""
     return any(domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN.findall(cookie) if domain)
 
 
@@ -505,7 +519,7 @@ def _lower_name(name: bytes) -> str:
 
 
 def _connection_options(headers: Headers) -> set[str]:
-    """Return the names of headers that `Connection` limits to this connection (RFC 9110, 7.6.1)."""
+    """Return the header names that `Connection` lists, which must not be forwarded (RFC 9110, 7.6.1)."""
     return {word.strip().lower() for value in headers.getlist("connection") for word in value.split(",")}
 
 
@@ -513,7 +527,7 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _path_with_query(scope: Scope, signed: bytes | None) -> bytes:
+def _path_with_query(scope: Scope, signed_query: bytes | None) -> bytes:
     path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
-    query: bytes = scope.get("query_string", b"") if signed is None else signed
+    query: bytes = scope.get("query_string", b"") if signed_query is None else signed_query
     return path + b"?" + query if query else path

@@ -1,6 +1,7 @@
 """An httpx transport to services inside sandboxes, with the gateway's own connections.
 
-It overrides httpx where httpx has no option: how connections are opened, the limit on heads, and unsolicited responses.
+httpx has no options for opening connections, limiting the size of response heads or detecting unsolicited responses,
+so this module overrides methods.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import httpcore
 import httpx
 from httpcore._backends.anyio import AnyIOStream
 
-from sandbox_gateway.api.data_plane.heads import CountedStream
+from sandbox_gateway.api.data_plane.heads import CountingStream
 from sandbox_gateway.hosts.connect import connect
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """A transport that opens connections with ``hosts.connect`` and limits the ``Head`` of each response."""
+    """A transport that opens connections with ``hosts.connect`` and whose streams count the bytes of response heads."""
 
     def __init__(self, tls: ssl.SSLContext, *, max_idle: int, idle_seconds: float) -> None:
         super().__init__(verify=tls, trust_env=False)
@@ -42,7 +43,7 @@ class _Pool(httpcore.AsyncConnectionPool):
 class _Connection(httpcore.AsyncHTTPConnection):
     """A connection that is closed instead of reused if the service sent more than one response to a request.
 
-    Otherwise the second response would be parsed as the response to the next request, which may be another client's.
+    Otherwise, the second response would be parsed as the response to the next request, which another client may send.
     """
 
     def has_expired(self) -> bool:
@@ -76,4 +77,4 @@ class _Backend(httpcore.AnyIOBackend):
         except BaseException:
             await anyio.aclose_forcefully(stream)
             raise
-        return CountedStream(AnyIOStream(stream))
+        return CountingStream(AnyIOStream(stream))

@@ -21,7 +21,12 @@ from websockets.http11 import Response
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.data_plane.fragments import MAX_FRAGMENT_BYTES, ClientFragments, ServerFragments, send_fragment
+from sandbox_gateway.api.data_plane.fragments import (
+    MAX_FRAGMENT_BYTES,
+    ClientFragmentProtocol,
+    ServerFragmentProtocol,
+    send_fragment,
+)
 from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
@@ -35,7 +40,7 @@ MAX_UNSENT_BYTES = 256 << 10
 """Maximum bytes buffered for a peer that does not read, such as replies to its pings."""
 _CLOSE_SECONDS = 5.0
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
-_BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_BAD_REQUEST_RESPONSE = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 HANDSHAKE_HEADERS = frozenset(
     {
         "sec-websocket-accept",
@@ -54,15 +59,17 @@ _silent_logger.propagate = False
 
 
 class ClientWebSocket(WebSocketsSansIOProtocol):
-    """A client's connection that receives and sends fragments: ASGI messages with a `frame`.
+    """A client's connection that receives and sends fragments as ASGI messages with a `frame`.
 
-    It resumes reading only after all parsed fragments were received. A client for which more than MAX_UNSENT_BYTES are
-    buffered is disconnected, because it does not read the responses.
+    It resumes reading only after the application has received all parsed fragments. A client for which more than
+    MAX_UNSENT_BYTES are buffered is disconnected, because it does not read the responses.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.conn: ServerFragments = ServerFragments(max_size=self.config.ws_max_size, logger=_silent_logger)
+        self.conn: ServerFragmentProtocol = ServerFragmentProtocol(
+            max_size=self.config.ws_max_size, logger=_silent_logger
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
@@ -76,24 +83,24 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
         self._discard_fragments()
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
-        if self.conn.control_limit_reached:
+        if self.conn.has_reached_control_limit:
             self._pause()
             self.loop.call_soon(self._resume_parsing)
 
     def _refuse_upgrade(self) -> None:
-        """Close a connection whose upgrade does not request a WebSocket: uvicorn would wait forever."""
+        """Close a connection whose upgrade does not request a WebSocket, because uvicorn would wait forever."""
         self.handshake_complete = self.close_sent = True
-        self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST)
+        self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST_RESPONSE)
         self.transport.close()
 
     def _discard_fragments(self) -> None:
-        """Discard fragments after the gateway's close frame: the peer's close frame may follow unreceived fragments."""
-        while self.close_sent and self.conn.has_more and not self.conn.control_limit_reached:
+        """Discard fragments once the gateway has sent a close frame, so that the peer's close frame is parsed."""
+        while self.close_sent and self.conn.has_more and not self.conn.has_reached_control_limit:
             super().data_received(b"")
 
     def _resume_parsing(self) -> None:
         """Continue parsing control frames after other tasks have had their turn."""
-        if self.conn.control_limit_reached and not self.transport.is_closing():
+        if self.conn.has_reached_control_limit and not self.transport.is_closing():
             self.data_received(b"")
             self._resume()
 
@@ -104,7 +111,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
 
     def _resume(self) -> None:
         """Resume reading, unless earlier fragments are still waiting."""
-        if self.read_paused and self.queue.empty() and not self.conn.control_limit_reached:
+        if self.read_paused and self.queue.empty() and not self.conn.has_reached_control_limit:
             self.read_paused = False
             self.transport.resume_reading()
 
@@ -145,7 +152,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
 class _ServiceConnection(ClientConnection):
     """The connection to a service, with the same limits as ``ClientWebSocket``."""
 
-    protocol: ClientFragments
+    protocol: ClientFragmentProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
@@ -153,16 +160,16 @@ class _ServiceConnection(ClientConnection):
 
     async def next_fragment(self) -> Frame:
         """Return the next fragment. Raises ConnectionClosed."""
-        messages = self.recv_messages
+        assembler = self.recv_messages
         try:
-            frame = await messages.frames.get(not messages.closed)
+            frame = await assembler.frames.get(not assembler.closed)
         except EOFError:
             await asyncio.shield(self.connection_lost_waiter)
             raise self.protocol.close_exc from None
-        if self.protocol.has_more and not messages.closed:
+        if self.protocol.has_more and not assembler.closed:
             self.data_received(b"")
-        messages.maybe_resume()
-        if self.protocol.control_limit_reached:
+        assembler.maybe_resume()
+        if self.protocol.has_reached_control_limit:
             self.transport.pause_reading()
         return frame
 
@@ -175,15 +182,15 @@ class _ServiceConnection(ClientConnection):
         super().data_received(data)
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
-        if self.protocol.control_limit_reached:
+        if self.protocol.has_reached_control_limit:
             self.transport.pause_reading()
             self.loop.call_soon(self._resume_parsing)
 
     def _resume_parsing(self) -> None:
         """Continue parsing control frames after other tasks have had their turn."""
-        if self.protocol.control_limit_reached and not self.transport.is_closing():
+        if self.protocol.has_reached_control_limit and not self.transport.is_closing():
             self.data_received(b"")
-            if not self.protocol.control_limit_reached and not self.recv_messages.paused:
+            if not self.protocol.has_reached_control_limit and not self.recv_messages.paused:
                 self.transport.resume_reading()
 
 
@@ -208,7 +215,7 @@ async def connect(
     name, _, port_text = host.partition(":")
     uri = WebSocketURI(False, name, int(port_text or 80), path, query)
     subprotocols = [Subprotocol(word) for word in scope.get("subprotocols", ())]
-    protocol = ClientFragments(
+    protocol = ClientFragmentProtocol(
         uri, subprotocols=subprotocols or None, max_size=MAX_MESSAGE_BYTES, logger=_silent_logger
     )
     decoded_headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
@@ -241,27 +248,27 @@ class Tunnel:
         self._receive = receive
         self._send = send
         self._machine = machine
-        self._next: asyncio.Future[Message] | None = None
+        self._next_message_future: asyncio.Future[Message] | None = None
         self._has_client_left = False
         """Whether the client has closed the connection or disconnected."""
 
-    async def wait_until_open(self, opening: asyncio.Future[_ServiceConnection]) -> _ServiceConnection | None:
-        """Return the result of ``opening``; None if the machine ends first.
+    async def wait_until_open(self, connection_task: asyncio.Future[_ServiceConnection]) -> _ServiceConnection | None:
+        """Wait until ``connection_task`` is done, and return its connection, or None if the machine ends first.
 
-        Raises ClientGone, or the error of ``opening``.
+        Raises ClientGone, or the error of ``connection_task``.
         """
         await self._receive()  # "websocket.connect"
-        self._next = asyncio.ensure_future(self._receive())
-        tasks: set[asyncio.Future[Any]] = {opening, self._next}
+        self._next_message_future = asyncio.ensure_future(self._receive())
+        tasks: set[asyncio.Future[Any]] = {connection_task, self._next_message_future}
         try:
             await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
-            if opening.done():
-                return opening.result()
+            if connection_task.done():
+                return connection_task.result()
             if self._machine.end_future.done():
                 return None
             raise ClientGone
         finally:
-            if not opening.done() or opening.exception():
+            if not connection_task.done() or connection_task.exception():
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
@@ -273,21 +280,21 @@ class Tunnel:
             await self._send_to_client(
                 {"type": "websocket.accept", "subprotocol": service.subprotocol, "headers": headers}
             )
-            inward, outward = (
-                asyncio.ensure_future(self._pump_to_service(service)),
-                asyncio.ensure_future(self._pump_to_client(service)),
+            to_service_task, to_client_task = (
+                asyncio.ensure_future(self._forward_to_service(service)),
+                asyncio.ensure_future(self._forward_to_client(service)),
             )
-            tasks = {inward, outward}
+            tasks = {to_service_task, to_client_task}
             await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
             if self._machine.end_future.done():
                 await self._close(_RESTART, "the sandbox was rolled back, paused or ended")
             elif self._has_client_left:
-                await inward
+                await to_service_task
             else:
-                outward.result()
+                to_client_task.result()
         finally:
-            if self._next is not None:
-                self._next.cancel()
+            if self._next_message_future is not None:
+                self._next_message_future.cancel()
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -295,7 +302,7 @@ class Tunnel:
             service.transport.abort()
 
     async def _send_to_client(self, message: Message) -> None:
-        """Send to the client. Raises ClientGone."""
+        """Send a message to the client. Raises ClientGone."""
         try:
             await self._send(message)
         except (OSError, RuntimeError):
@@ -308,18 +315,18 @@ class Tunnel:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._send_to_client({"type": "websocket.close", "code": code, "reason": reason})
 
-    async def _pump_to_service(self, service: _ServiceConnection) -> None:
+    async def _forward_to_service(self, service: _ServiceConnection) -> None:
         """Forward fragments from the client to the service until the client closes or disconnects."""
-        assert self._next is not None
-        message = await self._next
+        assert self._next_message_future is not None
+        message = await self._next_message_future
         while message["type"] == "websocket.receive":
             try:
                 await service.send_fragment(message["frame"])
             except ConnectionClosed:
-                # _pump_to_client knows the reason, and closes the client with it.
+                # _forward_to_client knows the reason, and closes the client with it.
                 await asyncio.Event().wait()
-            self._next = asyncio.ensure_future(self._receive())
-            message = await self._next
+            self._next_message_future = asyncio.ensure_future(self._receive())
+            message = await self._next_message_future
         self._has_client_left = True
         if "reason" in message:
             code = message.get("code", _NO_CODE)
@@ -328,8 +335,11 @@ class Tunnel:
             # The client disconnected without a close frame, so disconnect from the service in the same way.
             service.transport.close()
 
-    async def _pump_to_client(self, service: _ServiceConnection) -> None:
-        """Forward fragments to the client. If the service closes, close with its code and reason. Raises ClientGone."""
+    async def _forward_to_client(self, service: _ServiceConnection) -> None:
+        """Forward fragments from the service to the client until the service closes.
+
+        Then close the client's connection with the same code and reason. Raises ClientGone.
+        """
         try:
             while True:
                 frame = await service.next_fragment()

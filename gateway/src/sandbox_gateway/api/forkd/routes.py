@@ -47,8 +47,8 @@ async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
 async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     if not body.rootfs.startswith("/"):
         raise Invalid(
-            f"the field 'rootfs' is {body.rootfs[:80]!r}, not an absolute path: use the path of a directory or tarball "
-            "on the gateway's host"
+            f"the field 'rootfs' is {body.rootfs[:80]!r}, which is not an absolute path: use the path of a directory "
+            "or tarball on the gateway's host"
         )
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
     await cancel_on_disconnect(request, _wait_for_build(build))
@@ -76,8 +76,8 @@ async def delete_snapshot(
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    users = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
-    return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), users)
+    user_ids = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
+    return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), user_ids)
 
 
 @router.post(
@@ -85,7 +85,9 @@ async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail
 )
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     tag = shapes.tag_of(engine.snapshots.get(ref))
-    raise Unsupported(f"compacting is not needed: snapshot {tag} is complete, so make sandboxes from it directly")
+    raise Unsupported(
+        f"compacting is not supported, because snapshot {tag} is already complete: make sandboxes from it directly"
+    )
 
 
 @router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all or nothing")
@@ -116,12 +118,13 @@ async def kill_sandbox(ref: Ref, engine: EngineDep) -> None:
 @router.post(
     "/v1/sandboxes/{ref}/exec",
     response_model=shapes.ExecInfo,
-    summary="Run a program to its end and return its output",
+    summary="Run a program to completion and return its output",
 )
 async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: EngineDep) -> Response:
-    """Exit code 127: the program does not exist. 126: it cannot be executed. 137: it was killed at its timeout.
+    """Run a program to completion.
 
-    `stderr` contains the reason.
+    The exit code is 127 if the program does not exist, 126 if it cannot be executed, and 137 if it was killed at its
+    timeout. In these cases, `stderr` contains the reason.
     """
     result = await cancel_on_disconnect(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
     return output.respond(shapes.exec_fields(result, body.timeout_secs))
@@ -133,7 +136,10 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     summary="Evaluate Python in the sandbox's own interpreter",
 )
 async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
-    """Snapshots with memory contain the interpreter's state, and so do the sandboxes made from them."""
+    """Evaluate Python code in an interpreter that keeps its state between requests.
+
+    Snapshots with memory contain this state, and so do the sandboxes made from them.
+    """
     result = await cancel_on_disconnect(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
     return output.respond(shapes.eval_fields(result))
 
@@ -153,7 +159,10 @@ async def ping(ref: Ref, engine: EngineDep) -> shapes.Pong:
 async def branch(
     request: Request, ref: Ref, engine: EngineDep, body: shapes.Branch | None = None
 ) -> shapes.SnapshotInfo:
-    """Modes full and diff are the same here: only changes are written, but every snapshot is complete."""
+    """Capture a sandbox while it runs.
+
+    The modes full and diff have the same effect: only changes are written, but every snapshot is complete.
+    """
     body, sandbox = body or shapes.Branch(), engine.sandboxes.get(ref)
     _check_mode(body)
     _check_parent(body, sandbox, engine)
@@ -162,7 +171,7 @@ async def branch(
     return _snapshot_info(engine, snapshot)
 
 
-_NOT_LIVE = "a sandbox is paused for a few milliseconds while it is captured"
+_NO_LIVE_MODE_REASON = "a sandbox is paused for a few milliseconds while it is captured"
 
 
 def _check_mode(body: shapes.Branch) -> None:
@@ -174,20 +183,20 @@ def _check_mode(body: shapes.Branch) -> None:
     if body.measure_diff and (body.diff or body.mode == "diff"):
         raise Invalid("'measure_diff' is valid only with mode full, because mode diff always measures: leave it out")
     if body.live or body.mode == "live":
-        raise Unsupported(f"mode live is not supported, because {_NOT_LIVE}: use mode diff")
+        raise Unsupported(f"mode live is not supported, because {_NO_LIVE_MODE_REASON}: use mode diff")
 
 
 def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None:
-    """Raise Invalid if the parent is not the snapshot that the sandbox was made from."""
+    """Raise Invalid if ``parent_tag`` is neither the snapshot that the sandbox was made from nor its head."""
     if body.parent_tag is None:
         return
     if not (body.diff or body.mode == "diff"):
         raise Invalid("'parent_tag' is valid only with mode diff: set the mode, or leave 'parent_tag' out")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
-        origin = _tag(engine, sandbox.forked_from)
+        origin_tag = _tag_or_id(engine, sandbox.forked_from)
         raise Invalid(
-            f"'parent_tag' is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}: set it to "
-            f"{origin}, or leave it out"
+            f"'parent_tag' is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin_tag}: set it to "
+            f"{origin_tag}, or leave it out"
         )
 
 
@@ -207,10 +216,10 @@ def _sandbox_info(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
         address, _ = engine.agents.endpoint(sandbox.id)
     except GatewayError:
         address = ""
-    return shapes.sandbox_info(sandbox, _tag(engine, sandbox.forked_from), address)
+    return shapes.sandbox_info(sandbox, _tag_or_id(engine, sandbox.forked_from), address)
 
 
-def _tag(engine: Engine, id: str) -> str:
+def _tag_or_id(engine: Engine, id: str) -> str:
     try:
         return shapes.tag_of(engine.snapshots.get(id))
     except NotFound:

@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Refused, Timeout
-from sandbox_gateway.engine.spec import EvalResult, ExecResult
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Timeout
+from sandbox_gateway.engine.agent_client import EvalResult, ExecResult
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
 
-AGENT_PORT = 8888
+FORKD_AGENT_PORT = 8888
 """The port of forkd's agent in a sandbox."""
 MAX_TAG_LENGTH = 64
 _TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 def _check_tag(value: str) -> str:
     if not _TAG.fullmatch(value):
-        raise ValueError(f"{value[:80]!r} is not a tag: use 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
+        raise ValueError(f"{value[:80]!r} is not a valid tag: use 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
 
@@ -36,8 +36,8 @@ class BuildSnapshot(Body):
         min_length=1, max_length=4096, description="Absolute path of a directory or tarball on the gateway's host."
     )
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "kernel": Refused("because each template has its own kernel: leave it out, or use POST /templates"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "kernel": Refusal("because each template has its own kernel: leave it out, or use POST /templates"),
     }
 
 
@@ -51,14 +51,14 @@ class CreateSandboxes(Body):
     memory_limit_mib: int | None = Field(
         None, strict=True, ge=64, le=1 << 20, description="Absent: the snapshot's size."
     )
-    timeout: Timeout = TIMEOUT
+    timeout: Timeout = TIMEOUT_FIELD
     ignored: ClassVar[Mapping[str, str]] = {
         "per_child_netns": "every sandbox has its own network",
         "prewarm": "it only affects the speed of the first snapshot, and captures here are fast without it",
         "hugepages": "it only affects speed, and forkd itself also works without huge pages",
     }
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "live_fork": Refused("because a sandbox is paused for a few milliseconds while it is captured: leave it out"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "live_fork": Refusal("because a sandbox is paused for a few milliseconds while it is captured: leave it out"),
     }
 
 
@@ -161,11 +161,11 @@ def tag_of(snapshot: Snapshot) -> str:
 
 
 def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
-    """Describe a sandbox. ``address``: empty if the sandbox has none."""
+    """Describe a sandbox. ``address`` is empty if the sandbox is paused."""
     return SandboxInfo(
         id=sandbox.id,
         snapshot_tag=snapshot_tag,
-        guest_addr=f"{address}:{AGENT_PORT}" if address else "",
+        guest_addr=f"{address}:{FORKD_AGENT_PORT}" if address else "",
         created_at_unix=int(sandbox.created_at.timestamp()),
         memory_limit_mib=sandbox.resources.memory_mb,
         state=sandbox.state.value,
@@ -201,7 +201,7 @@ def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[s
 
 
 def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
-    """Return the fields of ``ExecInfo``."""
+    """Return the fields of ``ExecInfo`` for a result. ``seconds`` is the timeout of the command."""
     stderr = result.stderr
     if result.timed_out:
         stderr += f"the command did not end within {seconds:g} s and was killed\n".encode()
@@ -209,7 +209,7 @@ def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
 
 
 def eval_fields(result: EvalResult) -> dict[str, str | int | None]:
-    """Return the fields of ``EvalInfo``."""
+    """Return the fields of ``EvalInfo`` for a result."""
     has_failed = result.exit_code != 0
     return {
         "result": None if has_failed else result.result,

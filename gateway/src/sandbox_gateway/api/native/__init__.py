@@ -1,1 +1,4 @@
-"""The native API (E2B, CubeSandbox and additions): one file of routes per resource; requests, shapes and view."""
+"""The native API, which contains the calls of E2B and CubeSandbox, with additions.
+
+Each resource has one module with its routes. requests, shapes and view contain the models that the routes share.
+"""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-_UPPER = {"id": "ID", "mb": "MB"}
+_UPPERCASE_WORDS = {"id": "ID", "mb": "MB"}
 
 
 def json_name(field: str) -> str:
-    """Return ``field`` in E2B's camelCase: `template_id` is `templateID`, `memory_mb` is `memoryMB`."""
+    """Return ``field`` in E2B's camelCase: `template_id` becomes `templateID`, `memory_mb` becomes `memoryMB`."""
     first, *rest = field.split("_")
-    return first + "".join(_UPPER.get(word, word.capitalize()) for word in rest)
+    return first + "".join(_UPPERCASE_WORDS.get(word, word.capitalize()) for word in rest)

@@ -17,27 +17,30 @@ from pydantic import (
     model_validator,
 )
 
-from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Refused, Seconds, Timeout
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
-from sandbox_gateway.config import explain
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
+from sandbox_gateway.validation import explain
 
 MAX_MOUNTS = 64
 MAX_PAIRS = 10_000
 
 
-def _check_count(value: object) -> object:
-    """Refuse a large object before its members are validated: each invalid member would add a kilobyte to the error."""
+def _check_pair_count(value: object) -> object:
+    """Reject an object with too many members before they are validated.
+
+    Each invalid member would add a kilobyte to the error.
+    """
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         raise ValueError(f"the object has {len(value)} members: send at most {MAX_PAIRS}")
     return value
 
 
-Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
+Pairs = Annotated[dict[str, str], BeforeValidator(_check_pair_count)]
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -53,7 +56,7 @@ _REFUSED_METADATA = {
     "network-policy": "use the field network",
 }
 Metadata = Annotated[Pairs, AfterValidator(_check_metadata)]
-_NO_POLICY = NetworkPolicy()
+_DEFAULT_POLICY = NetworkPolicy()
 _MAX_HOST_LENGTH = 255
 _HOST_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
@@ -70,12 +73,12 @@ class NativeBody(Body):
 class Network(NativeBody):
     """The network policy of a sandbox."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
+    refused: ClassVar[Mapping[str, Refusal]] = {
         **dict.fromkeys(
             ("rules", "egressProxy", "httpsPorts"),
-            Refused("because the gateway does not change or redirect requests: leave it out"),
+            Refusal("because the gateway does not change or redirect requests: leave it out"),
         ),
-        "dnsServers": Refused("because policies contain addresses, not domains: allow addresses, and leave it out"),
+        "dnsServers": Refusal("because policies contain addresses, not domains: allow addresses, and leave it out"),
     }
 
     allow_internet: bool | None = Field(
@@ -106,16 +109,16 @@ class Network(NativeBody):
             raise ValueError(f"{value!r} is not a host name: use letters, digits, '-', '.' and ${{PORT}}")
         return value
 
-    def policy(self, allow_internet: bool | None = None, *, current: NetworkPolicy = _NO_POLICY) -> NetworkPolicy:
-        """Return the network policy.
+    def policy(self, allow_internet: bool | None = None, *, current: NetworkPolicy = _DEFAULT_POLICY) -> NetworkPolicy:
+        """Return the network policy that this object describes.
 
-        Fields of this object take precedence over ``allow_internet`` (a field of the request itself), and over the
-        fields of ``current`` that are not about outgoing traffic.
+        If ``allowInternetAccess`` is absent here, ``allow_internet`` (a field of the request itself) applies instead.
+        Absent fields that do not concern outgoing traffic are taken from ``current``.
         """
         public, mask = self.allow_public_traffic, self.mask_request_host
-        allow = self.allow_internet if self.allow_internet is not None else allow_internet
+        internet_setting = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
-            allow_internet=allow is not False,
+            allow_internet=internet_setting is not False,
             allow_out=self.allow_out or [],
             deny_out=self.deny_out or [],
             allow_public_traffic=current.allow_public_traffic if public is None else public,
@@ -133,7 +136,7 @@ class AutoResume(NativeBody):
 
 
 class Sizes(NativeBody):
-    """The sizes of a sandbox. Missing sizes are taken from the snapshot."""
+    """The CPUs, memory and disk of a sandbox or template. A sandbox takes missing values from its snapshot."""
 
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
@@ -155,16 +158,16 @@ class VolumeMount(NativeBody):
 class ForkBody(Sizes):
     """The fields of every request that creates sandboxes."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "autoPauseMemory": Refused(
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "autoPauseMemory": Refusal(
             "because a sandbox that is paused at its timeout always keeps its memory: leave it out", accepted=(True,)
         ),
-        "iam": Refused("because sandboxes have no workload identities: leave it out"),
+        "iam": Refusal("because sandboxes have no workload identities: leave it out"),
     }
 
     metadata: Metadata = Field(default_factory=dict)
     env: Pairs = Field(default_factory=dict, alias="envVars")
-    timeout: Timeout = TIMEOUT
+    timeout: Timeout = TIMEOUT_FIELD
     network: Network | None = None
     allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
     lifecycle: Lifecycle | None = None
@@ -211,9 +214,9 @@ class CreateSandbox(ForkBody):
         "mcp": "the clients themselves start the MCP gateway, which the template must contain",
         "secure": "access to a sandbox is always secured",
     }
-    refused: ClassVar[Mapping[str, Refused]] = {
+    refused: ClassVar[Mapping[str, Refusal]] = {
         **ForkBody.refused,
-        "distributionScope": Refused("because a gateway manages a single host: leave it out"),
+        "distributionScope": Refusal("because a gateway manages a single host: leave it out"),
     }
 
     template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
@@ -236,11 +239,11 @@ class Fork(ForkBody):
     )
 
     @property
-    def has_count(self) -> bool:
+    def has_count_or_names(self) -> bool:
         return self.count is not None or self.names is not None
 
     def fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
-        """Return the engine's request. Raises Invalid if `name`, `names` and `count` contradict each other."""
+        """Return the request as a ``ForkSpec``. Raises Invalid if `name`, `names` and `count` contradict each other."""
         names = self._resolve_names()
         return self.spec(
             count=self.count or len(names or ()) or 1,
@@ -256,7 +259,8 @@ class Fork(ForkBody):
             raise Invalid("'name' and 'names' are mutually exclusive: leave 'name' out")
         if self.name and self.count not in (None, 1):
             raise Invalid(
-                f"'name' is for a single sandbox, but 'count' is {self.count}: use 'names', with one for each sandbox"
+                f"'name' is for a single sandbox, but 'count' is {self.count}: use 'names', with one name for each "
+                "sandbox"
             )
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
@@ -275,17 +279,17 @@ class Refresh(NativeBody):
 
 
 class Resume(NativeBody):
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "autoPause": Refused("because a sandbox keeps the lifecycle that it was created with: leave it out"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "autoPause": Refusal("because a sandbox keeps the lifecycle that it was created with: leave it out"),
     }
 
-    timeout: Timeout = TIMEOUT
+    timeout: Timeout = TIMEOUT_FIELD
     memory: bool | None = Field(None, description="False: boot from the disk, without the captured memory.")
 
 
 class Pause(NativeBody):
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "requireHealthyGuest": Refused(
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "requireHealthyGuest": Refusal(
             "because a pause does not query the agent: run a command in the sandbox first, and leave it out"
         ),
     }
@@ -295,7 +299,7 @@ class Pause(NativeBody):
 
 class Patch(NativeBody):
     metadata: Metadata | None = Field(None, description="Replaces all metadata.")
-    timeout: Timeout = TIMEOUT
+    timeout: Timeout = TIMEOUT_FIELD
     name: Name | None = None
 
 
@@ -366,13 +370,13 @@ class Promote(NativeBody):
 
 
 def _empty_to_none(value: object) -> object:
-    """Return None for "": CubeSandbox's client sends an empty name to get a generated one."""
+    """Return None for an empty string, which CubeSandbox's client sends to get a generated name."""
     return None if value == "" else value
 
 
 class CreateVolume(NativeBody):
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "driver": Refused("because a host has only one kind of volume: leave it out")
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "driver": Refusal("because a host has only one kind of volume: leave it out")
     }
 
     name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
@@ -413,31 +417,31 @@ class SetAlias(NativeBody):
     alias: Annotated[Name, BeforeValidator(_require_alias)]
 
 
-_NO_IMAGES = Refused(
+_IMAGE_REFUSAL = Refusal(
     "because templates are not built from images: build one from Debian packages, a directory or a tarball "
     "(docs/templates.md), and use its name"
 )
-_NO_TEMPLATE_NETWORK = Refused(
+_TEMPLATE_NETWORK_REFUSAL = Refusal(
     "because templates have no network policy: set network when you create a sandbox, and leave it out"
 )
 
 
 class CreateTemplate(Sizes):
-    refused: ClassVar[Mapping[str, Refused]] = {
-        **dict.fromkeys(("image", "args", "command", "registryUsername", "registryPassword"), _NO_IMAGES),
-        **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _NO_TEMPLATE_NETWORK),
-        "allowInternetAccess": Refused(_NO_TEMPLATE_NETWORK.reason, accepted=(True,)),
-        "exposedPorts": Refused("because every port of a sandbox is reachable through the gateway: leave it out"),
-        "env": Refused("because templates have no environment variables: set envVars when you create a sandbox"),
-        "cpu": Refused("because CPUs are not divided: set cpuCount to a number of CPUs"),
-        "memory": Refused("because this gateway has a different name for it: set memoryMB"),
-        "writableLayerSize": Refused("because a sandbox has a single disk: set diskSizeMB"),
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **dict.fromkeys(("image", "args", "command", "registryUsername", "registryPassword"), _IMAGE_REFUSAL),
+        **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
+        "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted=(True,)),
+        "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
+        "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
+        "cpu": Refusal("because a sandbox has a whole number of CPUs: set cpuCount to that number"),
+        "memory": Refusal("because this gateway has a different name for it: set memoryMB"),
+        "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),
         **dict.fromkeys(
-            ("probePath", "probePort"), Refused("because the gateway does not probe ports: set readyProbe to a command")
+            ("probePath", "probePort"), Refusal("because the gateway does not probe ports: set readyProbe to a command")
         ),
-        "instanceType": Refused("because a host has only one kind of machine: leave it out"),
-        "nodes": Refused("because a gateway manages a single host: leave it out"),
-        "enableIvshmem": Refused("because sandboxes share no memory with the host: leave it out"),
+        "instanceType": Refusal("because a host has only one kind of machine: leave it out"),
+        "nodes": Refusal("because a gateway manages a single host: leave it out"),
+        "enableIvshmem": Refusal("because sandboxes share no memory with the host: leave it out"),
     }
 
     name: Name

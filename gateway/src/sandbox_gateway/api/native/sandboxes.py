@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote
 from fastapi import APIRouter, Body, Query, Request, Response
 
 from sandbox_gateway.api import output
-from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
@@ -39,7 +39,7 @@ async def create(
     engine: EngineDep,
     view: ViewDep,
     idempotency_key: IdempotencyKey = "",
-    operation: Operation = "",
+    operation: OperationId = "",
 ) -> shapes.SandboxShape:
     origin, spec = get_template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
     return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
@@ -65,12 +65,12 @@ async def index(
     diverged: Annotated[bool, Query(description="Report whether each sandbox has diverged from its head")] = False,
 ) -> list[shapes.SandboxShape]:
     filters = [
-        *_name_filter(name),
-        *_state_filter(state),
-        *_metadata_filter(metadata),
-        *_template_filter(template, engine),
-        *_source_filter(forked_from, engine),
-        *_start_filter(started_after),
+        *_name_filters(name),
+        *_state_filters(state),
+        *_metadata_filters(metadata),
+        *_template_filters(template, engine),
+        *_source_filters(forked_from, engine),
+        *_start_filters(started_after),
     ]
 
     def walk(after: Key | None, backwards: bool) -> Iterator[Sandbox]:
@@ -79,13 +79,13 @@ async def index(
 
     items = page(walk, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
-        return await view.with_divergences(items)
-    return [view.sandbox(sandbox, secret=False) for sandbox in items]
+        return await view.sandboxes_with_divergence(items)
+    return [view.sandbox(sandbox, with_secrets=False) for sandbox in items]
 
 
 @router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
-    return await view.with_divergence(engine.sandboxes.get(ref))
+    return await view.sandbox_with_divergence(engine.sandboxes.get(ref))
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
@@ -93,11 +93,13 @@ async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.usage_shape(await engine.sandboxes.usage(ref))
 
 
-Seconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]
+EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]
 
 
 @router.get("/sandboxes/{ref}/metrics", summary="Show what a sandbox uses, and used during the last minutes")
-async def metrics(ref: Ref, engine: EngineDep, start: Seconds = None, end: Seconds = None) -> list[shapes.MetricShape]:
+async def metrics(
+    ref: Ref, engine: EngineDep, start: EpochSeconds = None, end: EpochSeconds = None
+) -> list[shapes.MetricShape]:
     if start is not None and end is not None and start > end:
         raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
@@ -113,7 +115,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
     if (timeout := body.value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
-    return await view.with_divergence(engine.sandboxes.get(sandbox.id))
+    return await view.sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
 
 
 @router.delete("/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
@@ -128,7 +130,7 @@ async def kill(ref: Ref, engine: EngineDep) -> None:
 async def connect(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
-    """A timeout can only extend the lifetime of a running sandbox."""
+    """Resume a paused sandbox. The timeout of a running sandbox is extended, but never shortened."""
     body = body or requests.Resume()
     timeout, sandbox = body.value_or_unset("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
@@ -179,7 +181,7 @@ async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> No
 @router.post(
     "/sandboxes/{ref}/exec",
     response_model=shapes.ExecShape,
-    summary="Run a program to its end and return its output",
+    summary="Run a program to completion and return its output",
 )
 async def execute(request: Request, ref: Ref, body: requests.Exec, engine: EngineDep) -> Response:
     work = engine.commands.exec(
@@ -221,7 +223,7 @@ async def snapshot(
 
 @router.post("/sandboxes/{ref}/rollback", summary="Roll a sandbox back to a snapshot, under the same id")
 async def rollback(
-    request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
+    request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: OperationId = ""
 ) -> shapes.RollbackShape:
     target = engine.snapshots.get(body.snapshot)
     sandbox = await cancel_on_disconnect(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
@@ -255,7 +257,7 @@ async def clone(
     view: ViewDep,
     body: requests.Fork | None = None,
     idempotency_key: IdempotencyKey = "",
-    operation: Operation = "",
+    operation: OperationId = "",
 ) -> shapes.ForksShape:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
     return forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
@@ -274,7 +276,7 @@ async def fork(
     view: ViewDep,
     body: Annotated[requests.Fork | None, Body()] = None,
     idempotency_key: IdempotencyKey = "",
-    operation: Operation = "",
+    operation: OperationId = "",
 ) -> list[shapes.ForkResultShape]:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
     forks = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
@@ -299,11 +301,11 @@ def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, 
 Filter = Callable[[Sandbox], bool]
 
 
-def _name_filter(name: str) -> list[Filter]:
+def _name_filters(name: str) -> list[Filter]:
     return [lambda sandbox: sandbox.name == name] if name else []
 
 
-def _state_filter(states: str) -> list[Filter]:
+def _state_filters(states: str) -> list[Filter]:
     if not states:
         return []
     try:
@@ -315,38 +317,38 @@ def _state_filter(states: str) -> list[Filter]:
     return [lambda sandbox: sandbox.state in allowed_states]
 
 
-def _metadata_filter(query: str) -> list[Filter]:
-    """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
+def _metadata_filters(query: str) -> list[Filter]:
+    """Return a filter for each pair in ``query``. One client URL-encodes pairs twice, so both forms match."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
         raise Invalid(f"the parameter 'metadata' must be key=value pairs, separated by & (got {query[:80]!r})")
 
-    def has_pair(key: str, value: str) -> Filter:
-        unquoted = unquote(key), unquote(value)
-        return lambda sandbox: sandbox.metadata.get(key) == value or sandbox.metadata.get(unquoted[0]) == unquoted[1]
+    def create_pair_filter(key: str, value: str) -> Filter:
+        decoded_key, decoded_value = unquote(key), unquote(value)
+        return lambda sandbox: sandbox.metadata.get(key) == value or sandbox.metadata.get(decoded_key) == decoded_value
 
-    return [has_pair(key, value) for key, value in pairs]
+    return [create_pair_filter(key, value) for key, value in pairs]
 
 
-def _template_filter(ref: str, engine: Engine) -> list[Filter]:
+def _template_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
-def _source_filter(ref: str, engine: Engine) -> list[Filter]:
+def _source_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
-def _start_filter(start: datetime | None) -> list[Filter]:
+def _start_filters(start: datetime | None) -> list[Filter]:
     if start is None:
         return []
-    earliest = start if start.tzinfo else start.replace(tzinfo=UTC)
-    return [lambda sandbox: sandbox.started_at >= earliest]
+    earliest_start = start if start.tzinfo else start.replace(tzinfo=UTC)
+    return [lambda sandbox: sandbox.started_at >= earliest_start]
 
 
 def _would_extend(timeout: float | None, sandbox: Sandbox) -> bool:

@@ -14,11 +14,11 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 if TYPE_CHECKING:
+    from sandbox_gateway.engine.agent_client import ExecResult
     from sandbox_gateway.engine.builds import Build
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
-    from sandbox_gateway.engine.spec import ExecResult
 from sandbox_gateway.hosts.base import MemoryDisk, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
@@ -116,7 +116,7 @@ class SnapshotUserShape(Shape):
 
 
 class PrewarmShape(Shape):
-    """The forks of a snapshot that are started in advance."""
+    """The number of forks of a snapshot to keep ready, and the number that are ready."""
 
     target: int
     ready: int
@@ -138,7 +138,9 @@ class SnapshotShape(Shape):
     expires_at: datetime | None
     retention: RetentionShape | None = Field(description="The retention rule of the snapshot.")
     memory: str
-    memory_problem: str = Field(description="Why its memory cannot be restored now; empty: it can, or there is none.")
+    memory_problem: str = Field(
+        description="Why its memory cannot be restored now; empty if it can, or if there is none."
+    )
     cold_startable: bool
     memory_bytes_written: int
     disk_bytes_unique: int
@@ -182,7 +184,7 @@ class TemplateShape(Shape):
     memory_mb: int | None = None
     disk_size_mb: int | None = None
     memory: str | None = None
-    memory_problem: str | None = Field(None, description="Why its memory cannot be restored now; empty: it can.")
+    memory_problem: str | None = Field(None, description="Why its memory cannot be restored now; empty if it can.")
     prewarm: PrewarmShape | None = None
 
 
@@ -266,7 +268,7 @@ class UsageShape(Shape):
 
 
 class MetricShape(Shape):
-    """A sample of what a sandbox used, measured by the host. Null means that the host cannot measure it."""
+    """A sample of the resources that a sandbox uses. A value is null if the host cannot measure it."""
 
     timestamp: datetime
     timestamp_unix: int
@@ -304,13 +306,13 @@ class RollbackShape(Shape):
 
 
 class MemoryRootShape(Shape):
-    """The file system that stores the memory of new snapshots, in bytes."""
+    """The file system that stores the memory of new snapshots."""
 
     path: str
     free_bytes: int
     total_bytes: int
     problem: str
-    """Why it is not available; empty: it is."""
+    """Why the file system is not available; empty if it is available."""
 
 
 class RoomShape(Shape):
@@ -346,13 +348,13 @@ class HiddenShape(Shape):
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:
-    mask = {"mask_request_host": policy.mask_request_host} if policy.mask_request_host else {}
+    mask_fields = {"mask_request_host": policy.mask_request_host} if policy.mask_request_host else {}
     return NetworkShape(
         allow_internet_access=policy.allow_internet,
         allow_out=policy.allow_out,
         deny_out=policy.deny_out,
         allow_public_traffic=policy.allow_public_traffic,
-        **mask,
+        **mask_fields,
     )
 
 
@@ -378,7 +380,10 @@ def _memory_root_shape(disk: MemoryDisk | None) -> MemoryRootShape | None:
 def sandbox_shape(
     sandbox: Sandbox, *, state_reason: str, backend: str, domain: str, mounts: list[VolumeMountShape], **extra: Any
 ) -> SandboxShape:
-    """Describe a sandbox. ``extra``: alias, address, envd_access_token, traffic_access_token and diverged, if known."""
+    """Describe a sandbox.
+
+    ``extra`` may contain alias, address, envd_access_token, traffic_access_token and diverged.
+    """
     sizes = sandbox.resources
     return SandboxShape(
         sandbox_id=sandbox.id,
@@ -420,7 +425,7 @@ def snapshot_shape(
     volumes: list[VolumeCaptureShape],
     **extra: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``extra``: users, and zfs_snapshot if the host has one."""
+    """Describe a snapshot. ``extra`` may contain users and, on hosts with ZFS, zfs_snapshot."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,
@@ -456,7 +461,7 @@ def snapshot_shape(
 
 
 def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any) -> VolumeShape:
-    """Describe a volume. ``state``: None if the host cannot determine it. ``extra``: token and dataset, if known."""
+    """Describe a volume. ``state`` is None if the host cannot determine it. ``extra`` may contain token and dataset."""
     return VolumeShape(
         volume_id=volume.name,
         name=volume.name,
@@ -516,7 +521,7 @@ def template_shape(
 
 
 def building_shape(build: Build) -> TemplateShape:
-    """Describe a template that is being built, or whose build failed."""
+    """Describe a template that is being built or whose build has failed."""
     shape = TemplateShape(
         template_id=build.template_id,
         names=[build.name],
@@ -535,22 +540,22 @@ def building_shape(build: Build) -> TemplateShape:
 
 
 def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored recipe with the field names of requests; ``packages`` is sorted and without duplicates."""
+    """Return a stored recipe with the field names of requests, and with sorted and unique ``packages``."""
     if not recipe:
         return {}
-    model = Recipe.model_validate(recipe)
-    sizes = model.resources
+    parsed_recipe = Recipe.model_validate(recipe)
+    sizes = parsed_recipe.resources
     return {
-        "from": model.source.value,
-        "suite": model.suite,
-        "mirror": model.mirror,
-        "packages": sorted(set(model.packages)),
-        "path": model.path,
-        "setup": model.setup,
-        "startCommand": model.start_command,
-        "readyProbe": model.ready_probe,
-        "readyTimeout": model.ready_timeout,
-        "setupTimeout": model.setup_timeout,
+        "from": parsed_recipe.source.value,
+        "suite": parsed_recipe.suite,
+        "mirror": parsed_recipe.mirror,
+        "packages": sorted(set(parsed_recipe.packages)),
+        "path": parsed_recipe.path,
+        "setup": parsed_recipe.setup,
+        "startCommand": parsed_recipe.start_command,
+        "readyProbe": parsed_recipe.ready_probe,
+        "readyTimeout": parsed_recipe.ready_timeout,
+        "setupTimeout": parsed_recipe.setup_timeout,
         "cpuCount": sizes.cpus,
         "memoryMB": sizes.memory_mb,
         "diskSizeMB": sizes.disk_mb,
@@ -569,7 +574,7 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
     )
 
 
-def started_shape(build: Build) -> BuildStarted:
+def build_started_shape(build: Build) -> BuildStarted:
     return BuildStarted(
         template_id=build.template_id,
         build_id=build.build_id,
@@ -581,7 +586,7 @@ def started_shape(build: Build) -> BuildStarted:
 
 
 def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
-    """Return the fields of ``ExecShape``."""
+    """Return the fields of ``ExecShape`` for a result."""
     return {
         "exitCode": result.exit_code,
         "stdout": result.stdout,
@@ -613,7 +618,7 @@ def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
 
 
 def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
-    """Return the requested name of each result; "" if none was given.
+    """Return the requested name of each result, or "" for all if the names cannot be assigned to the results.
 
     A repeated request may have fewer results than names, because only sandboxes that still exist are returned.
     """

@@ -1,4 +1,4 @@
-"""Routes of snapshots, and the lineage."""
+"""Routes of snapshots and of the lineage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
@@ -85,18 +85,21 @@ async def fork(
     view: ViewDep,
     body: requests.Fork | None = None,
     idempotency_key: IdempotencyKey = "",
-    operation: Operation = "",
+    operation: OperationId = "",
 ) -> shapes.SandboxShape | shapes.ForksShape:
     body = body or requests.Fork()
     spec = body.fork_spec(idempotency_key, operation)
-    if not body.has_count:
+    if not body.has_count_or_names:
         return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
     return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
 @router.post("/snapshots/{ref}/prewarm", summary="Set how many forks of a snapshot or template to keep ready")
 async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes.PrewarmShape:
-    """New sandboxes and rollbacks use forks that are ready. Missing ones are started in the background."""
+    """Set how many forks to keep ready, for new sandboxes and rollbacks to use.
+
+    Missing forks are started in the background.
+    """
     return shapes.prewarm_shape(await engine.prewarm.set_target(ref, body.count))
 
 
@@ -116,7 +119,7 @@ async def lineage(
 
 
 async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Response:
-    """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
+    """Delete a snapshot. The status is 204, or 202 if the snapshot is hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
     blockers = [blocker.id for blocker in engine.references.users_of(snapshot).blockers]

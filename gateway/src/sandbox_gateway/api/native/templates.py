@@ -33,7 +33,7 @@ async def create(body: requests.CreateTemplate, engine: EngineDep, response: Res
     build = await engine.templates.build(body.name, body.recipe(), description=body.description, prewarm=body.prewarm)
     if build.status == "ready":
         response.status_code = 200
-    return shapes.started_shape(build)
+    return shapes.build_started_shape(build)
 
 
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")
@@ -44,27 +44,29 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.TemplateShape]:
-    """List the templates that are ready, being built, or whose build failed since the gateway started."""
-    guest = await engine.templates.guest_digest()
+    """List the templates that are ready or being built, and those whose build has failed since the gateway started."""
+    guest_digest = await engine.templates.guest_digest()
     ready_templates = engine.snapshots.list([SnapshotKind.TEMPLATE])
     ready_ids = {template.id for template in ready_templates}
     templates = [
-        *(_ready_shape(engine, template, guest) for template in ready_templates),
+        *(_ready_shape(engine, template, guest_digest) for template in ready_templates),
         *(
             shapes.building_shape(build)
-            for build in engine.templates.list_unfinished_builds()
+            for build in engine.templates.list_unready_builds()
             if build.template_id not in ready_ids
         ),
     ]
-    matches = [template for template in templates if not name or name in template.names]
-    return page_list(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
+    matching_templates = [template for template in templates if not name or name in template.names]
+    return page_list(
+        matching_templates, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token
+    )
 
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
-    guest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.guest_digest()
     try:
-        return _ready_shape(engine, engine.templates.get(ref), guest)
+        return _ready_shape(engine, engine.templates.get(ref), guest_digest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
@@ -81,8 +83,8 @@ async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
-    guest = await engine.templates.guest_digest()
-    return _ready_shape(engine, await engine.templates.set_alias(ref, body.alias), guest)
+    guest_digest = await engine.templates.guest_digest()
+    return _ready_shape(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
 
 
 @router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
@@ -121,19 +123,19 @@ async def build_logs(
     responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    """Remove a template. A snapshot in use is hidden immediately and removed with its last user.
+    """Remove a template or a snapshot. A snapshot in use is hidden immediately, and removed with its last user.
 
-    E2B's and CubeSandbox's clients delete snapshots with this request, also while sandboxes made from them exist.
+    E2B's and CubeSandbox's clients delete snapshots with this request, even while sandboxes made from them exist.
     """
     target = get_template_or_snapshot(engine, ref)
     return await remove(engine, target, when if target.kind is SnapshotKind.TEMPLATE else "unused")
 
 
-def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
+def _ready_shape(engine: Engine, template: Snapshot, guest_digest: str) -> shapes.TemplateShape:
     return shapes.template_shape(
         template,
         build_id=engine.templates.get_build(template.id).build_id,
-        outdated=is_outdated(template, guest),
+        outdated=is_outdated(template, guest_digest),
         forks=len(engine.references.users_of(template).blocking_sandboxes),
         prewarm=engine.prewarm.level(template),
         memory_problem=engine.host.memory_problem(template),

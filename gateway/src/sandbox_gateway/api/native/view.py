@@ -30,9 +30,9 @@ class View:
     def backend(self) -> str:
         return self.engine.host.kind
 
-    def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **extra: Any) -> shapes.SandboxShape:
-        """Describe a sandbox. The access tokens are left out if not ``secret``, or for a read-only caller."""
-        extra |= self._connection_fields(sandbox, secret and self.permission >= Permission.EXEC)
+    def sandbox(self, sandbox: Sandbox, *, with_secrets: bool = True, **extra: Any) -> shapes.SandboxShape:
+        """Describe a sandbox. Includes its access tokens if ``with_secrets``, unless the caller is read-only."""
+        extra |= self._connection_fields(sandbox, with_secrets and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             extra["alias"] = alias
         return shapes.sandbox_shape(
@@ -68,10 +68,10 @@ class View:
             **extra,
         )
 
-    async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
-        """Describe a volume. ``secret``: include its token, which is empty for a read-only caller."""
+    async def volume(self, volume: Volume, *, with_secrets: bool = False) -> shapes.VolumeShape:
+        """Describe a volume. Includes its token if ``with_secrets``; for a read-only caller, the token is empty."""
         extra = {"dataset": name} if (name := volume.host.get("dataset")) else {}
-        if secret:
+        if with_secrets:
             extra["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
         return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **extra)
 
@@ -81,11 +81,11 @@ class View:
     def mount(self, mount: Mount) -> shapes.VolumeMountShape:
         return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
 
-    async def with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
+    async def sandbox_with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
         return self.sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
-    async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
-        """Describe sandboxes, without secrets. Queries their agents concurrently, because some may not answer."""
+    async def sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
+        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not answer."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
         async def query(sandbox: Sandbox) -> bool | None:
@@ -94,7 +94,7 @@ class View:
 
         divergences = await asyncio.gather(*map(query, sandboxes))
         pairs = zip(sandboxes, divergences, strict=True)
-        return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
+        return [self.sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
         """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
@@ -103,9 +103,9 @@ class View:
         except GatewayError:
             return None
 
-    def _connection_fields(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
+    def _connection_fields(self, sandbox: Sandbox, with_secrets: bool) -> dict[str, Any]:
         extra = {}
-        if secret:
+        if with_secrets:
             extra["envd_access_token"] = self.engine.agents.access_token(sandbox)
             extra["traffic_access_token"] = traffic_token(self.engine, sandbox.id)
         try:
@@ -161,16 +161,16 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 
 def ids_of(ref: str, engine: Engine) -> set[str]:
-    """Return ``ref`` and the id of the template or snapshot with that name, if there is one. Used for filters."""
+    """Return a set of ``ref`` and, if ``ref`` names a template or snapshot, its id. Used for filters."""
     try:
         return {ref, engine.snapshots.get(ref).id}
     except NotFound:
         return {ref}
 
 
-async def _view(request: Request) -> View:
+async def _get_view(request: Request) -> View:
     state = request.app.state
     return View(state.engine, state.config, caller_of(request.scope).permission)
 
 
-ViewDep = Annotated[View, Depends(_view)]
+ViewDep = Annotated[View, Depends(_get_view)]

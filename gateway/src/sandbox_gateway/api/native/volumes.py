@@ -23,7 +23,7 @@ VolumeSnapshotRef = Annotated[
 @router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Create a volume")
 async def create(request: Request, body: requests.CreateVolume, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
     work = engine.volumes.create(body.name or new_id(), body.size_mb, body.from_snapshot)
-    return await view.volume(await cancel_on_disconnect(request, work), secret=True)
+    return await view.volume(await cancel_on_disconnect(request, work), with_secrets=True)
 
 
 @router.get("/volumes", response_model_exclude_unset=True, summary="List volumes")
@@ -43,7 +43,7 @@ async def index(
 
 @router.get("/volumes/{ref}", response_model_exclude_unset=True, summary="Show a volume")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
-    return await view.volume(engine.volumes.get(ref), secret=True)
+    return await view.volume(engine.volumes.get(ref), with_secrets=True)
 
 
 @router.patch("/volumes/{ref}", response_model_exclude_unset=True, summary="Grow a volume")
@@ -94,8 +94,12 @@ async def snapshots(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.VolumeSnapshotShape]:
-    matches = [snapshot for snapshot in engine.volumes.list_snapshots(ref) if not name or snapshot.name == name]
-    items = page_list(matches, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    matching_snapshots = [
+        snapshot for snapshot in engine.volumes.list_snapshots(ref) if not name or snapshot.name == name
+    ]
+    items = page_list(
+        matching_snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token
+    )
     return [view.volume_snapshot(snapshot) for snapshot in items]
 
 

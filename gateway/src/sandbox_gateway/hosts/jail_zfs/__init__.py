@@ -3,14 +3,28 @@
 ``host`` implements ``hosts.base`` with these modules:
 
     recovery            scans at start-up and adopts running jails
-    runner              starts and stops a jail with its network, mounts and limits
+    runner              starts and stops a jail with its network, mounts and limits; changes its network policy
     machine_register    lists the running machines and reserves their addresses
     watcher             detects jails that stop on their own
-    disks               the file systems of sandboxes; ``storage`` manages their datasets
-    volumes             the volumes of sandboxes; ``storage`` manages their datasets, ``jail.mounts`` mounts them
+    disks               clones, mounts, captures and removes the file systems of sandboxes, saves their records, and
+                        saves, names and removes their snapshots, using ``storage``
+    volumes             creates, captures and attaches volumes, and suspends jails during a capture that is not
+                        atomic, using ``storage``, ``jail.mounts`` and ``jail.suspension``
     retries             retries the removal of file systems that are in use
+    host_memory         reads the host's free memory
     commands            runs FreeBSD's commands
 
 Packages: ``jail`` (a jail's configuration, limits, mounts and root file system), ``network`` (bridge, epairs, pf),
 ``storage`` (datasets, snapshots, records, the lock).
+
+Imports go only downwards in this list (tests/lint/imports.toml). ``storage`` uses ``sandbox_gateway.zfs`` instead of
+``commands``.
+
+    host
+    recovery, watcher
+    runner
+    disks, volumes
+    machine_register, retries
+    host_memory, jail, network, storage
+    commands
 """

@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class CommandRunner:
-    """Runs commands with the variables of ``child_environment`` and of ``environment``."""
+    """Runs commands with the environment variables of ``child_environment`` and those in ``environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
@@ -21,33 +21,35 @@ class CommandRunner:
     async def __call__(self, *argv: str, input: str | None = None, silent: bool = False) -> str:
         """Run a command and return its standard output. Raises BackendFailed, with the command's message, if it fails.
 
-        ``silent``: accept a failure without a message, which means that the command found nothing.
+        ``silent``: do not raise if the command fails without a message, which means that it found nothing.
         """
         result = await self._run(argv, input=input, check=not silent)
-        if result.returncode != 0 and _message(result):
-            raise _failure(argv, result)
+        if result.returncode != 0 and _error_message(result):
+            raise _command_error(argv, result)
         return result.stdout
 
-    async def run_unless_absent(self, *argv: str, absent: tuple[str, ...]) -> bool:
+    async def run_removal(self, *argv: str, absent_messages: tuple[str, ...]) -> bool:
         """Run a command that removes something. Returns False if there was nothing to remove.
 
-        That is the case if the command's message contains one of the texts in ``absent``.
+        ``absent_messages``: if the command's error message contains one of these texts, there was nothing to remove.
         """
         result = await self._run(argv, input=None, check=False)
         if result.returncode == 0:
             return True
-        if any(words in _message(result) for words in absent):
+        if any(text in _error_message(result) for text in absent_messages):
             return False
-        raise _failure(argv, result)
+        raise _command_error(argv, result)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
-        command = run_async(argv, timeout=TIMEOUT_SECONDS, input=input, check=check, env=self._environment)
-        return await finish_despite_cancellation(command)
+        coroutine = run_async(argv, timeout=TIMEOUT_SECONDS, input=input, check=check, env=self._environment)
+        return await finish_despite_cancellation(coroutine)
 
 
-def _message(result: CompletedProcess[str]) -> str:
+def _error_message(result: CompletedProcess[str]) -> str:
     return result.stderr.strip() or result.stdout.strip()
 
 
-def _failure(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
-    return BackendFailed(f"{' '.join(argv)} failed ({result.returncode}): {_message(result)[-1000:] or 'no message'}")
+def _command_error(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
+    return BackendFailed(
+        f"{' '.join(argv)} failed ({result.returncode}): {_error_message(result)[-1000:] or 'no message'}"
+    )

@@ -1,4 +1,7 @@
-"""Clone, mount and capture the file systems of sandboxes, and remove them when they are no longer in use."""
+"""Clone, mount and capture the file systems of sandboxes, and remove them when they are no longer in use.
+
+Also save, name and remove the snapshots of these file systems.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,9 @@ class Disks:
     # -- file systems -----------------------------------------------------------------------------------------------
 
     async def clone(self, snapshot_id: str, sandbox: Sandbox) -> None:
-        disk = sandbox.resources.disk_mb
+        disk_mb = sandbox.resources.disk_mb
         clone = self._storage.instances.clone
-        await finish_despite_cancellation(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk))
+        await finish_despite_cancellation(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk_mb))
         self._instances.add(sandbox.instance)
 
     async def mount(self, instance: str) -> None:
@@ -75,7 +78,7 @@ class Disks:
             await self.clone(sandbox.pause_snapshot, sandbox)
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.save, sandbox))
 
-    async def forget(self, sandbox: Sandbox) -> None:
+    async def remove_record(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record."""
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
@@ -85,34 +88,34 @@ class Disks:
         Retries in the background while the dataset is in use, for example by a dying jail.
         """
         try:
-            if self._mounts.stuck(self._match_instance(instance)):
-                raise Busy("a mount in the sandbox's file system is stuck")
+            if self._mounts.describe_stuck_mounts(self._create_mount_filter(instance)):
+                raise Busy("a mount in the sandbox's file system cannot be unmounted")
             await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
         except Busy as error:
-            holders = await self._describe_holders(instance)
+            holder_description = await self._describe_holders(instance)
             log.warning(
                 "a sandbox's file system is still in use and will be removed later",
                 instance=instance,
                 reason=error.message,
-                holders=holders,
+                holders=holder_description,
             )
             self._background.start(self._discard_later(instance))
             return
         self._finish_discard(instance)
 
-    def _match_instance(self, instance: str) -> MountFilter:
+    def _create_mount_filter(self, instance: str) -> MountFilter:
         return lambda mount: mount.node.startswith(f"{self.path(instance)}/")
 
     async def _discard_later(self, instance: str) -> None:
         discard = partial(self._storage.instances.discard, instance)
-        if await retry_later(discard, self._mounts, self._match_instance(instance)):
+        if await retry_later(discard, self._mounts, self._create_mount_filter(instance)):
             self._finish_discard(instance)
             return
-        holders = await self._describe_holders(instance)
+        holder_description = await self._describe_holders(instance)
         log.error(
-            "a sandbox's file system could not be removed; the gateway tries again when it starts next time",
+            "a sandbox's file system could not be removed; the gateway will try again when it next starts",
             instance=instance,
-            holders=holders,
+            holders=holder_description,
         )
 
     def _finish_discard(self, instance: str) -> None:
@@ -143,7 +146,7 @@ class Disks:
         self._update_snapshot_names()
 
     def _update_snapshot_names(self) -> None:
-        """Update the ZFS names in the snapshots' records: a name changes when the snapshot's sandbox is removed."""
+        """Update the ZFS names in the records of snapshots. A name changes when the snapshot's sandbox is removed."""
         for snapshot in self._snapshots.values():
             with contextlib.suppress(NotFound):
                 snapshot.host["zfsSnapshot"] = self._storage.snapshots.full_name(snapshot.id)

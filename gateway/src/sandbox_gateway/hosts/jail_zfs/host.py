@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
+from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
+from sandbox_gateway.hosts.jail_zfs.host_memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
 from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
@@ -24,14 +25,15 @@ from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
 from sandbox_gateway.hosts.jail_zfs.jail.names import JailNames
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
+from sandbox_gateway.hosts.jail_zfs.jail.suspension import JailSuspension
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
-from sandbox_gateway.hosts.jail_zfs.memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
-from sandbox_gateway.hosts.jail_zfs.runner import ENDED_REASON, JailRunner
+from sandbox_gateway.hosts.jail_zfs.runner import END_REASON, JailRunner
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
+from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -51,47 +53,44 @@ class JailZfsHost:
     def __init__(self, config: Config, *, environment: Mapping[str, str] | None = None) -> None:
         self._config = config
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
-        state, prefix = config.host.state_root, config.network.prefix
+        state_root, prefix = config.host.state_root, config.network.prefix
         self._opened = False
         self._scanned = False
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
-        self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
+        self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state_root)
         self._network = JailNetwork(self._run, config)
         # jails and their mounts
-        self._machines = MachineRegister(self._network.bridge)
+        self._register = MachineRegister(self._network.bridge)
         self._jails = Jails(self._run)
         self._names = JailNames(self._jails, prefix=prefix, dying_seconds=config.jail_zfs.dying_seconds)
         self._limits = Limits(self._run, prefix, config.jail_zfs.processes)
-        self._identities = Identities(state / "run")
+        self._identities = Identities(state_root / "run")
         table = MountTable(self._run)
-        mounts = JailMounts(self._run, self._jails, table, self._background, state)
+        mounts = JailMounts(self._run, table, self._background)
+        suspension = JailSuspension(self._jails, state_root)
         # operations
         self._disks = Disks(self._storage, Holders(self._run, self._jails, table), mounts, self._background)
-        self._volumes = JailVolumes(self._storage, self._machines, mounts, self._background)
+        self._volumes = JailVolumes(self._storage, self._register, mounts, suspension, self._background)
         self._runner = JailRunner(
-            self._machines, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
+            self._register, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
         )
-        self._watcher = JailWatcher(self._machines, self._jails)
-        self._recovery = JailRecovery(self._machines, self._disks, self._jails, mounts, self._runner, self._volumes)
+        self._watcher = JailWatcher(self._register, self._jails)
+        self._recovery = JailRecovery(self._register, self._disks, self._jails, mounts, self._runner, self._volumes)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         root = self._config.host.state_root
-        try:
-            root.mkdir(mode=0o711, parents=True, exist_ok=True)
-        except OSError as error:
-            raise BackendFailed(
-                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
-            ) from None
+        create_state_root(root)
         for note in await asyncio.to_thread(self._storage.open):
             log.warning("storage", what=note)
         try:
             for path in (root, self._storage.root.mountpoint):
                 if len(str(path).split()) != 1:
                     raise Invalid(
-                        f"the path {str(path)!r} contains whitespace, so jails cannot mount it: choose another path"
+                        f"the path {str(path)!r} contains whitespace, so it cannot be mounted in jails: "
+                        "choose another path"
                     )
             await self._limits.open()
             await self._network.open()
@@ -108,11 +107,11 @@ class JailZfsHost:
         self._opened = False
         await self._background.cancel()
         try:
-            if self._scanned and not self._machines:  # Before the scan, jails that are not registered may run.
+            if self._scanned and not self._register:  # Before the scan, jails that are not registered may run.
                 await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
-        self._machines.clear()
+        self._register.clear()
         await asyncio.to_thread(self._storage.close)
 
     async def scan(self) -> Scan:
@@ -127,11 +126,11 @@ class JailZfsHost:
         )
         return Room(disk_free, disk_total, *memory)
 
-    async def stalled(self) -> set[str]:
-        """Return an empty set: a jail's write fails if the disk has no space left, and its processes keep running."""
+    async def find_stalled(self) -> set[str]:
+        """Return an empty set, because the processes of a jail keep running when a write fails for lack of space."""
         return set()
 
-    async def continue_stalled(self, sandbox: Sandbox) -> None:
+    async def resume_stalled(self, sandbox: Sandbox) -> None:
         pass
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
@@ -151,13 +150,13 @@ class JailZfsHost:
             builds.append(asyncio.run_coroutine_threadsafe(rootfs.build_rootfs(recipe, root, log), loop))
             builds[0].result()
 
-        work = asyncio.ensure_future(asyncio.to_thread(self._storage.snapshots.create_base, base, fill))
+        creation_task = asyncio.ensure_future(asyncio.to_thread(self._storage.snapshots.create_base, base, fill))
         try:
-            await asyncio.shield(work)
+            await asyncio.shield(creation_task)
         except asyncio.CancelledError:
             for build in builds:
                 build.cancel()
-            await asyncio.wait([work])
+            await asyncio.wait([creation_task])
             raise
         self._disks.add_snapshot(base)
         return base
@@ -165,18 +164,18 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._reserve(sandbox, self._names.default(sandbox.instance))
+        machine = self._reserve(sandbox, self._names.default_name(sandbox.instance))
         try:
             await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
 
-    async def settle(self, fork: Sandbox) -> None:
-        raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
+    async def flush_fork(self, fork: Sandbox) -> None:
+        raise Unsupported("a jail host cannot prepare forks in advance: fork the snapshot when you need a sandbox")
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
+        raise Unsupported("a jail host cannot prepare forks in advance: fork the snapshot when you need a sandbox")
 
     async def boot(self, sandbox: Sandbox) -> None:
         root = self._disks.path(sandbox.instance)
@@ -189,7 +188,7 @@ class JailZfsHost:
 
     def _reserve(self, sandbox: Sandbox, jail: str) -> Machine:
         """Reserve an address for a jail that is about to start. Raises Busy if all addresses are in use."""
-        return self._machines.create(sandbox.instance, jail, self._disks.path(sandbox.instance))
+        return self._register.reserve(sandbox.instance, jail, self._disks.path(sandbox.instance))
 
     async def stop(self, sandbox: Sandbox) -> None:
         await self._runner.stop(sandbox)
@@ -202,7 +201,7 @@ class JailZfsHost:
         await self._disks.discard(sandbox.instance)
 
     async def remove(self, sandbox: Sandbox) -> None:
-        await self._disks.forget(sandbox)
+        await self._disks.remove_record(sandbox)
         await self.discard(sandbox)
 
     # -- snapshots --------------------------------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class JailZfsHost:
     ) -> Snapshot:
         if memory:
             raise Unsupported("a jail host captures only files, not memory: set memory to 'none'")
-        self._machines.require_running(sandbox)
+        self._register.require_running(sandbox)
         snapshot.memory = Memory.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": self._disks.expected_name(sandbox, snapshot)}
@@ -278,38 +277,38 @@ class JailZfsHost:
         await self._runner.change_policy(sandbox, policy)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        address = self._machines.require_running(sandbox).epair.address
+        address = self._register.require_running(sandbox).epair.address
         return Endpoint(address, key=gateway_key(self._identities.path(sandbox.instance)))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         disk_bytes = await self._disks.unique_bytes(sandbox)
-        machine = self._machines.get(sandbox.instance)
+        machine = self._register.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
             sandbox.instance: machine
             for sandbox in sandboxes
-            if (machine := self._machines.get(sandbox.instance)) and not machine.has_ended
+            if (machine := self._register.get(sandbox.instance)) and not machine.has_ended
         }
         usages = await self._limits.usages([machine.jail for machine in machines.values()])
-        disks = await asyncio.to_thread(lambda: {each: _used_bytes(self._disks.path(each)) for each in machines})
+        disk_bytes = await asyncio.to_thread(lambda: {each: _used_bytes(self._disks.path(each)) for each in machines})
         return {
             instance: Load(
                 memory_bytes=usages[machine.jail].get("memoryuse"),
-                disk_bytes=disks[instance],
+                disk_bytes=disk_bytes[instance],
                 cpu_percent=usages[machine.jail].get("pcpu"),
             )
             for instance, machine in machines.items()
         }
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        machine = self._machines.get(sandbox.instance)
+        machine = self._register.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"
-        return ENDED_REASON if machine.has_ended else ""
+        return END_REASON if machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         """Return "", because a jail has no console."""
@@ -317,7 +316,7 @@ class JailZfsHost:
 
 
 def _used_bytes(mount_point: Path) -> int | None:
-    """Return the bytes that a mounted ZFS file system references, without a command; None if it is not mounted."""
+    """Return the number of bytes that a mounted ZFS file system references, or None if it cannot be read."""
     try:
         status = os.statvfs(mount_point)
     except OSError:

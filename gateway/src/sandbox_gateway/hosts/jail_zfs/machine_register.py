@@ -1,4 +1,4 @@
-"""Keep track of the machines of running sandboxes, and of the number that determines the address of each."""
+"""Keep track of the machines of running sandboxes, and of the numbers that determine their addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MachineRegister:
         self._bridge = bridge
         self._machines: dict[str, Machine] = {}
         self._numbers: set[int] = set()
-        self._next = 0
+        self._next_offset = 0
 
     def __contains__(self, instance: object) -> bool:
         return instance in self._machines
@@ -55,19 +55,19 @@ class MachineRegister:
             raise Conflict(f"sandbox {sandbox.id} has no running jail: resume it first")
         return machine
 
-    def create(self, instance: str, jail: str, root: Path) -> Machine:
-        """Reserve a number for a jail that is about to start. Raises Busy if all numbers are in use."""
+    def reserve(self, instance: str, jail: str, root: Path) -> Machine:
+        """Add the machine of a jail that is about to start, with an unused number. Raises Busy if all are in use."""
         machine = Machine(jail, self._bridge.epair(self._choose_number()), root)
         self._numbers.add(machine.epair.number)
         self._machines[instance] = machine
         return machine
 
     def _choose_number(self) -> int:
-        """Return the number that has been unused longest, so that no peer has its address cached."""
+        """Return the next unused number in cyclic order, so that addresses are reused as late as possible."""
         for step in range(self._bridge.capacity):
-            number = (self._next + step) % self._bridge.capacity + 2
+            number = (self._next_offset + step) % self._bridge.capacity + 2
             if number not in self._numbers:
-                self._next = number - 1
+                self._next_offset = number - 1
                 return number
         raise Busy(
             f"all {self._bridge.capacity} addresses of {self._bridge.subnet} are in use: "
@@ -82,7 +82,7 @@ class MachineRegister:
         if not isinstance(number, int) or not 2 <= number <= self._bridge.capacity + 1 or number in self._numbers:
             return False
         self._numbers.add(number)
-        self._next = max(self._next, number - 1)
+        self._next_offset = max(self._next_offset, number - 1)
         self._machines[instance] = Machine(jail, self._bridge.epair(number), root, is_running=True)
         return True
 

@@ -21,14 +21,14 @@ _TEARDOWN_TIMEOUT_SECONDS = 300.0
 class JailRecovery:
     def __init__(
         self,
-        machines: MachineRegister,
+        register: MachineRegister,
         disks: Disks,
         jails: Jails,
         mounts: JailMounts,
         runner: JailRunner,
         volumes: JailVolumes,
     ) -> None:
-        self._machines = machines
+        self._register = register
         self._disks = disks
         self._jails = jails
         self._mounts = mounts
@@ -40,7 +40,7 @@ class JailRecovery:
         jails = await self._jails.list_below(self._disks.directory)
 
         def teardown(instance: str) -> None:
-            coroutine = self._clear(instance, jails.pop(instance, []))
+            coroutine = self._tear_down(instance, jails.pop(instance, []))
             asyncio.run_coroutine_threadsafe(coroutine, loop).result(_TEARDOWN_TIMEOUT_SECONDS)
 
         storage_scan = await self._disks.scan(teardown)
@@ -51,23 +51,23 @@ class JailRecovery:
             if self._adopt(sandbox, jails.get(sandbox.instance, [])):
                 del jails[sandbox.instance]
                 scan.alive.add(sandbox.instance)
-        for instance, strays in jails.items():
-            await self._clear(instance, strays)
-            if any(not jail.dying for jail in strays):
-                scan.repaired.append(f"removed the jail {strays[0].name}, which belonged to no sandbox")
+        for instance, stray_jails in jails.items():
+            await self._tear_down(instance, stray_jails)
+            if any(not jail.dying for jail in stray_jails):
+                scan.repaired.append(f"removed the jail {stray_jails[0].name}, which belonged to no sandbox")
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(storage_scan.sandboxes)
-        adopted = (sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.alive)
-        await finish_despite_cancellation(wait_for_all(*(self._runner.enforce_policy(sandbox) for sandbox in adopted)))
+        adopted_sandboxes = (sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.alive)
+        await finish_despite_cancellation(wait_for_all(*map(self._runner.enforce_policy, adopted_sandboxes)))
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:
         name, number = sandbox.host.get("jail"), sandbox.host.get("number")
         if [jail.name for jail in jails if not jail.dying] != [name]:
             return False
-        return self._machines.adopt(sandbox.instance, str(name), number, self._disks.path(sandbox.instance))
+        return self._register.adopt(sandbox.instance, str(name), number, self._disks.path(sandbox.instance))
 
-    async def _clear(self, instance: str, jails: Sequence[Jail]) -> None:
+    async def _tear_down(self, instance: str, jails: Sequence[Jail]) -> None:
         """Remove the jails of an instance that was not adopted, and unmount everything in it."""
         for jail in jails:
             await self._jails.remove(jail.name)
@@ -76,6 +76,6 @@ class JailRecovery:
     async def _sweep(self) -> list[str]:
         """Remove epairs, limits, rules, mounts and identities that belong to no machine. Returns notes for the log."""
         notes = [f"removed {name}, which belonged to no running sandbox" for name in await self._runner.sweep()]
-        notes += await self._mounts.sweep(self._disks.directory, self._machines)
+        notes += await self._mounts.sweep(self._disks.directory, self._register)
         self._runner.sweep_identities()  # last, because they are the source of some of these mounts
         return notes

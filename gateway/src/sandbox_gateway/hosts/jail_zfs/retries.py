@@ -9,17 +9,17 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_RETRIES = 20
+_MAX_ATTEMPTS = 20
 _RETRY_SECONDS = 3.0
 
 
-async def retry_later(change: Callable[[], object], mounts: JailMounts, blocking: MountFilter) -> bool:
-    """Wait until no ``blocking`` mount is stuck, then call ``change`` in a thread, and repeat it while it fails.
+async def retry_later(change: Callable[[], object], mounts: JailMounts, mount_filter: MountFilter) -> bool:
+    """Wait until no mount that matches ``mount_filter`` is stuck, then call ``change`` in a thread until it succeeds.
 
     Returns False if it still fails after about a minute.
     """
-    await mounts.wait_until_unmounted(blocking)
-    for _ in range(_RETRIES):
+    await mounts.wait_until_unmounted(mount_filter)
+    for _ in range(_MAX_ATTEMPTS):
         try:
             await finish_despite_cancellation(asyncio.to_thread(change))
             return True

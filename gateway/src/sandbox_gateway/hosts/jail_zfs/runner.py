@@ -1,4 +1,4 @@
-"""Start and stop the jail of a sandbox, with its network, limits and rules."""
+"""Start and stop the jail of a sandbox, with its network, limits and rules, and change its network policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
-ENDED_REASON = "its jail ended together with the agent"
+END_REASON = "its jail ended together with the agent"
 
 log = Logger("jail_zfs")
 
@@ -32,7 +32,7 @@ class JailRunner:
 
     def __init__(
         self,
-        machines: MachineRegister,
+        register: MachineRegister,
         jails: Jails,
         identities: Identities,
         limits: Limits,
@@ -40,7 +40,7 @@ class JailRunner:
         mounts: JailMounts,
         volumes: JailVolumes,
     ) -> None:
-        self._machines = machines
+        self._register = register
         self._jails = jails
         self._identities = identities
         self._limits = limits
@@ -50,9 +50,12 @@ class JailRunner:
 
     # -- start ------------------------------------------------------------------------------------------------------
 
-    async def start(self, machine: Machine, sandbox: Sandbox, disk: Awaitable[None]) -> None:
-        """Start a jail whose file system ``disk`` mounts. If this fails, the caller must stop the sandbox."""
-        await finish_despite_cancellation(wait_for_all(disk, self._prepare(machine, sandbox)))
+    async def start(self, machine: Machine, sandbox: Sandbox, disk_ready: Awaitable[None]) -> None:
+        """Start a jail. If this fails, the caller must stop the sandbox.
+
+        ``disk_ready``: an awaitable that completes when the jail's file system is mounted.
+        """
+        await finish_despite_cancellation(wait_for_all(disk_ready, self._prepare(machine, sandbox)))
         await self._launch(machine, sandbox)
 
     async def _prepare(self, machine: Machine, sandbox: Sandbox) -> None:
@@ -93,7 +96,7 @@ class JailRunner:
             )
         except BackendFailed:
             if machine.jail not in await self._jails.list_alive():
-                raise BackendFailed(f"the sandbox did not start: {ENDED_REASON}") from None
+                raise BackendFailed(f"the sandbox did not start: {END_REASON}") from None
             raise
         sandbox.host = {"jail": machine.jail, "number": epair.number, "address": epair.address}
 
@@ -101,12 +104,12 @@ class JailRunner:
 
     async def enforce_policy(self, sandbox: Sandbox) -> None:
         """Load the network rules of an adopted jail."""
-        machine = self._machines.require_running(sandbox)
+        machine = self._register.require_running(sandbox)
         await self._network.apply_policy(machine.jail, machine.epair, sandbox.network)
 
     async def change_policy(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Load new rules, apply them to open connections as well, and update the jail's name servers."""
-        machine = self._machines.require_running(sandbox)
+        machine = self._register.require_running(sandbox)
         await self._network.change_policy(machine.jail, machine.epair, policy)
         directory = self._identities.path(sandbox.instance)
         write_identity(directory, sandbox, self._network.visible_name_servers(policy))
@@ -115,7 +118,7 @@ class JailRunner:
 
     async def stop(self, sandbox: Sandbox) -> None:
         """Remove the jail, then its network, mounts, limits and rules."""
-        machine = self._machines.pop(sandbox.instance)
+        machine = self._register.pop(sandbox.instance)
         if machine is not None:
             await finish_despite_cancellation(self.clean_up(machine, sandbox.instance))
 
@@ -131,17 +134,17 @@ class JailRunner:
         )
         self._identities.remove(instance)
         if is_disconnected:
-            self._machines.release_number(machine)
+            self._register.release_number(machine)
 
     async def sweep(self) -> list[str]:
         """Remove epairs, limits and rules that belong to no machine. Returns a description of each."""
-        jails = {machine.jail for machine in self._machines}
-        numbers = {machine.epair.number for machine in self._machines}
+        jails = {machine.jail for machine in self._register}
+        numbers = {machine.epair.number for machine in self._register}
         descriptions = await self._network.sweep(numbers, jails)
         return descriptions + [f"the limits of the jail {name}" for name in await self._limits.sweep(jails)]
 
     def sweep_identities(self) -> None:
-        self._identities.sweep(self._machines)
+        self._identities.sweep(self._register)
 
     async def _attempt(self, machine: Machine, step: Awaitable[None]) -> bool:
         """Run one step and return whether it succeeded. A failure is logged, and the next scan removes the resource."""

@@ -1,6 +1,33 @@
 """Run sandboxes as QEMU virtual machines whose disks and memory images share blocks (XFS reflinks).
 
-``host`` implements ``hosts.base``. ``machines`` starts and stops machines. The packages are ``image`` (files on
-disk), ``qemu`` (one machine), ``memory`` (capture of its memory), ``network`` (slots), ``volumes`` and ``template``.
-``ownership`` locks the state root and the network prefix against a second gateway; ``threads`` runs blocking work.
+``host`` implements ``hosts.base`` with these modules:
+
+    recovery          scans at start-up, adopts running machines and removes orphaned files
+    capture           captures the disk of a running machine, and its memory
+    machines          starts, adopts, limits and stops machines
+    record_files      reads and writes the record in the directory of each object
+    commit_protocol   creates and removes directories of objects, so that a crash leaves no partial objects
+    quarantine        moves damaged objects to a directory of their own
+    host_lock         locks the state root and the network prefix against a second gateway
+    host_memory       reads the host's free memory
+    os_errors         translates errors of the operating system
+    cgroup            limits the resources of machines and volume servers
+    bounded_log       keeps the output of machines and volume servers
+    threads           runs blocking work
+
+Packages: ``image`` (files on disk), ``qemu`` (one machine), ``memory`` (pages of its memory), ``network`` (slots),
+``volumes`` (volumes and their servers), ``template`` (disks of templates).
+
+Imports go only downwards in this list (tests/lint/imports.toml):
+
+    host
+    capture, recovery, template
+    machines, memory
+    qemu, volumes
+    image, network
+    quarantine, record_files
+    all other modules
+
+``qemu`` imports ``network`` to start processes in the network namespace of a slot. ``template`` imports it because the
+addresses of the guest are part of every template.
 """

@@ -1,7 +1,8 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Each method delegates to another module: `machines` and `qemu` run machines, `memory` captures them, `network`
-provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes.
+Other modules do the work: `recovery` scans at start-up, `machines` and `qemu` run machines, `memory` captures them,
+`network` provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes. A
+capture combines several of them.
 """
 
 from __future__ import annotations
@@ -9,34 +10,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import directory_records
-from sandbox_gateway.hosts.addresses import name_servers
+from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs import record_files
+from sandbox_gateway.hosts.kvm_xfs.capture import Capture
+from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
+from sandbox_gateway.hosts.kvm_xfs.host_memory import read_memory
 from sandbox_gateway.hosts.kvm_xfs.image import instances, memory_roots, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.machines import Machines
-from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
-from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
-from sandbox_gateway.hosts.kvm_xfs.memory.window import MODES_BEST_FIRST, Windows
+from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import MODES_BEST_FIRST, WriteTrackingRegistry
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
+from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.recovery import KvmRecovery
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
@@ -48,7 +51,6 @@ from sandbox_gateway.records import (
     SnapshotKind,
     Volume,
     VolumeSnapshot,
-    refuse_newer,
 )
 from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
 
@@ -66,17 +68,22 @@ class KvmXfsHost:
         self.boot_seconds = config.kvm_xfs.boot_seconds
         self.resume_seconds = config.kvm_xfs.resume_seconds
         root = config.host.state_root
-        self._ownership = Ownership(root, config.network.prefix)
+        self._lock = HostLock(root, config.network.prefix)
         self._layout = Layout(root)
-        self._quarantine = Quarantine(root)
+        quarantine = Quarantine(root)
         self._memory_roots = MemoryRoots(self._layout, config.kvm_xfs.memory_root)
-        self._snapshots = Snapshots(self._layout, self._quarantine)
-        self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
-        self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
-        self._machines = Machines(config, self._layout, self._slots, self._volumes)
+        self._snapshots = Snapshots(self._layout, quarantine)
+        self._network_slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
+        self._volumes = KvmVolumes(self._layout, quarantine, ServerPool(config.network, self._layout.serving))
+        self._machines = Machines(config, self._layout, self._network_slots, self._volumes)
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
         best_mode = config.kvm_xfs.memory_mode
-        self._windows = Windows(self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode))
+        self._write_tracking = WriteTrackingRegistry(
+            self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode)
+        )
+        self._recovery = KvmRecovery(
+            self._layout, quarantine, self._memory_roots, self._snapshots, self._volumes, self._machines
+        )
         self._reported_reasons: set[str] = set()
         self._background = BackgroundTasks(logger)
 
@@ -84,13 +91,8 @@ class KvmXfsHost:
 
     async def open(self) -> None:
         root = self._config.host.state_root
-        try:
-            root.mkdir(mode=0o711, parents=True, exist_ok=True)
-        except OSError as error:
-            raise BackendFailed(
-                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
-            ) from None
-        self._ownership.take()
+        create_state_root(root)
+        self._lock.acquire()
         try:
             reflink.require_reflinks(root)
             self._layout.create()
@@ -99,7 +101,7 @@ class KvmXfsHost:
             self._machines.platform = await self._probe()
             await asyncio.to_thread(self._tracker.open)
         except BaseException:
-            self._ownership.release()
+            self._lock.release()
             raise
 
     async def close(self) -> None:
@@ -107,62 +109,24 @@ class KvmXfsHost:
         await self._machines.close()
         await asyncio.to_thread(self._tracker.close)
         await self._volumes.close()
-        await self._slots.close()
-        self._ownership.release()
+        await self._network_slots.close()
+        self._lock.release()
 
     async def _probe(self, kernel: Path | None = None) -> Platform:
         accelerator = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
         return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
 
     async def scan(self) -> Scan:
-        reader = RecordReader()
-        self._refuse_newer_records(reader)
-        scan = Scan()
-        for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
-            scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
-        scan.snapshots = self._snapshots.scan(scan.repaired, reader)
-        for directory in directory_records.directories(self._layout.sandboxes):
-            if not directory_records.has_record(directory):
-                continue  # It was never committed. _remove_strays removes it after its machine has been stopped.
-            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
-                scan.sandboxes.append(reader.read(directory, Sandbox))
-        scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
-        await self._volumes.find(scan, reader)
-        await self._machines.adopt(scan)
-        await self._volumes.adopt(scan, self._machines.addresses())
-        self._remove_strays(scan)
-        await asyncio.to_thread(self._memory_roots.sweep, self._quarantine, scan.repaired)
-        return scan
-
-    def _refuse_newer_records(self, reader: RecordReader) -> None:
-        layout, directories, find_newer = self._layout, directory_records.directories, reader.find_newer
-        refuse_newer(
-            find_newer([*directories(layout.templates), *directories(layout.snapshots)], Snapshot)
-            | find_newer(directories(layout.sandboxes), Sandbox)
-            | find_newer(directories(layout.volumes), Volume)
-            | find_newer(layout.volume_snapshots(), VolumeSnapshot)
-        )
-
-    def _remove_strays(self, scan: Scan) -> None:
-        """Remove the files of sandboxes that were never committed. Their machines have already been stopped."""
-        committed_instances = {sandbox.instance for sandbox in scan.sandboxes}
-        for directory in self._layout.instances():
-            if directory.name not in committed_instances:
-                shutil.rmtree(directory)
-                scan.repaired.append(f"removed the disk {directory.name}, which belonged to no sandbox")
-        for directory in directory_records.directories(self._layout.sandboxes):
-            if not directory_records.has_record(directory):
-                shutil.rmtree(directory)
-                scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")
+        return await self._recovery.scan()
 
     async def room(self) -> Room:
         with explaining_os_errors():
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
-    async def stalled(self) -> set[str]:
-        return await self._machines.stalled()
+    async def find_stalled(self) -> set[str]:
+        return await self._machines.list_stalled()
 
-    async def continue_stalled(self, sandbox: Sandbox) -> None:
+    async def resume_stalled(self, sandbox: Sandbox) -> None:
         machine = self._machines.require_running(sandbox).machine
         if await machine.is_stalled():
             await machine.cont()
@@ -207,13 +171,13 @@ class KvmXfsHost:
     ) -> Snapshot:
         machine = self._machines.require_running(sandbox).machine
         files = self._layout.instance(sandbox)
-        window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
-        where = "the state file system"
+        tracking = self._write_tracking.get(machine, _boot_image_check(sandbox)) if memory else None
+        location = "the state file system"
         if memory and (memory_directory := await asyncio.to_thread(self._directory_for_capture, files)):
             memory_directory.record_in(snapshot)
-            where += f" or in the memory root {memory_directory.root}"
-        capture = Capture(machine, files, self._snapshots.partial_files(snapshot), window)
-        with explaining_os_errors(where):
+            location += f" or in the memory root {memory_directory.root}"
+        capture = Capture(machine, files, self._snapshots.partial_files(snapshot), tracking)
+        with explaining_os_errors(location):
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
                     await capture.run(pending.clone_images if volumes else None)
@@ -225,9 +189,9 @@ class KvmXfsHost:
                     snapshot.host["stops_ms"] = capture.stops_ms
                     if capture.image_check is not None:
                         snapshot.host["image"] = capture.image_check.model_dump(mode="json")
-                    if window is not None and window.reason:
-                        snapshot.host["degraded"] = window.reason
-                        self._report_degraded(window.reason, capture.mode)
+                    if tracking is not None and tracking.reason:
+                        snapshot.host["degraded"] = tracking.reason
+                        self._report_degraded_mode(tracking.reason, capture.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
                     await pending.commit()
                     await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
@@ -238,12 +202,12 @@ class KvmXfsHost:
             self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
 
-    def _directory_for_capture(self, files: Instance) -> MemoryDirectory | None:
+    def _directory_for_capture(self, files: InstanceFiles) -> MemoryDirectory | None:
         memory_roots.require_held_image(files.memory)
         return self._memory_roots.directory_for_capture()
 
-    def _report_degraded(self, reason: str, mode: Memory) -> None:
-        """Log a warning, once per reason."""
+    def _report_degraded_mode(self, reason: str, mode: Memory) -> None:
+        """Log a warning that captures do not use the best memory mode, once per reason."""
         if reason not in self._reported_reasons:
             self._reported_reasons.add(reason)
             logger.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
@@ -285,7 +249,7 @@ class KvmXfsHost:
                 await clean_up(logger, self.discard(sandbox))
                 raise
 
-    async def settle(self, fork: Sandbox) -> None:
+    async def flush_fork(self, fork: Sandbox) -> None:
         with explaining_os_errors():
             await asyncio.to_thread(instances.sync, self._layout.instance(fork))
 
@@ -307,7 +271,7 @@ class KvmXfsHost:
     async def save(self, sandbox: Sandbox) -> None:
         with explaining_os_errors():
             self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
-            await asyncio.to_thread(directory_records.write_record, self._layout.sandbox(sandbox), sandbox)
+            await asyncio.to_thread(record_files.write_record, self._layout.sandbox(sandbox), sandbox)
 
     async def stop(self, sandbox: Sandbox) -> None:
         await self._machines.stop(sandbox)
@@ -320,7 +284,7 @@ class KvmXfsHost:
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)
         with explaining_os_errors():
-            await asyncio.to_thread(directory_records.unlink_record, directory)
+            await asyncio.to_thread(record_files.unlink_record, directory)
             await self._machines.stop(sandbox)
             await asyncio.to_thread(instances.remove_all, directory)
 
@@ -332,19 +296,19 @@ class KvmXfsHost:
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _explaining_removal(sandbox):
             files = self._layout.instance(sandbox)
-            disk = await asyncio.to_thread(reflink.unique_bytes, files.disk)
+            disk_bytes = await asyncio.to_thread(reflink.unique_bytes, files.disk)
             image_bytes = await asyncio.to_thread(instances.image_bytes, files)
-        started = self._machines.find(sandbox)
-        memory = await asyncio.to_thread(started.machine.memory_bytes) if started else 0
-        return Usage(disk_bytes=disk, memory_bytes=memory, image_bytes=image_bytes)
+        started_machine = self._machines.find(sandbox)
+        memory_bytes = await asyncio.to_thread(started_machine.machine.memory_bytes) if started_machine else 0
+        return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
-            sandbox.instance: started.machine
+            sandbox.instance: started_machine.machine
             for sandbox in sandboxes
-            if (started := self._machines.find(sandbox)) and not started.machine.has_ended
+            if (started_machine := self._machines.find(sandbox)) and not started_machine.machine.has_ended
         }
-        # One thread for all: each takes some microseconds.
+        # One thread measures all machines, because each measurement takes only a few microseconds.
         measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
         return {instance: load for instance, load in measurements.items() if load is not None}
 
@@ -353,17 +317,17 @@ class KvmXfsHost:
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        started = self._machines.find(sandbox)
-        if started is None:
+        started_machine = self._machines.find(sandbox)
+        if started_machine is None:
             return "its machine is not running"
-        return f"its machine ended{started.machine.log_tail()}" if started.machine.has_ended else ""
+        return f"its machine ended{started_machine.machine.log_tail()}" if started_machine.machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
-        started = self._machines.find(sandbox)
-        return await started.machine.console() if started else ""
+        started_machine = self._machines.find(sandbox)
+        return await started_machine.machine.console() if started_machine else ""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        await self._slots.apply(self._machines.require_running(sandbox).slot, policy)
+        await self._network_slots.apply(self._machines.require_running(sandbox).slot, policy)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
 
@@ -406,14 +370,14 @@ def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
 
 
 def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
-    """Return the check data of the memory image that the sandbox's machine was started from, if there is one."""
+    """Return the check data of the memory image from which the sandbox's machine was started, or None."""
     check_data = sandbox.host.get("image")
     return None if check_data is None else ImageCheck.model_validate(check_data)
 
 
 @contextlib.contextmanager
 def _explaining_removal(sandbox: Sandbox) -> Iterator[None]:
-    """Raise Conflict if a file disappears inside this context. This can happen because readers hold no lock."""
+    """Raise Conflict if a file disappears inside this context, which can happen because readers do not take a lock."""
     try:
         yield
     except FileNotFoundError:

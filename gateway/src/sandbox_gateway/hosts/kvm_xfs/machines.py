@@ -14,12 +14,12 @@ from typing import NamedTuple
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict, Timeout, Unsupported
 from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.hosts.kvm_xfs import bounded_log
+from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.image import instances
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu import bounded_log
-from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
@@ -46,7 +46,7 @@ class Machines:
     def __init__(self, config: Config, layout: Layout, slots: SlotPool, volumes: KvmVolumes) -> None:
         self._config = config
         self._layout = layout
-        self._slots = slots
+        self._network_slots = slots
         self._volumes = volumes
         self._cgroups = Cgroups(config.network.prefix)
         self._started: dict[str, StartedMachine] = {}
@@ -67,31 +67,31 @@ class Machines:
         self._platform = platform
 
     async def close(self) -> None:
-        """Stop watching machines, which keep running."""
+        """Stop watching the machines, but leave them running."""
         if self._old_logs is not None:
             self._old_logs.cancel()
         if self._limit_tasks:
             await asyncio.wait(self._limit_tasks.values())
-        for started in self._started.values():
-            await started.machine.detach()
-            started.machine.forget()
+        for started_machine in self._started.values():
+            await started_machine.machine.detach()
+            started_machine.machine.forget()
         self._started.clear()
 
     # -- started machines -------------------------------------------------------------------------------------------
 
     def find(self, sandbox: Sandbox) -> StartedMachine | None:
-        """Return the machine of ``sandbox.instance``, which may have ended; None if none was started."""
+        """Return the machine of ``sandbox.instance``, which may have ended, or None if none was started."""
         return self._started.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> StartedMachine:
         """Return the running machine of ``sandbox.instance``. Raises Conflict if it is not running."""
-        started = self.find(sandbox)
-        if started is None or started.machine.has_ended:
+        started_machine = self.find(sandbox)
+        if started_machine is None or started_machine.machine.has_ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
-        return started
+        return started_machine
 
-    async def stalled(self) -> set[str]:
-        """Return the instances that QEMU has stopped for lack of disk space. Skips those that do not answer."""
+    async def list_stalled(self) -> set[str]:
+        """Return the instances that QEMU has stopped because the disk is full. Skips machines that do not answer."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
         async def is_stalled(machine: Machine) -> bool:
@@ -100,13 +100,13 @@ class Machines:
                     return not machine.has_ended and await machine.is_stalled()
             return False
 
-        machines = {instance: started.machine for instance, started in self._started.items()}
+        machines = {instance: started_machine.machine for instance, started_machine in self._started.items()}
         answers = await asyncio.gather(*map(is_stalled, machines.values()))
         return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
     def addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""
-        return {instance: started.slot.host_address for instance, started in self._started.items()}
+        return {instance: started_machine.slot.host_address for instance, started_machine in self._started.items()}
 
     async def adopt(self, scan: Scan) -> None:
         """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
@@ -117,13 +117,13 @@ class Machines:
         }
         for pid, _, path in processes:
             if path.parent.name not in known_processes:
-                await _stop_stray(Machine(pid, Instance(path.parent)))
-                scan.repaired.append(f"ended the machine {path.parent.name}, which belonged to no sandbox")
-        await self._slots.open({_slot_of(label) for _, label in known_processes.values()})
+                await _stop_stray(Machine(pid, InstanceFiles(path.parent)))
+                scan.repaired.append(f"stopped the machine {path.parent.name}, which belonged to no sandbox")
+        await self._network_slots.open({_parse_slot_number(label) for _, label in known_processes.values()})
         self._cgroups.sweep(set(known_processes))
         for instance, (pid, label) in known_processes.items():
             machine = Machine(pid, self._layout.instance(sandboxes[instance]))
-            self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
+            self._watch(instance, machine, self._network_slots.adopt(_parse_slot_number(label)))
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
                     f"an older release started the machine {instance}, whose log has no limit and is "
@@ -131,7 +131,7 @@ class Machines:
                 )
             # The earlier gateway may have died before it set the limits, or during a capture.
             self._start_limiting(sandboxes[instance], pid)
-            if await machine.continue_if_stopped():
+            if await machine.resume_if_stopped():
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
         if old := {each for each in scan.alive if bounded_log.has_old_log(self._started[each].machine.files.directory)}:
@@ -139,18 +139,18 @@ class Machines:
 
     # -- starting and ending ----------------------------------------------------------------------------------------
 
-    async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None, *, hold: bool = False) -> None:
+    async def launch(self, sandbox: Sandbox, files: InstanceFiles, state: Path | None, *, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from its files and set ``sandbox.host``. Without ``state``, the machine boots.
 
-        ``hold``: load the state, and stay stopped until the machine is claimed.
+        With ``hold``, the machine loads the state and stays stopped until it is claimed.
         """
-        slot = await self._slots.take(sandbox.network)
+        slot = await self._network_slots.take(sandbox.network)
         try:
             if mounts := self._volumes.available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
             machine = await Machine.spawn(self._machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:
-            await self._release(sandbox.instance, slot)
+            await self._release_slot(sandbox.instance, slot)
             raise
         self._watch(sandbox.instance, machine, slot)
         sandbox.host = {
@@ -164,27 +164,27 @@ class Machines:
         self._start_limiting(sandbox, machine.pid)
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        """Give ``sandbox`` the machine of ``fork``, with its files, and let it continue."""
+        """Transfer the machine of ``fork`` and its files to ``sandbox``, and resume the machine if it is stopped."""
         machine, slot = self.require_running(fork)
-        before, after = machine.files, Instance(self._layout.sandbox(sandbox) / fork.instance)
-        instances.move(before, after)  # not in a thread: a rename takes less time than switching to one
-        machine.files = after
+        old_files, new_files = machine.files, InstanceFiles(self._layout.sandbox(sandbox) / fork.instance)
+        instances.move(old_files, new_files)  # not in a thread: a rename takes less time than switching to one
+        machine.files = new_files
         sandbox.instance, sandbox.host = fork.instance, fork.host
         if sandbox.network.egress != fork.network.egress:
-            await self._slots.apply(slot, sandbox.network)
+            await self._network_slots.apply(slot, sandbox.network)
         if machine.is_held:
             await machine.cont()
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""
-        started = self._started.pop(sandbox.instance, None)
-        if started is None:
+        """Stop the machine of ``sandbox.instance``, if there is one, and release its slot."""
+        started_machine = self._started.pop(sandbox.instance, None)
+        if started_machine is None:
             return
         if limit_task := self._limit_tasks.pop(sandbox.instance, None):
             await asyncio.wait([limit_task])
-        await started.machine.kill()
+        await started_machine.machine.kill()
         self._cgroups.remove(sandbox.instance)
-        await self._release(sandbox.instance, started.slot)
+        await self._release_slot(sandbox.instance, started_machine.slot)
 
     def check_platform(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if the snapshot's memory cannot be restored on this host."""
@@ -197,13 +197,13 @@ class Machines:
                     "here: use a cold start (coldStart)"
                 )
 
-    async def _release(self, instance: str, slot: Slot) -> None:
+    async def _release_slot(self, instance: str, slot: Slot) -> None:
         """Release the slot of an ended machine as soon as no volume server accepts its address."""
-        if not self._volumes.revoke_all(instance, lambda: self._slots.release(slot)):
-            await self._slots.release(slot)
+        if not self._volumes.revoke_all(instance, lambda: self._network_slots.release(slot)):
+            await self._network_slots.release(slot)
 
     def _start_limiting(self, sandbox: Sandbox, pid: int) -> None:
-        """Apply a machine's limits in the background, because the kernel is slow to move processes between groups."""
+        """Apply a machine's limits in the background, because the kernel is slow to move processes between cgroups."""
         self._limit_tasks[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._apply_limits, sandbox, pid))
 
     def _apply_limits(self, sandbox: Sandbox, pid: int) -> None:
@@ -244,7 +244,7 @@ class Machines:
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 
-def _slot_of(label: str) -> int:
+def _parse_slot_number(label: str) -> int:
     return int(label.split("-")[1])
 
 
@@ -252,5 +252,5 @@ async def _stop_stray(machine: Machine) -> None:
     start = time.monotonic()
     await machine.kill()
     log.info(
-        "ended a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - start) * 1000)
+        "stopped a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - start) * 1000)
     )

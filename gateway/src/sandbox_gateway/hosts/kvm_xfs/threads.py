@@ -1,4 +1,4 @@
-"""Run blocking work in new threads, where it cannot exhaust a thread pool and may change properties of its thread."""
+"""Run blocking work in new threads, where it cannot exhaust a thread pool and may change its thread's namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
-    """Start ``work`` in a new daemon thread, which cannot be stopped. Returns a future with its result."""
+    """Start ``work`` in a new daemon thread, which cannot be stopped. Returns a future for its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 
@@ -41,9 +41,10 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
 
 
 async def run_with_timeout(work: Callable[[], _T], seconds: float, failure: str) -> _T:
-    """Run ``work`` in a new thread. If it blocks in the kernel, only the caller waits, for at most ``seconds``.
+    """Run ``work`` in a new thread, and wait at most ``seconds`` for its result.
 
-    ``failure`` is the beginning of the error message. Raises Timeout, or BackendFailed for an OSError in ``work``.
+    After that time, the thread keeps running, for example because it is blocked in the kernel. ``failure`` is the
+    beginning of the error message. Raises Timeout, or BackendFailed for an OSError in ``work``.
     """
 
     def run() -> _T:

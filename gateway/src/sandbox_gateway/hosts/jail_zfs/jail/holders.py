@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.log import Logger
 
-_MAX_LISTED = 5
+_MAX_LISTED_HOLDERS = 5
 _FSTAT_ROW = re.compile(r"^(?P<user>\S+) +(?P<command>.*) +(?P<pid>\d+) +(?:[a-z]+|\d+) +(?P<mount>/\S*) +\d+ ")
 """A row of `fstat`. The command column may contain any text, because a program chooses its own name."""
 
@@ -20,7 +20,7 @@ log = Logger("jail_zfs")
 
 
 class Holders:
-    """Finds the jails, mounts and processes that hold a file system."""
+    """Finds the jails, mounts and processes that use a file system."""
 
     def __init__(self, run: CommandRunner, jails: Jails, table: MountTable) -> None:
         self._run = run
@@ -28,16 +28,16 @@ class Holders:
         self._table = table
 
     async def describe(self, dataset: str, root: Path) -> str:
-        """Describe the holders of ``dataset``, which is mounted at ``root``, as the last part of an error message."""
+        """Describe the holders of ``dataset``, which is mounted at ``root``, as a clause for an error message."""
         holders = [
             *await _list_or_log(self._list_jails(root)),
             *await _list_or_log(self._list_mounts(dataset, root)),
             *await _list_or_log(self._list_processes(root)),
         ]
         if not holders:
-            return "no jail, mount or open file was found that holds it"
-        suffix = f" and {len(holders) - _MAX_LISTED} more" if len(holders) > _MAX_LISTED else ""
-        return f"held by {', '.join(holders[:_MAX_LISTED])}{suffix}"
+            return "no jail, mount or process that uses it was found"
+        suffix = f" and {len(holders) - _MAX_LISTED_HOLDERS} more" if len(holders) > _MAX_LISTED_HOLDERS else ""
+        return f"it is in use by {', '.join(holders[:_MAX_LISTED_HOLDERS])}{suffix}"
 
     async def _list_jails(self, root: Path) -> Iterable[str]:
         return [

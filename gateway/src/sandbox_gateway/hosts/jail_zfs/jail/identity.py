@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Container, Sequence
 from pathlib import Path
 
-from sandbox_gateway.hosts.jail_zfs.jail.jails import IDENTITY
 from sandbox_gateway.records import Sandbox
 
-_KEY_FILE = "gateway-key"
+IDENTITY = "/run/sandbox"
+"""The directory in a jail at which the host mounts the jail's identity, read-only."""
+_KEY_FILE_NAME = "gateway-key"
 
 
 class Identities:
@@ -51,7 +52,7 @@ def write_gateway_key(directory: Path) -> None:
     can read the file, on the host and in the jail.
     """
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    path = directory / _KEY_FILE
+    path = directory / _KEY_FILE_NAME
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -60,7 +61,7 @@ def write_gateway_key(directory: Path) -> None:
 def gateway_key(directory: Path) -> str:
     """Return the gateway key, or "" for a jail that was started without one."""
     try:
-        return (directory / _KEY_FILE).read_text()
+        return (directory / _KEY_FILE_NAME).read_text()
     except FileNotFoundError:
         return ""
 
@@ -68,7 +69,7 @@ def gateway_key(directory: Path) -> str:
 def can_mount_identity(root: Path) -> bool:
     """Return whether IDENTITY is a directory below ``root`` whose path has no symbolic links.
 
-    Root in the sandbox may have replaced it.
+    The sandbox's root user may have replaced it.
     """
     path = root
     for part in Path(IDENTITY).parts[1:]:

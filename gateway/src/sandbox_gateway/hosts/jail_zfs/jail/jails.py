@@ -12,9 +12,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
-
-IDENTITY = "/run/sandbox"
-"""The directory in a jail at which the host mounts the jail's identity, read-only."""
+from sandbox_gateway.hosts.jail_zfs.jail.identity import IDENTITY
 
 _START_COMMAND = (
     "(PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin; export PATH; "
@@ -25,7 +23,7 @@ _ABSENT_MESSAGES = ("not found", "is dying", "Invalid jail ID or name")
 
 @dataclass(frozen=True)
 class Jail:
-    """A row of `jls`. ``dying``: the jail was removed, but the kernel still has references to it."""
+    """A row in the output of `jls`. ``dying``: the jail was removed, but the kernel still has references to it."""
 
     name: str
     path: str
@@ -55,12 +53,12 @@ class Jails:
 
     async def list_below(self, directory: Path) -> dict[str, list[Jail]]:
         """Return the jails whose root directories are in ``directory``, keyed by the name of the root directory."""
-        by_root: dict[str, list[Jail]] = {}
+        jails_by_root: dict[str, list[Jail]] = {}
         for jail in await self.list_all():
             path = Path(jail.path)
             if path.parent == directory:
-                by_root.setdefault(path.name, []).append(jail)
-        return by_root
+                jails_by_root.setdefault(path.name, []).append(jail)
+        return jails_by_root
 
     async def create(self, name: str, root: Path, *, hostname: str, identity: Path | None, interface: str) -> None:
         """Create a jail with the root directory ``root`` and start its agent. A failed call leaves nothing behind.
@@ -84,13 +82,13 @@ class Jails:
         await self._run("ifconfig", "-j", name, "lo0", "inet", "127.0.0.1/8", "up")
 
     async def remove(self, name: str, interface: str = "") -> None:
-        """Kill the processes of a jail, reclaim its interface and remove the jail, if it exists."""
+        """Kill the processes of a jail, if it exists, take back its network interface, and remove the jail."""
         await self.signal(name, "KILL")
         if interface:
             # If the jail ended with its last process, its interface is already back on the host.
-            absent = ("Device not configured", "does not exist", *_ABSENT_MESSAGES)
-            await self._run.run_unless_absent("ifconfig", interface, "-vnet", name, absent=absent)
-        await self._run.run_unless_absent("jail", "-R", name, absent=_ABSENT_MESSAGES)
+            absent_messages = ("Device not configured", "does not exist", *_ABSENT_MESSAGES)
+            await self._run.run_removal("ifconfig", interface, "-vnet", name, absent_messages=absent_messages)
+        await self._run.run_removal("jail", "-R", name, absent_messages=_ABSENT_MESSAGES)
 
     async def signal(self, name: str, signal: str) -> None:
         """Send a signal to all processes of a jail. Does nothing if there is no such jail or process."""

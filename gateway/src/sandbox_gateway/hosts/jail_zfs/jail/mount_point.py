@@ -21,7 +21,7 @@ _REMEDY = "choose another path"
 
 
 def prepare(root: Path, path: str) -> None:
-    """Create missing directories of ``path`` below ``root``, without following symbolic links.
+    """Create the missing directories of ``path`` below ``root``, without following symbolic links.
 
     Raises Invalid, and removes the directories that it created, if ``path`` cannot be a mount point.
     """
@@ -42,7 +42,7 @@ def prepare(root: Path, path: str) -> None:
             if is_new:
                 os.fchmod(directory_fd, 0o755)  # independent of the umask
     except OSError as error:
-        _remove_created(components)
+        _remove_new_directories(components)
         raise Invalid(_explain(path, components, error)) from None
     finally:
         for fd in {directory_fd, *(parent for parent, _, _ in components)}:
@@ -59,7 +59,7 @@ def _make_directory(parent: int, name: str) -> bool:
         return True
 
 
-def _remove_created(components: list[tuple[int, str, bool]]) -> None:
+def _remove_new_directories(components: list[tuple[int, str, bool]]) -> None:
     with suppress(OSError):
         for parent, name, is_new in reversed(components):
             if is_new:
@@ -68,13 +68,14 @@ def _remove_created(components: list[tuple[int, str, bool]]) -> None:
 
 def _explain(path: str, components: list[tuple[int, str, bool]], error: OSError) -> str:
     shown_path = path if len(path) <= 120 else path[:119] + "…"
+    failure = f"a volume cannot be mounted on {shown_path}"
     if components and not components[-1][2]:
         parent, name, _ = components[-1]
-        component = "/" + "/".join(step for _, step, _ in components)
+        component_path = "/" + "/".join(step for _, step, _ in components)
         with suppress(OSError):
             mode = os.lstat(name, dir_fd=parent).st_mode
             if stat.S_ISLNK(mode):
-                return f"a volume cannot be mounted on {shown_path}, because {component} is a symbolic link: {_REMEDY}"
+                return f"{failure}, because {component_path} is a symbolic link: {_REMEDY}"
             if not stat.S_ISDIR(mode):
-                return f"a volume cannot be mounted on {shown_path}, because {component} is not a directory: {_REMEDY}"
-    return f"a volume cannot be mounted on {shown_path} ({error.strerror}): {_REMEDY}"
+                return f"{failure}, because {component_path} is not a directory: {_REMEDY}"
+    return f"{failure} ({error.strerror}): {_REMEDY}"

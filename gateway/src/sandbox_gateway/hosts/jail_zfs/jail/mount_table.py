@@ -24,7 +24,7 @@ class MountEntry:
 
     @property
     def handle(self) -> str:
-        """Return what to pass to `umount`: the mount's id if known, because another mount may cover the path."""
+        """Return the argument for `umount`: the file system id if known, because another mount may cover the path."""
         return self.fsid or self.node
 
 
@@ -56,13 +56,13 @@ class MountTable:
 
     async def list_below(self, directory: Path) -> list[MountEntry]:
         """Return the mounts below a directory, deepest and newest first."""
-        inside = [each for each in await self.list_all() if each.node.startswith(f"{directory}/")]
-        inside.reverse()
-        return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
+        mounts = [each for each in await self.list_all() if each.node.startswith(f"{directory}/")]
+        mounts.reverse()
+        return sorted(mounts, key=lambda each: each.node.count("/"), reverse=True)
 
     async def unmount(self, mount: MountEntry) -> None:
         """Unmount a file system, by force if it is in use. Does nothing if it is not mounted."""
         try:
-            await self._run.run_unless_absent("umount", mount.handle, absent=_ABSENT_MESSAGES)
+            await self._run.run_removal("umount", mount.handle, absent_messages=_ABSENT_MESSAGES)
         except BackendFailed:
-            await self._run.run_unless_absent("umount", "-f", mount.handle, absent=_ABSENT_MESSAGES)
+            await self._run.run_removal("umount", "-f", mount.handle, absent_messages=_ABSENT_MESSAGES)

@@ -1,20 +1,15 @@
-"""Mount volumes in jails and unmount file systems from them.
-
-The processes of a jail are stopped during a mount. Failed unmounts are retried in the background.
-"""
+"""Mount volumes in jails and unmount file systems from them. Failed unmounts are retried in the background."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
-from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount
@@ -22,8 +17,6 @@ from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _FIRST_RETRY_SECONDS = 0.5
 _MAX_RETRY_SECONDS = 30.0
-_STOP_ROUNDS = 2
-"""How often SIGSTOP is sent: the second time stops processes that were forked during the first."""
 _PATH_CHANGED_MESSAGES = ("No such file or directory", "Not a directory", "Too many levels of symbolic links")
 
 MountFilter = Callable[[MountEntry], bool]
@@ -40,27 +33,23 @@ class _StuckMount:
 
 
 class JailMounts:
-    """Manages the mounts in jails. ``state``: the gateway's state directory."""
+    """Manages the mounts in jails."""
 
-    def __init__(
-        self, run: CommandRunner, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
-    ) -> None:
+    def __init__(self, run: CommandRunner, table: MountTable, background: BackgroundTasks) -> None:
         self._run = run
-        self._jails = jails
         self._table = table
         self._background = background
-        self._stopped_directory = state / "stopped"
         self._nodes: set[str] = set()
         """Paths where volumes are mounted, or are being mounted."""
-        self._stuck: dict[str, _StuckMount] = {}
+        self._stuck_mounts: dict[str, _StuckMount] = {}
 
     # -- mounting ---------------------------------------------------------------------------------------------------
 
     async def mount(self, root: Path, source: Path, mount: Mount) -> None:
         """Mount ``source`` at ``mount.path`` below the jail's ``root``. Raises Invalid if the path is unsuitable.
 
-        If the jail is running, call this inside ``stopped``. If a symbolic link still redirects the mount, this
-        method removes the mount and raises Invalid.
+        If the jail is running, call this inside ``JailSuspension.suspended``. If a symbolic link still redirects the
+        mount, this method removes the mount and raises Invalid.
         """
         node = f"{root}{mount.path}"
         is_new = node not in self._nodes
@@ -70,14 +59,14 @@ class JailMounts:
             await finish_despite_cancellation(self._mount(source, node, mount))
         except asyncio.CancelledError:
             if is_new:
-                await finish_despite_cancellation(self._undo(source, node))
+                await finish_despite_cancellation(self._undo_mount(source, node))
             raise
         except BaseException:
             if is_new:
                 self._nodes.discard(node)
             raise
 
-    async def _undo(self, source: Path, node: str) -> None:
+    async def _undo_mount(self, source: Path, node: str) -> None:
         for each in await self._table.list_all():
             if (each.node, each.special) == (node, str(source)):
                 await self.unmount_or_retry(each)
@@ -94,8 +83,8 @@ class JailMounts:
                 ) from None
             if any(words in error.message for words in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
                 raise Invalid(
-                    f"a volume cannot be mounted on {mount.path}, because the sandbox removed the path at the same "
-                    "time: try again"
+                    f"a volume cannot be mounted on {mount.path}, because the sandbox removed the path during the "
+                    "mount: try again"
                 ) from None
             raise
         mounts = [each for each in await self._table.list_all() if each.special == str(source)]
@@ -134,7 +123,7 @@ class JailMounts:
         self._nodes.discard(mount.node)
 
     async def unmount_all(self, root: Path) -> None:
-        """Unmount everything below the root of a jail that has ended. Stuck mounts are retried in the background."""
+        """Unmount everything below the root of a jail that has ended. Failed unmounts are retried in the background."""
         for mount in await self._table.list_below(root):
             await self.unmount_or_retry(mount)
         self._nodes = {node for node in self._nodes if not _is_below(node, root)}
@@ -149,15 +138,15 @@ class JailMounts:
 
         Returns a sentence for each mount.
         """
-        removed: list[str] = []
-        stuck: list[str] = []
+        unmounted_nodes: list[str] = []
+        stuck_nodes: list[str] = []
         for mount in await self._table.list_below(directory):
             instance = Path(mount.node).relative_to(directory).parts[0]
             if mount.kind in ("nullfs", "devfs") and instance not in in_use:
-                (removed if await self.unmount_or_retry(mount) else stuck).append(mount.node)
-        return [f"removed the mount {node}, which belonged to no running sandbox" for node in removed] + [
+                (unmounted_nodes if await self.unmount_or_retry(mount) else stuck_nodes).append(mount.node)
+        return [f"removed the mount {node}, which belonged to no running sandbox" for node in unmounted_nodes] + [
             f"the mount {node}, which belongs to no running sandbox, cannot be unmounted; the gateway retries"
-            for node in stuck
+            for node in stuck_nodes
         ]
 
     async def unmount_or_retry(self, mount: MountEntry) -> bool:
@@ -166,76 +155,41 @@ class JailMounts:
             await self.unmount(mount)
             return True
         except Busy as error:
-            if mount.handle not in self._stuck:
+            if mount.handle not in self._stuck_mounts:
                 log.warning(
                     "a volume could not be unmounted; the gateway retries", node=mount.node, reason=error.message
                 )
-                self._stuck[mount.handle] = stuck = _StuckMount(mount, error.message)
-                self._background.start(self._retry(stuck))
+                self._stuck_mounts[mount.handle] = stuck_mount = _StuckMount(mount, error.message)
+                self._background.start(self._retry(stuck_mount))
             return False
 
-    async def _retry(self, stuck: _StuckMount) -> None:
+    async def _retry(self, stuck_mount: _StuckMount) -> None:
         delay = _FIRST_RETRY_SECONDS
-        while not stuck.unmounted.is_set():
+        while not stuck_mount.unmounted.is_set():
             await asyncio.sleep(delay)
             delay = min(delay * 2, _MAX_RETRY_SECONDS)
             try:
-                await self.unmount(stuck.mount)
+                await self.unmount(stuck_mount.mount)
             except GatewayError as error:
-                stuck.reason = error.message
+                stuck_mount.reason = error.message
                 continue
-            log.info("a volume was unmounted after retries", node=stuck.mount.node)
-            del self._stuck[stuck.mount.handle]
-            stuck.unmounted.set()
+            log.info("a volume was unmounted after retries", node=stuck_mount.mount.node)
+            del self._stuck_mounts[stuck_mount.mount.handle]
+            stuck_mount.unmounted.set()
 
-    def stuck(self, matches: MountFilter) -> list[str]:
+    def describe_stuck_mounts(self, matches: MountFilter) -> list[str]:
         """Return a sentence for each matching mount that cannot be unmounted yet."""
         return [
-            f"{each.reason}; the gateway retries the unmount" for each in self._stuck.values() if matches(each.mount)
+            f"{each.reason}; the gateway retries the unmount"
+            for each in self._stuck_mounts.values()
+            if matches(each.mount)
         ]
 
     async def wait_until_unmounted(self, matches: MountFilter) -> None:
         """Wait until no matching mount is stuck."""
-        for each in list(self._stuck.values()):
+        for each in list(self._stuck_mounts.values()):
             if matches(each.mount):
                 await each.unmounted.wait()
-
-    # -- stopping jails ---------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def stopped(self, jails: Iterable[str]) -> AsyncIterator[None]:
-        """Keep all processes of the jails stopped inside this context.
-
-        Each stopped jail is recorded in a file, so that the gateway can resume it at its next start after a crash.
-        """
-        names = sorted(set(jails))
-        try:
-            for name in names:
-                self._stopped_directory.mkdir(mode=0o700, exist_ok=True)
-                (self._stopped_directory / name).touch()
-                for _ in range(_STOP_ROUNDS):
-                    await self._jails.signal(name, "STOP")
-            yield
-        finally:
-            await finish_despite_cancellation(self._resume(names))
-
-    async def _resume(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                await self._jails.signal(name, "CONT")
-                (self._stopped_directory / name).unlink(missing_ok=True)
-            except GatewayError as error:
-                log.error(
-                    "a stopped jail could not be resumed; the gateway tries again when it starts next time",
-                    jail=name,
-                    reason=error.message,
-                )
-
-    async def resume_stopped(self) -> list[str]:
-        """Resume jails that are still stopped after a crash. Returns a sentence for each."""
-        names = [path.name for path in self._stopped_directory.iterdir()] if self._stopped_directory.is_dir() else []
-        await self._resume(names)
-        return [f"resumed the jail {name}, which had been stopped to change its volumes" for name in names]
 
 
 def _is_below(path: str, directory: Path) -> bool:

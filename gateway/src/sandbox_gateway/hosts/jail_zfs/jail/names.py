@@ -11,7 +11,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 class JailNames:
     """Chooses the names of this gateway's jails, which begin with ``prefix``.
 
-    ``dying_seconds``: how long to wait until a dying jail releases its name.
+    ``dying_seconds``: how long to wait for a dying jail to release its name.
     """
 
     def __init__(self, jails: Jails, *, prefix: str, dying_seconds: float) -> None:
@@ -19,7 +19,7 @@ class JailNames:
         self._prefix = prefix
         self._dying_seconds = dying_seconds
 
-    def default(self, instance: str) -> str:
+    def default_name(self, instance: str) -> str:
         """Return the name that an instance's jail usually has."""
         return f"{self._prefix}-{instance}"
 
@@ -28,7 +28,7 @@ class JailNames:
 
         ``root``: the root directory of the instance's jails.
         """
-        name = self.default(instance)
+        name = self.default_name(instance)
         deadline = asyncio.get_running_loop().time() + self._dying_seconds
         while True:
             names_in_use = {jail.name for jail in await self._jails.list_all() if Path(jail.path) == root}

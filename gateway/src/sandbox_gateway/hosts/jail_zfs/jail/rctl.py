@@ -30,43 +30,43 @@ def format_rules(jail: str, resources: Resources, processes: int) -> list[str]:
 
 
 def parse_usage(text: str) -> dict[str, int]:
-    """Parse the output of ``rctl -u``, lines of ``resource=amount``."""
+    """Parse the output of ``rctl -u``, which consists of lines ``resource=amount``."""
     pairs = (line.strip().partition("=") for line in text.splitlines())
     return {name: int(amount) for name, _, amount in pairs if amount.isascii() and amount.isdigit()}
 
 
 def parse_usages(text: str) -> list[dict[str, int]]:
-    """Parse the output of ``rctl -u`` for several jails: each has the same resources, in the same order."""
+    """Parse the output of ``rctl -u`` for several jails, which lists the same resources in the same order for each."""
     usages: list[dict[str, int]] = []
     for line in text.splitlines():
-        parsed = parse_usage(line)
-        if not usages or parsed.keys() & usages[-1].keys():
+        usage = parse_usage(line)
+        if not usages or usage.keys() & usages[-1].keys():
             usages.append({})
-        usages[-1].update(parsed)
+        usages[-1].update(usage)
     return usages
 
 
 class Limits:
     """Manages the limits of this gateway's jails, whose names begin with ``prefix``.
 
-    ``processes``: maximum number of processes in each sandbox.
+    ``processes``: the maximum number of processes in each sandbox.
     """
 
     def __init__(self, run: CommandRunner, prefix: str, processes: int) -> None:
         self._run = run
         self._prefix = prefix
         self._processes = processes
-        self.enabled = False
+        self.is_enabled = False
 
     async def open(self) -> None:
         """Check whether the kernel supports limits. If it does not, log a warning and run jails without limits."""
         try:
-            self.enabled = (await self._run("sysctl", "-n", "kern.racct.enable")).strip() == "1"
+            self.is_enabled = (await self._run("sysctl", "-n", "kern.racct.enable")).strip() == "1"
         except BackendFailed as error:
             if "unknown oid" not in error.message:
                 raise
-            self.enabled = False
-        if not self.enabled:
+            self.is_enabled = False
+        if not self.is_enabled:
             log.warning(
                 "sandboxes have no limits on memory, processors or processes: "
                 "add kern.racct.enable=1 to /boot/loader.conf and restart the machine"
@@ -74,37 +74,39 @@ class Limits:
 
     async def apply(self, jail: str, resources: Resources) -> None:
         """Set the limits of a jail. Call it before the jail is created, so that they apply to the first process."""
-        if self.enabled:
+        if self.is_enabled:
             await self._run("rctl", "-a", *format_rules(jail, resources, self._processes))
 
     async def remove(self, jail: str) -> None:
-        if self.enabled:
-            await self._run.run_unless_absent("rctl", "-r", f"jail:{jail}", absent=_ABSENT_MESSAGES)
+        if self.is_enabled:
+            await self._run.run_removal("rctl", "-r", f"jail:{jail}", absent_messages=_ABSENT_MESSAGES)
 
     async def memory_bytes(self, jail: str) -> int:
         """Return the resident memory of a jail, in bytes, or 0 if the kernel does not measure it."""
-        if not self.enabled:
+        if not self.is_enabled:
             return 0
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
 
     async def usages(self, jails: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return the resource usage of each jail; empty if the kernel does not measure it."""
+        """Return the resource usage of each jail, which is empty if the kernel does not measure it."""
         usages: list[dict[str, int]] = []
-        for start in range(0, len(jails) if self.enabled else 0, _JAILS_PER_COMMAND):
+        for start in range(0, len(jails) if self.is_enabled else 0, _JAILS_PER_COMMAND):
             batch = jails[start : start + _JAILS_PER_COMMAND]
-            parsed = parse_usages(await self._run("rctl", "-u", *(f"jail:{jail}" for jail in batch)))
-            if len(parsed) != len(batch):
-                raise BackendFailed(f"rctl -u returned the usage of {len(parsed)} jails instead of {len(batch)}")
-            usages += parsed
+            batch_usages = parse_usages(await self._run("rctl", "-u", *(f"jail:{jail}" for jail in batch)))
+            if len(batch_usages) != len(batch):
+                raise BackendFailed(
+                    f"`rctl -u` returned the usage of {len(batch_usages)} jails instead of {len(batch)}"
+                )
+            usages += batch_usages
         return dict(zip(jails, usages, strict=True)) if usages else {jail: {} for jail in jails}
 
     async def sweep(self, in_use: set[str]) -> list[str]:
         """Remove the rules of this gateway's jails that are not in ``in_use``. Returns the names of these jails."""
-        if not self.enabled:
+        if not self.is_enabled:
             return []
-        fields = (line.split(":") for line in (await self._run("rctl")).splitlines())
-        limited_jails = {field[1] for field in fields if len(field) > 2 and field[0] == "jail"}
-        strays = sorted(name for name in limited_jails - in_use if name.startswith(f"{self._prefix}-"))
-        for name in strays:
+        rules = (line.split(":") for line in (await self._run("rctl")).splitlines())
+        limited_jails = {rule[1] for rule in rules if len(rule) > 2 and rule[0] == "jail"}
+        stray_jails = sorted(name for name in limited_jails - in_use if name.startswith(f"{self._prefix}-"))
+        for name in stray_jails:
             await self.remove(name)
-        return strays
+        return stray_jails

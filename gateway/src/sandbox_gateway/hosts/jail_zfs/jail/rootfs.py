@@ -1,6 +1,6 @@
 """Build the file system of a jail template from an unpacked tree, the agent, and settings for jails.
 
-All commands run on the host, with options that both GNU's and FreeBSD's ``tar`` and ``cp`` support.
+All commands run on the host, with options that both the GNU and the FreeBSD versions of ``tar`` and ``cp`` support.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from sandbox_gateway.command import proxy_settings, run_async
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
-from sandbox_gateway.hosts.jail_zfs.jail.jails import IDENTITY
+from sandbox_gateway.hosts.jail_zfs.jail.identity import IDENTITY
 from sandbox_gateway.hosts.rootfs_common import (
     STEP_TIMEOUT_SECONDS,
     Tree,
     add_user,
-    agent_package,
     compile_agent_in_foreign_tree,
     file_kind,
+    find_agent_package,
     install_agent,
     python_minor_version,
-    stream,
+    run_logged,
     to_gateway_error,
 )
 from sandbox_gateway.recipes import Recipe, Source
 
-_PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
-_IDENTITY_FILES = ("machine-id", "resolv.conf")
+_PYTHON_PATHS = ("/usr/local/bin/python3", "/usr/bin/python3")
+_IDENTITY_FILE_NAMES = ("machine-id", "resolv.conf")
 """Files in /etc that are symbolic links to files in IDENTITY."""
-_ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
-_MIN_PYTHON = 9
+_HOSTS_FILE_CONTENT = "127.0.0.1 localhost\n::1 localhost\n"
+_MIN_MINOR_VERSION = 9
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -61,9 +61,9 @@ async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
             log(f"installing {len(recipe.packages)} packages")
             await _install_packages(root, recipe.packages, log)
         log("installing the agent and the settings of the sandbox")
-        minor = await asyncio.to_thread(_prepare_tree, root)
+        minor_version = await asyncio.to_thread(_prepare_tree, root)
         await _add_user(root)
-        if minor == sys.version_info.minor:
+        if minor_version == sys.version_info.minor:
             await compile_agent_in_foreign_tree(root, log)
     except OSError as error:
         raise to_gateway_error(error, "building the file system") from error
@@ -77,62 +77,66 @@ async def _unpack(source: Path, root: Path, log: Log) -> None:
                 f"{source} contains the gateway's own state: set 'path' to a directory with a root file system"
             )
         log(f"copying {source}")
-        await stream(["cp", "-a", "-x", f"{source}/.", f"{root}/"], log)
+        await run_logged(["cp", "-a", "-x", f"{source}/.", f"{root}/"], log)
     elif kind == "file":
         log(f"unpacking {source}")
         # Device nodes are excluded, because a jail has a devfs. GNU's and FreeBSD's tar both detect the compression.
-        excluded = [f"--exclude={prefix}dev/*" for prefix in ("./", "")]
-        argv = ["tar", "-x", "-p", "-f", str(source), "-C", str(root), "--numeric-owner", *excluded]
-        await stream(argv, lambda line: None)
+        exclude_options = [f"--exclude={prefix}dev/*" for prefix in ("./", "")]
+        argv = ["tar", "-x", "-p", "-f", str(source), "-C", str(root), "--numeric-owner", *exclude_options]
+        await run_logged(argv, lambda line: None)
     else:
         raise Invalid(f"{source} does not exist: 'path' must name a directory or a tarball on the gateway's host")
 
 
 async def _install_packages(root: Path, packages: list[str], log: Log) -> None:
     env = {**proxy_settings(), "ASSUME_ALWAYS_YES": "yes"}
-    await stream(["pkg", "-r", str(root), "install", "-y", *packages], log, env=env)
+    await run_logged(["pkg", "-r", str(root), "install", "-y", *packages], log, env=env)
 
 
 def _prepare_tree(root: Path) -> int:
     """Prepare an unpacked tree for a sandbox. Returns the minor version of its Python 3."""
     tree = Tree(root)
-    minor = _check_tree(tree)
-    install_agent(tree, agent_package())
+    minor_version = _check_tree(tree)
+    install_agent(tree, find_agent_package())
     for directory in ("/dev", "/run", IDENTITY):
         if tree.resolve(directory, follow=False).is_symlink():
             tree.remove(directory)
         tree.mkdir(directory)
-    for name in _IDENTITY_FILES:
+    for name in _IDENTITY_FILE_NAMES:
         tree.link(f"/etc/{name}", f"{IDENTITY}/{name}")
-    tree.write("/etc/hosts", _ETC_HOSTS)
-    return minor
+    tree.write("/etc/hosts", _HOSTS_FILE_CONTENT)
+    return minor_version
 
 
 def _check_tree(tree: Tree) -> int:
     if not tree.is_file("/bin/sh"):
         raise Invalid("the root file system has no /bin/sh: use the root file system of a complete installation")
-    pythons = [tree.resolve(path) for path in _PYTHONS if tree.is_file(path)]
-    if not pythons:
+    python_paths = [tree.resolve(path) for path in _PYTHON_PATHS if tree.is_file(path)]
+    if not python_paths:
         raise Invalid(
-            f"the root file system has no {' or '.join(_PYTHONS)}: install Python 3.{_MIN_PYTHON} or later in it "
-            "for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
+            f"the root file system has no {' or '.join(_PYTHON_PATHS)}: install Python 3.{_MIN_MINOR_VERSION} or "
+            "later in it for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
         )
-    minor = python_minor_version(tree, pythons[0].name)
-    if minor is None or minor < _MIN_PYTHON:
-        version = "of an unknown version" if minor is None else f"3.{minor}"
+    minor_version = python_minor_version(tree, python_paths[0].name)
+    if minor_version is None or minor_version < _MIN_MINOR_VERSION:
+        version = "an unknown version" if minor_version is None else f"version 3.{minor_version}"
         raise Invalid(
-            f"the root file system's python3 is {version}: install Python 3.{_MIN_PYTHON} or later in it for the agent"
+            f"the root file system's python3 has {version}: install Python 3.{_MIN_MINOR_VERSION} or later in it "
+            "for the agent"
         )
-    return minor
+    return minor_version
 
 
 async def _add_user(root: Path) -> None:
-    """Add the unprivileged user of E2B's images. FreeBSD keeps accounts in a database, which `pw` updates."""
+    """Add the unprivileged user `user`, as in E2B's images.
+
+    FreeBSD keeps accounts in a database, which `pw` updates.
+    """
     if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
         await asyncio.to_thread(add_user, Tree(root))
         return
-    existing_user = await run_async(
+    usershow_result = await run_async(
         ["pw", "-R", str(root), "usershow", "user"], timeout=STEP_TIMEOUT_SECONDS, check=False
     )
-    if existing_user.returncode != 0:
+    if usershow_result.returncode != 0:
         await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_TIMEOUT_SECONDS)

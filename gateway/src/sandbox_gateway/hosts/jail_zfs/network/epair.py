@@ -5,8 +5,8 @@
     jail: <prefix>-<n>b ══ <prefix>-<n>a ─ bridge, first address of the subnet ─ host
           n-th address
 
-The members of the bridge are private: they reach the host, but not each other. pf controls access to the host and to
-other networks. Every epair is created in the interface group ``<prefix>-epair``.
+The members of the bridge are private: they can reach the host, but not each other. pf controls access to the host and
+to other networks. Every epair is created in the interface group ``<prefix>-epair``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ABSENT_MESSAGES = ("does not exist",)
 
 @dataclass(frozen=True)
 class Epair:
-    """An epair. ``address`` and ``mac`` belong to ``inner``, the end in the jail."""
+    """A pair of connected network interfaces. ``address`` and ``mac`` belong to ``inner``, the end in the jail."""
 
     number: int
     outer: str
@@ -55,28 +55,28 @@ class Bridge:
 
     def epair(self, number: int) -> Epair:
         address = self.subnet.network_address + number
-        tail = ":".join(f"{byte:02x}" for byte in address.packed)
+        mac_suffix = ":".join(f"{byte:02x}" for byte in address.packed)
         name = f"{self._prefix}-{number}"
-        return Epair(number, f"{name}a", f"{name}b", str(address), f"02:5b:{tail}")
+        return Epair(number, f"{name}a", f"{name}b", str(address), f"02:5b:{mac_suffix}")
 
     async def open(self) -> None:
-        """Create the bridge if it is missing. Raises BackendFailed if the existing bridge has another address."""
-        expected = f"{self.gateway}/{self.subnet.prefixlen}"
+        """Create the bridge if it is missing, and bring it up. Raises BackendFailed if it has a different address."""
+        expected_address = f"{self.gateway}/{self.subnet.prefixlen}"
         if self.name not in (await self._run("ifconfig", "-l")).split():
             await self._run("ifconfig", "bridge", "create", "name", self.name)
             digest = hashlib.sha256(self.name.encode()).hexdigest()
             await self._run("ifconfig", self.name, "ether", f"58:9c:fc:{digest[:2]}:{digest[2:4]}:{digest[4:6]}")
         addresses = parse_inet(await self._run("ifconfig", self.name))
-        if addresses and expected not in addresses:
+        if addresses and expected_address not in addresses:
             raise BackendFailed(
-                f"the bridge {self.name} has the address {addresses[0]}, not {expected}: "
+                f"the bridge {self.name} has the address {addresses[0]}, not {expected_address}: "
                 "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
             )
-        await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected]), "up")
+        await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "up")
 
     async def close(self) -> None:
         """Remove the bridge. Call it when the bridge has no members."""
-        await self._run.run_unless_absent("ifconfig", self.name, "destroy", absent=_ABSENT_MESSAGES)
+        await self._run.run_removal("ifconfig", self.name, "destroy", absent_messages=_ABSENT_MESSAGES)
 
     async def create(self, epair: Epair) -> None:
         """Create an epair and add its outer end to the bridge. A failed call leaves nothing behind."""
@@ -100,16 +100,16 @@ class Bridge:
         await self._destroy(epair.outer)
 
     async def _destroy(self, interface: str) -> None:
-        await self._run.run_unless_absent("ifconfig", interface, "destroy", absent=_ABSENT_MESSAGES)
+        await self._run.run_removal("ifconfig", interface, "destroy", absent_messages=_ABSENT_MESSAGES)
 
     async def sweep(self, in_use: set[int]) -> list[str]:
         """Destroy the epairs whose numbers are not in ``in_use``. Returns their names."""
         known_names = {self.epair(number).outer for number in in_use}
-        strays = [name for name in (await self._members()) if name not in known_names]
-        for name in strays:
+        stray_names = [name for name in (await self._list_outer_ends()) if name not in known_names]
+        for name in stray_names:
             await self._destroy(name)
-        return strays
+        return stray_names
 
-    async def _members(self) -> list[str]:
+    async def _list_outer_ends(self) -> list[str]:
         """Return the outer ends of this gateway's epairs. `ifconfig -g` fails without a message if there are none."""
         return (await self._run("ifconfig", "-g", self._group, silent=True)).split()

@@ -1,23 +1,23 @@
-"""Connect jails to the network, with the rules of their network policies."""
+"""Connect jails to the network, and enforce their network policies."""
 
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 
 class JailNetwork:
-    """Manages the bridge, the epair of each jail, and the packet filter's rules for it."""
+    """Manages the bridge, and the epair and the packet filter rules of each jail."""
 
     def __init__(self, run: CommandRunner, config: Config) -> None:
         prefix = config.network.prefix
-        name = config.jail_zfs.bridge or f"{prefix}br"
-        self.bridge = Bridge(run, name=name, prefix=prefix, subnet=config.network.subnet)
+        bridge_name = config.jail_zfs.bridge or f"{prefix}br"
+        self.bridge = Bridge(run, name=bridge_name, prefix=prefix, subnet=config.network.subnet)
         self._pf = Pf(run, self.bridge, prefix)
         self._config = config
 
@@ -50,7 +50,7 @@ class JailNetwork:
     async def change_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Replace the rules of a jail, and apply them to open connections as well."""
         await self.apply_policy(jail, epair, policy)
-        await self._pf.forget_connections(epair)
+        await self._pf.kill_states(epair)
 
     async def destroy_epair(self, epair: Epair) -> None:
         await self.bridge.destroy(epair)
@@ -63,6 +63,9 @@ class JailNetwork:
 
         Returns a description of each.
         """
-        epairs = await self.bridge.sweep(numbers)
-        anchors = await self._pf.sweep(jails)
-        return [*(f"the epair {name}" for name in epairs), *(f"the rules of the jail {name}" for name in anchors)]
+        epair_names = await self.bridge.sweep(numbers)
+        jail_names = await self._pf.sweep(jails)
+        return [
+            *(f"the epair {name}" for name in epair_names),
+            *(f"the rules of the jail {name}" for name in jail_names),
+        ]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.addresses import egress_rules
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
+from sandbox_gateway.hosts.network_policy import egress_rules
 from sandbox_gateway.records import NetworkPolicy
 
 _ANCHOR_ROOT = "sbx"
@@ -21,33 +21,38 @@ _REMEDY = (
     f'add `nat-anchor "{_ANCHOR_ROOT}/*"` to the translation rules and `anchor "{_ANCHOR_ROOT}/*"` to the filter rules '
     "of /etc/pf.conf, then run `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
 )
-_MULTICAST = ("224.0.0.0/4", "255.255.255.255")
+_MULTICAST_NETWORKS = ("224.0.0.0/4", "255.255.255.255")
 """Multicast and broadcast addresses: packets to them also reach the host."""
 
 
 def bridge_rules(bridge: Bridge, egress: str) -> str:
     """Return the rules of the bridge. ``egress``: the interface to the internet, or "" to omit address translation."""
-    nat = f"nat on {egress} inet from {bridge.subnet} to any -> ({egress})\n" if egress else ""
-    return f"{nat}block drop on {bridge.name} all\n"
+    nat_rule = f"nat on {egress} inet from {bridge.subnet} to any -> ({egress})\n" if egress else ""
+    return f"{nat_rule}block drop on {bridge.name} all\n"
 
 
 def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
     """Return the rules of one jail. Raises Invalid if the policy contains a malformed address."""
     scope = f"quick on {bridge.name} inet"
-    source = f"from {epair.address}"
+    from_clause = f"from {epair.address}"
     lines = [
         f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
         f"block drop in quick on {epair.outer} inet6 all",
         f"pass out {scope} from {bridge.gateway} to {epair.address}",
     ]
-    lines += [f"block return in {scope} {source} to {target}" for target in ("(self)", str(bridge.subnet), *_MULTICAST)]
+    lines += [
+        f"block return in {scope} {from_clause} to {target}"
+        for target in ("(self)", str(bridge.subnet), *_MULTICAST_NETWORKS)
+    ]
     for rule in egress_rules(policy, dns):
         for network in rule.networks:
             target = "any" if network.prefixlen == 0 else str(network)
             if rule.dns_only:
-                lines += [f"pass in {scope} proto {kind} {source} to {target} port 53" for kind in ("tcp", "udp")]
+                lines += [
+                    f"pass in {scope} proto {protocol} {from_clause} to {target} port 53" for protocol in ("tcp", "udp")
+                ]
             else:
-                lines.append(f"{'pass' if rule.allow else 'block return'} in {scope} {source} to {target}")
+                lines.append(f"{'pass' if rule.allow else 'block return'} in {scope} {from_clause} to {target}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -62,22 +67,22 @@ class Pf:
     async def open(self, egress: str) -> None:
         """Check the main rules and load the bridge's rules. ``egress``: "" means the interface of the default route."""
         try:
-            info = await self._run("pfctl", "-s", "info")
-            filters = await self._run("pfctl", "-s", "rules")
-            translations = await self._run("pfctl", "-s", "nat")
+            status = await self._run("pfctl", "-s", "info")
+            filter_rules = await self._run("pfctl", "-s", "rules")
+            translation_rules = await self._run("pfctl", "-s", "nat")
         except BackendFailed as error:
             raise BackendFailed(f"pf cannot be queried ({error.message}): {_REMEDY}") from None
-        if "Status: Enabled" not in info:
+        if "Status: Enabled" not in status:
             raise BackendFailed(f"pf is not enabled, so sandboxes could reach everything: {_REMEDY}")
-        for kind, text in (("anchor", filters), ("nat-anchor", translations)):
+        for kind, text in (("anchor", filter_rules), ("nat-anchor", translation_rules)):
             if not any(line.startswith(f'{kind} "{_ANCHOR_ROOT}/*"') for line in text.splitlines()):
                 raise BackendFailed(f'pf\'s main rules have no `{kind} "{_ANCHOR_ROOT}/*"`: {_REMEDY}')
-        await self._load(self._prefix, bridge_rules(self._bridge, egress or await self._default_egress()))
+        await self._load(self._prefix, bridge_rules(self._bridge, egress or await self._find_default_egress()))
 
     async def close(self) -> None:
         await self.flush(self._prefix)
 
-    async def _default_egress(self) -> str:
+    async def _find_default_egress(self) -> str:
         try:
             output = await self._run("route", "-n", "get", "default")
         except BackendFailed as error:
@@ -91,8 +96,8 @@ class Pf:
         """Replace a jail's rules atomically. Open connections stay open."""
         await self._load(jail, jail_rules(self._bridge, epair, policy, dns))
 
-    async def forget_connections(self, epair: Epair) -> None:
-        """Remove pf's states of a jail's address, so that the rules also apply to open connections."""
+    async def kill_states(self, epair: Epair) -> None:
+        """Remove pf's states for a jail's address, so that the rules also apply to open connections."""
         await self._run("pfctl", "-q", "-k", epair.address)
         await self._run("pfctl", "-q", "-k", "0.0.0.0/0", "-k", epair.address)
 
@@ -106,7 +111,7 @@ class Pf:
         """Remove the rules of this gateway's jails that are not in ``in_use``. Returns the names of these jails."""
         anchors = (await self._run("pfctl", "-a", _ANCHOR_ROOT, "-s", "Anchors")).split()
         names = (name.removeprefix(f"{_ANCHOR_ROOT}/") for name in anchors)
-        strays = sorted(name for name in names if name.startswith(f"{self._prefix}-") and name not in in_use)
-        for name in strays:
+        stray_jails = sorted(name for name in names if name.startswith(f"{self._prefix}-") and name not in in_use)
+        for name in stray_jails:
             await self.flush(name)
-        return strays
+        return stray_jails

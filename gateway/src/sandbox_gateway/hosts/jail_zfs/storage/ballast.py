@@ -21,7 +21,7 @@ class Ballast:
         self._dataset = f"{root_dataset}/ballast"
 
     def run_even_if_full(self, change: Callable[[], None]) -> None:
-        """Call ``change``. If the pool is full, release the ballast and call it again."""
+        """Call ``change``, and if the pool is full, release the ballast and call ``change`` again."""
         try:
             change()
         except zfs.exceptions.NoSpace:
@@ -31,7 +31,7 @@ class Ballast:
             change()
 
     def refill(self) -> list[str]:
-        """Reserve the space again if necessary. Returns a sentence if the pool is too full."""
+        """Recreate the ballast if it is missing. Returns a warning if the pool is too full."""
         if zfs.lzc_exists(self._dataset):
             return []
         try:

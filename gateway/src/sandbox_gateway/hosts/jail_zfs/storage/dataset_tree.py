@@ -15,9 +15,9 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 
 
 class DatasetTree:
-    """The datasets in one of the root dataset's containers, and the datasets of their origins.
+    """The datasets in one container of the root dataset, and the datasets from which they were cloned.
 
-    ``is_disposable(dataset)``: whether to destroy a dataset with its last snapshot. Methods may raise ZFSError.
+    ``is_disposable`` decides whether a dataset is destroyed with its last snapshot. Methods may raise ZFSError.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class DatasetTree:
 
     @staticmethod
     def is_retired(dataset: str) -> bool:
-        facts = zfs.get_props([dataset], ["canmount", HEAD])[dataset]
-        return marks.is_retired(facts["canmount"], facts[HEAD].is_local)
+        props = zfs.get_props([dataset], ["canmount", HEAD])[dataset]
+        return marks.is_retired(props["canmount"], props[HEAD].is_local)
 
     def destroy_or_retire(self, dataset: str) -> bool:
         """Destroy a dataset and return True. If it has snapshots, retire it and return False.
@@ -63,7 +63,7 @@ class DatasetTree:
         return False
 
     def destroy(self, dataset: str) -> None:
-        """Destroy a dataset that has no snapshots, then its origin's dataset if that is no longer needed."""
+        """Destroy a dataset that has no snapshots, and then its origin's dataset if nothing else needs it."""
         origin = zfs.get_props([dataset], ["origin"])[dataset]["origin"].value
         zfs.unmount(dataset)
         zfs.lzc_destroy(dataset)
@@ -74,7 +74,7 @@ class DatasetTree:
     def destroy_if_unused(self, dataset: str) -> None:
         """Destroy a dataset if it is disposable and has no snapshots.
 
-        Then does the same with its origin's dataset. Ignores failures, because the next scan retries.
+        Then does the same for its origin's dataset. Ignores failures, because the next scan retries.
         """
         with suppress(zfs.exceptions.ZFSError):
             if self._is_disposable(dataset) and not zfs.list_snapshots(dataset):

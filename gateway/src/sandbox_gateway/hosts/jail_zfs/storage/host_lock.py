@@ -1,12 +1,12 @@
 """Ensure that only one gateway uses a root dataset.
 
 A file lock excludes other gateways on the same machine, and is released when its holder exits. It does not protect
-against gateways in other containers. For these, the user property ``sandbox:owner`` on the root dataset identifies the
-owner by its host, process id, and the start times of the process and the kernel. A gateway takes over only from an
-owner that has certainly ended.
+against gateways in other containers. To exclude those, the user property ``sandbox:owner`` on the root dataset
+identifies the owner by its host name, its process id, and the start times of its process and of the kernel. A gateway
+takes over only from an owner that is known to have exited.
 
-Commands of a killed gateway keep running, and could change datasets that its successor has already scanned. They
-inherit the lock, so the successor waits until they have exited.
+Commands that a killed gateway started keep running, and could change datasets that its successor has already scanned.
+They inherit the lock, so the successor waits until they have exited.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sandbox_gateway import command, zfs
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.zfs import process
 
-OWNER = "sandbox:owner"
+OWNER_PROPERTY = "sandbox:owner"
 _RETRY_SECONDS = 0.05
 
 
 class HostLock:
-    """The ownership of the dataset ``root``. ``directory``: the directory of the lock file."""
+    """A lock that makes this gateway the only owner of the dataset ``root``. Its lock file is in ``directory``."""
 
     def __init__(self, root: str, directory: Path) -> None:
         self._root = root
@@ -38,13 +38,17 @@ class HostLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> list[str]:
-        """Become the owner. Returns a sentence if this replaces an owner. Raises Conflict if that owner still runs."""
+        """Become the owner of the dataset.
+
+        Returns a sentence if this replaces an earlier owner. Raises Conflict if another owner may still be running, and
+        BackendFailed if the lock file cannot be opened.
+        """
         self._lock()
         try:
             notes = self._take_over()
             identity = _own_identity()
-            zfs.lzc_set_prop(self._root, OWNER, identity)
-            if self._owner() != identity:
+            zfs.lzc_set_prop(self._root, OWNER_PROPERTY, identity)
+            if self._read_owner() != identity:
                 raise Conflict(f"another gateway took over {self._root} at the same time: stop one of the two gateways")
         except BaseException:
             self._unlock()
@@ -52,11 +56,11 @@ class HostLock:
         return notes
 
     def release(self) -> None:
-        """Remove the property, then release the lock, even if ZFS cannot be reached."""
+        """Remove the owner property, and release the lock even if ZFS cannot be reached."""
         if self._file is None:
             return
         with contextlib.suppress(zfs.exceptions.ZFSError):
-            zfs.lzc_inherit_prop(self._root, OWNER)
+            zfs.lzc_inherit_prop(self._root, OWNER_PROPERTY)
         self._unlock()
 
     def _lock(self) -> None:
@@ -65,10 +69,10 @@ class HostLock:
             file = self._path.open("a+")
         except OSError as error:
             raise BackendFailed(
-                f"the lock {self._path} cannot be opened ({error.strerror}): run the gateway as root"
+                f"the lock file {self._path} cannot be opened ({error.strerror}): run the gateway as root"
             ) from None
         deadline = time.monotonic() + process.TIMEOUT_SECONDS
-        while not _is_locked_by(file):
+        while not _try_to_lock(file):
             if not self._is_orphaned():
                 file.close()
                 raise Conflict(
@@ -86,17 +90,17 @@ class HostLock:
         process.inherit_file(file)
 
     def _is_orphaned(self) -> bool:
-        """Return whether the last owner has ended, so that only commands that it started still hold the lock.
+        """Return whether the last owner has exited, so that only commands that it started still hold the lock.
 
         An owner that stopped normally has removed the property.
         """
-        owner_text = self._owner()
+        owner_text = self._read_owner()
         if not owner_text:
             return True
         with contextlib.suppress(ValueError, KeyError, TypeError):
             owner = json.loads(owner_text)
-            is_on_this_machine = (owner["host"], owner["kernel"]) == (socket.gethostname(), _kernel_start())
-            return is_on_this_machine and _process_start(int(owner["pid"])) != owner["started"]
+            is_on_this_machine = (owner["host"], owner["kernel"]) == (socket.gethostname(), _boot_identity())
+            return is_on_this_machine and _process_start_time(int(owner["pid"])) != owner["started"]
         return False
 
     def _unlock(self) -> None:
@@ -105,12 +109,12 @@ class HostLock:
             self._file.close()
             self._file = None
 
-    def _owner(self) -> str:
-        owner = zfs.get_props([self._root], [OWNER])[self._root][OWNER]
+    def _read_owner(self) -> str:
+        owner = zfs.get_props([self._root], [OWNER_PROPERTY])[self._root][OWNER_PROPERTY]
         return owner.value if owner.is_local else ""
 
     def _take_over(self) -> list[str]:
-        owner_text = self._owner()
+        owner_text = self._read_owner()
         if not owner_text:
             return []
         try:
@@ -118,20 +122,22 @@ class HostLock:
             host, pid, start_time, kernel = fields["host"], int(fields["pid"]), fields["started"], fields["kernel"]
         except (ValueError, KeyError, AttributeError):
             return [f"{self._root}: replaced the recorded owner {owner_text[:80]!r}, which is not valid"]
-        owner = f"process {pid} of host {host}"
-        if kernel != _kernel_start():
-            return [f"{self._root}: taken over from {owner}, which ended with its machine"]
+        owner_description = f"process {pid} of host {host}"
+        if kernel != _boot_identity():
+            return [f"{self._root}: taken over from {owner_description}, which ended with its machine"]
         if host != socket.gethostname():
             raise Conflict(
-                f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop "
-                f"it. If it no longer exists, run `zfs inherit {OWNER} {self._root}`"
+                f"{self._root} belongs to a gateway in another container on this machine ({owner_description}): stop "
+                f"it. If it no longer exists, run `zfs inherit {OWNER_PROPERTY} {self._root}`"
             )
-        if _process_start(pid) == start_time and pid != os.getpid():
-            raise Conflict(f"{self._root} belongs to a gateway that is still running ({owner}): stop it first")
-        return [f"{self._root}: taken over from {owner}, which has ended"]
+        if _process_start_time(pid) == start_time and pid != os.getpid():
+            raise Conflict(
+                f"{self._root} belongs to a gateway that is still running ({owner_description}): stop it first"
+            )
+        return [f"{self._root}: taken over from {owner_description}, which has ended"]
 
 
-def _is_locked_by(file: IO[str]) -> bool:
+def _try_to_lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -144,25 +150,25 @@ def _own_identity() -> str:
         {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": _process_start(os.getpid()),
-            "kernel": _kernel_start(),
+            "started": _process_start_time(os.getpid()),
+            "kernel": _boot_identity(),
         }
     )
 
 
-def _process_start(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """Return a string that identifies the process's start time, or "" if the process does not exist."""
-    stat = Path(f"/proc/{pid}/stat")
+    stat_path = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
-            return stat.read_text().rpartition(")")[2].split()[19]
+            return stat_path.read_text().rpartition(")")[2].split()[19]
         except OSError:
             return ""
     return command.run(["ps", "-o", "lstart=", "-p", str(pid)], timeout=10, check=False).stdout.strip()
 
 
-def _kernel_start() -> str:
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    if boot_id.exists():
-        return boot_id.read_text().strip()
+def _boot_identity() -> str:
+    boot_id_path = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id_path.exists():
+        return boot_id_path.read_text().strip()
     return command.run(["sysctl", "-n", "kern.boottime"], timeout=10).stdout.partition("}")[0].strip()

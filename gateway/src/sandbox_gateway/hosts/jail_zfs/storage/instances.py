@@ -1,4 +1,4 @@
-"""Manage the file systems of sandboxes: each instance is a clone with the record of its sandbox.
+"""Manage the file systems of sandboxes. Each instance is a clone that stores the record of its sandbox.
 
 An instance that has snapshots is retired when its sandbox is removed: it is unmounted, loses its record, and is moved
 to ``retired/``. It is destroyed with its last snapshot.
@@ -16,7 +16,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE_PREFIX, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import check_quota, translate_errors
@@ -55,7 +55,7 @@ class InstanceStorage:
 
         The next scan removes the instance unless its record is saved.
 
-        ``disk_mb`` limits the referenced data (``refquota``), in MiB. Raises NotFound, NoSpace, OverQuota.
+        ``disk_mb`` limits the referenced data (``refquota``), in MiB. Raises NotFound, NoSpace or OverQuota.
         """
         options: dict[str, str] = dict(props or {})
         if disk_mb is not None:
@@ -71,20 +71,20 @@ class InstanceStorage:
 
     @translate_errors
     def mount(self, instance: str) -> Path:
-        """Mount an instance's file system unless it is mounted, and return its path."""
+        """Mount an instance's file system unless it is already mounted, and return its path."""
         zfs.mount(self.dataset(instance))
         return self.path(instance)
 
     @translate_errors
     def save(self, record: Sandbox) -> None:
-        """Store a sandbox's record on the dataset of its instance. It replaces older records on other instances."""
+        """Store a sandbox's record on the dataset of its instance. It supersedes older records on other instances."""
         self._records.write(self.dataset(record.instance), record)
 
     # ---- queries ----
 
     @translate_errors
     def has_diverged(self, instance: str, snapshot_id: str) -> bool:
-        """Return whether the instance has changed since a snapshot of itself or of an ancestor.
+        """Return whether the instance has changed since a snapshot of itself or an ancestor.
 
         Also returns True if the instance does not descend from the snapshot. Waits for pending writes. Raises NotFound.
         """
@@ -97,7 +97,7 @@ class InstanceStorage:
 
     @translate_errors
     def unique_bytes(self, instance: str) -> int:
-        """Return the number of bytes that only this instance uses, which destroying it would free."""
+        """Return the number of bytes that would be freed if this instance were destroyed."""
         return zfs.used_bytes(self.dataset(instance))
 
     def is_retired(self, dataset: str) -> bool:
@@ -106,11 +106,14 @@ class InstanceStorage:
         return self.tree.is_retired(dataset)
 
     def _is_disposable(self, dataset: str) -> bool:
-        return dataset.startswith(f"{self._root.dataset}/{TEMPLATE}") or self.is_retired(dataset)
+        return dataset.startswith(f"{self._root.dataset}/{TEMPLATE_PREFIX}") or self.is_retired(dataset)
 
     @staticmethod
     def identify(clone: str) -> tuple[str, str]:
-        """Return ``(sandbox id, name)`` of a clone for error messages; ``(dataset, dataset)`` if it has no sandbox."""
+        """Return the id and the name of a clone's sandbox, for error messages.
+
+        If the clone belongs to no sandbox, both values are the name of the clone.
+        """
         try:
             record = decode(zfs.local_props(clone), "sandbox").record
         except (ValueError, zfs.exceptions.DatasetNotFound):
@@ -155,14 +158,15 @@ class InstanceStorage:
             self._ballast.run_even_if_full(lambda: zfs.lzc_rename(dataset, new_name, retry=False))
         except zfs.exceptions.DatasetBusy:
             return
-        self._names.move(dataset, new_name)
+        self._names.rename_dataset(dataset, new_name)
 
     # ---- after a scan ----
 
     def sweep(self, findings: SandboxFindings, teardown: Callable[[str], None]) -> list[str]:
-        """Remove uncommitted instances. Returns a sentence for each. The caller holds ``tree_lock``.
+        """Remove the instances and datasets that ``findings`` lists for removal. Returns a sentence for each.
 
-        ``teardown(instance)`` is called before an instance is removed, to stop the processes in it.
+        ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. The caller must
+        hold ``tree_lock``.
         """
         notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded.items()]
         # query again, for each dataset alone, so that no value on another dataset can hide a record
@@ -186,7 +190,7 @@ class InstanceStorage:
         return f"{dataset}: {'removed' if is_removed else 'retired'}, because {reason}"
 
     def _retry_move(self, dataset: str) -> str:
-        """Try again to move a retired dataset. Returns a sentence on failure, so that the gateway can start."""
+        """Try again to move a retired dataset. Returns an error message on failure, so that the gateway can start."""
         try:
             self._move_to_retired(dataset)
         except zfs.exceptions.ZFSError as error:

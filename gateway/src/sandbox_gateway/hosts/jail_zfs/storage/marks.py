@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
 from sandbox_gateway.zfs.parse import Property
 
-FACTS = ("createtxg", "defer_destroy", "canmount")
+SCAN_PROPERTIES = ("createtxg", "defer_destroy", "canmount")
 """The native properties that a scan reads from every dataset and snapshot."""
 
 Facts = Mapping[str, Mapping[str, Property]]
@@ -40,12 +40,12 @@ class Marks:
         if props.get(QUARANTINE) != text:
             self.to_mark[name] = text
 
-    def confirm(self, name: str, props: Mapping[str, str]) -> None:
+    def note_readable(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
         if QUARANTINE in props:
             self.recovered.append(name)
 
-    def notes(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         """Return a sentence for each quarantined or recovered dataset and snapshot."""
         notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantined.items()]
         return notes + [f"{name}: its record can be read again" for name in self.recovered]

@@ -2,8 +2,9 @@
 
 The property ``sandbox:record`` contains one line of JSON: ``{"v": 1, "kind", "generation", "record": {…}}``. The value
 of a property is limited to 8191 bytes, so a longer record is split into parts, ``sandbox:record.<generation>.<n>``. In
-that case, ``sandbox:record`` contains their number and checksum (``parts``, ``sha256``) instead of the record. Setting
-``sandbox:record`` commits the record, and ZFS sets a property atomically. ``generation`` increases with every write.
+that case, ``sandbox:record`` contains the number of parts and a checksum (``parts``, ``sha256``) instead of the record.
+Setting ``sandbox:record`` commits the record, because ZFS sets a property atomically. ``generation`` increases with
+every write.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from sandbox_gateway.config import explain
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import NewerFormat, Record, Sandbox, Snapshot, Volume, VolumeSnapshot, parse_record
+from sandbox_gateway.validation import explain
 
 _VERSION = 1
 """The version of the encoding, ``v``. The format of the record itself is ``records.FORMAT``."""
 HEAD = "sandbox:record"
+"""The property that contains a record, or describes its parts."""
 QUARANTINE = "sandbox:quarantine"
 """The property that records why the gateway does not touch a dataset or snapshot."""
+DOOMED = "sandbox:doomed"
+"""The property that marks the datasets of a volume whose removal is committed."""
 
-_PART = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
-_INLINE_MAX = 7900
-_PART_SIZE = 8000
-_RECORD_MAX = 256 * 1024
+_PART_PATTERN = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
+_MAX_INLINE_BYTES = 7900
+_PART_BYTES = 8000
+_MAX_RECORD_BYTES = 256 * 1024
 
 Kind = Literal["sandbox", "snapshot", "volume", "volume-snapshot"]
 _KINDS: dict[Kind, type[Record]] = {
@@ -48,26 +52,30 @@ class StoredRecord(NamedTuple):
 
 
 def encode(record: Record, generation: int) -> dict[str, str]:
-    """Return the properties that store ``record``; ``sandbox:record`` is the last. Raises Invalid if it is too long."""
+    """Return the properties that store ``record``, ending with ``sandbox:record``.
+
+    Raises Invalid if the record is too long.
+    """
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
     text = _to_json(record.model_dump(mode="json"))
-    if len(text) > _RECORD_MAX:
+    if len(text) > _MAX_RECORD_BYTES:
         raise Invalid(
-            f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_RECORD_MAX}: "
+            f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_MAX_RECORD_BYTES}: "
             "shorten its metadata, its environment or its recipe"
         )
     head: dict[str, Any] = {"v": _VERSION, "kind": kind, "generation": generation}
-    if len(text) <= _INLINE_MAX:
+    if len(text) <= _MAX_INLINE_BYTES:
         return {HEAD: f'{_to_json(head)[:-1]},"record":{text}}}'}
-    parts = [text[start : start + _PART_SIZE] for start in range(0, len(text), _PART_SIZE)]
+    parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
     head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _to_json(head)}
 
 
 def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
-    """Return the record in properties that ``encode`` returned.
+    """Return the record that ``encode`` stored in ``props``, and its generation.
 
-    Raises ValueError, with the defect, for other properties, and NewerFormat for those of a newer release.
+    Raises ValueError with a description of the defect if the properties are invalid, and NewerFormat if a newer release
+    wrote them.
     """
     if HEAD not in props:
         raise ValueError(f"the property {HEAD} is missing")
@@ -75,13 +83,13 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
     generation = head.get("generation")
     version = head.get("v")
     if isinstance(version, int) and version > _VERSION:
-        raise NewerFormat(f"its encoding has version {version}, and this release reads version {_VERSION}")
+        raise NewerFormat(f"its encoding has version {version}, but this release reads only version {_VERSION}")
     if version != _VERSION or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
-        raise ValueError(f"the property {HEAD} has an unknown version")
+        raise ValueError(f"the property {HEAD} has an unknown version or an invalid generation")
     if head.get("kind") != kind:
         raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
     data = (
-        head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its parts")
+        head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its record")
     )
     try:
         return StoredRecord(generation, parse_record(_KINDS[kind], data))
@@ -89,26 +97,26 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         raise ValueError(explain(error)[:500]) from None
 
 
-def volume_snapshot_head(snapshot_id: str) -> str:
-    """Return the name of the property with the record of a volume's snapshot.
+def volume_snapshot_property(snapshot_id: str) -> str:
+    """Return the name of the property that contains the record of a volume's snapshot.
 
-    The id is part of the name because one `zfs snapshot` of several datasets sets the same properties on all of them.
+    The name contains the id because one `zfs snapshot` of several datasets sets the same properties on all of them.
     """
     return f"sandbox:volume-snapshot.{snapshot_id}"
 
 
-def stale_parts(props: Mapping[str, str]) -> list[str]:
-    """Return the names of properties that are parts of uncommitted records."""
+def find_stale_parts(props: Mapping[str, str]) -> list[str]:
+    """Return the names of properties that contain parts of superseded or uncommitted records."""
     try:
         generation = _parse_object(props[HEAD], HEAD).get("generation")
     except (KeyError, ValueError):
         generation = None
-    return [name for name in props if (match := _PART.fullmatch(name)) and int(match[1]) != generation]
+    return [name for name in props if (match := _PART_PATTERN.fullmatch(name)) and int(match[1]) != generation]
 
 
 def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: int) -> str:
     count = head["parts"]
-    if not isinstance(count, int) or not 0 < count <= _RECORD_MAX // _PART_SIZE + 1:
+    if not isinstance(count, int) or not 0 < count <= _MAX_RECORD_BYTES // _PART_BYTES + 1:
         raise ValueError(f"the property {HEAD} has an invalid number of parts")
     names = [f"{HEAD}.{generation}.{n}" for n in range(count)]
     if missing := [name for name in names if name not in props]:
@@ -130,5 +138,5 @@ def _parse_object(text: str, description: str) -> dict[str, Any]:
 
 
 def _to_json(value: object) -> str:
-    """Encode ``value`` as one line of ASCII, which ``zfs`` does not alter."""
+    """Encode ``value`` as one line of ASCII JSON, which ``zfs`` does not alter."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))

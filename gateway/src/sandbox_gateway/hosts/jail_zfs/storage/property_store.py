@@ -9,7 +9,7 @@ from functools import partial
 from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, find_stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.records import Record
 
@@ -57,7 +57,7 @@ class PropertyStore:
     def _remove_stale_parts(name: str) -> None:
         """Remove stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
         with suppress(zfs.exceptions.ZFSError):
-            for prop in stale_parts(zfs.local_props(name)):
+            for prop in find_stale_parts(zfs.local_props(name)):
                 zfs.lzc_inherit_prop(name, prop)
 
     def remove(self, dataset: str) -> None:

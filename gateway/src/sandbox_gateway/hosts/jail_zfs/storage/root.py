@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, Conflict
 
-TEMPLATE = "_template-"
+TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
+_VOLUME_KEY_PATTERN = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
+
+
+def parse_volume_key(name: str) -> tuple[str, int] | None:
+    """Parse the last component of a dataset's name into ``(volume id, rollback number)``.
+
+    Returns None if it is not the name of a volume's dataset.
+    """
+    match = _VOLUME_KEY_PATTERN.fullmatch(name)
+    return (match[1], int(match[2] or 0)) if match else None
+
 
 class RootDataset:
-    """The root dataset, its mount point, and the locks that the modules of the storage share."""
+    """The root dataset, its mount point, and the locks that the storage modules share."""
 
     def __init__(self, dataset: str) -> None:
         self.dataset = dataset
@@ -44,11 +56,14 @@ class RootDataset:
         zfs.check_reachable()
         if not zfs.lzc_exists(self.dataset):
             raise BackendFailed(
-                f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}` or the role jail_zfs_host"
+                f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}` or the jail_zfs_host role"
             )
 
     def mount(self) -> None:
-        """Mount the dataset and its containers, and create missing containers."""
+        """Create missing containers, and mount the dataset and its containers.
+
+        Raises BackendFailed if the dataset has no usable mount point.
+        """
         facts = zfs.get_props([self.dataset], ["mountpoint", "type"])[self.dataset]
         path = facts["mountpoint"].value
         if facts["type"].value != "filesystem" or not path.startswith("/"):

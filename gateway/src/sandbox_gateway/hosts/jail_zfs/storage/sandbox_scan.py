@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, StoredRecord, decode, stale_parts
-from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    HEAD,
+    QUARANTINE,
+    StoredRecord,
+    decode,
+    find_stale_parts,
+)
+from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE_PREFIX, VOLUMES
 from sandbox_gateway.records import NewerFormat, Sandbox, Snapshot
 
 
@@ -27,7 +33,7 @@ class SandboxFindings:
     uncommitted: list[str] = field(default_factory=list)
     """Instances without a record, to be removed."""
     superseded: dict[str, str] = field(default_factory=dict)
-    """Instances whose sandbox has a newer instance, with the reason for which they are to be removed."""
+    """Instances whose sandbox has a newer instance, with the reason for removing them."""
     empty: list[str] = field(default_factory=list)
     """Retired datasets and datasets of templates that have no snapshots."""
     to_move: list[str] = field(default_factory=list)
@@ -35,9 +41,9 @@ class SandboxFindings:
 
 
 class _Claim(NamedTuple):
-    """An instance with the record of a sandbox.
+    """An instance that has a sandbox's record, and therefore claims to be its current instance.
 
-    If several instances have a record of one sandbox, the highest claim wins.
+    If several instances claim the same sandbox, the claim with the highest generation wins.
     """
 
     generation: int
@@ -49,7 +55,7 @@ class _Claim(NamedTuple):
 def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
     """Interpret the datasets and snapshots below ``root``.
 
-    ``facts``: their FACTS. ``local``: the user properties set on each of them.
+    ``facts`` contains the SCAN_PROPERTIES of each, and ``local`` the user properties that are set on each.
     """
     reader = _Reader(root, facts, local)
     reader.read_snapshots()
@@ -71,10 +77,10 @@ class _Reader:
         return self._local.get(name, {})
 
     def read_snapshots(self) -> None:
-        for name in self._snapshot_names():
+        for name in self._list_snapshot_names():
             self._read_snapshot(name)
 
-    def _snapshot_names(self) -> list[str]:
+    def _list_snapshot_names(self) -> list[str]:
         """Return the names of snapshots with a record, oldest first. Skips hidden snapshots and those of volumes."""
         names = (
             name
@@ -85,17 +91,17 @@ class _Reader:
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
     def _read_snapshot(self, name: str) -> None:
-        decoded = self._decode(name, "snapshot")
-        if decoded is None or not isinstance(record := decoded.record, Snapshot):
+        stored_record = self._decode(name, "snapshot")
+        if stored_record is None or not isinstance(record := stored_record.record, Snapshot):
             return
         if record.id in self.findings.snapshot_names:
-            other = self.findings.snapshot_names[record.id]
-            self._quarantine(name, f"{other} also has the record of the snapshot {record.id}")
+            other_name = self.findings.snapshot_names[record.id]
+            self._quarantine(name, f"{other_name} also has the record of the snapshot {record.id}")
             return
         self.findings.snapshot_names[record.id] = name
-        self.findings.generations[record.id] = decoded.generation
+        self.findings.generations[record.id] = stored_record.generation
         self.findings.snapshots.append(record)
-        self._confirm(name)
+        self._note_readable(name)
 
     def read_instances(self) -> dict[str, list[_Claim]]:
         prefix = f"{self._root}/{SANDBOXES}/"
@@ -105,17 +111,19 @@ class _Reader:
             if not name.startswith(prefix) or "@" in name or "/" in instance:
                 continue
             if HEAD not in self._props(name):
-                self._read_uncommitted(name, instance)
-            elif (decoded := self._decode(name, "sandbox")) and isinstance(record := decoded.record, Sandbox):
+                self._read_unrecorded_instance(name, instance)
+            elif (stored_record := self._decode(name, "sandbox")) and isinstance(
+                record := stored_record.record, Sandbox
+            ):
                 if record.instance != instance:
                     self._quarantine(name, f"its record belongs to the instance {record.instance}")
                     continue
-                claim = _Claim(decoded.generation, facts["createtxg"].number, instance, record)
+                claim = _Claim(stored_record.generation, facts["createtxg"].number, instance, record)
                 claims.setdefault(record.id, []).append(claim)
-                self._confirm(name)
+                self._note_readable(name)
         return claims
 
-    def _read_uncommitted(self, name: str, instance: str) -> None:
+    def _read_unrecorded_instance(self, name: str, instance: str) -> None:
         if QUARANTINE in self._props(name):
             self._quarantine(name, self._props(name)[QUARANTINE])
         elif is_retired(self._facts[name]["canmount"], has_record=False):
@@ -148,23 +156,26 @@ class _Reader:
     def _quarantine(self, name: str, reason: str) -> None:
         self.findings.marks.quarantine(name, self._props(name), reason)
 
-    def _confirm(self, name: str) -> None:
-        self.findings.marks.confirm(name, self._props(name))
+    def _note_readable(self, name: str) -> None:
+        self.findings.marks.note_readable(name, self._props(name))
 
     def find_parts(self) -> None:
-        """Find parts of records. Parts of quarantined records are never stale, because they may help to repair them."""
-        readable = {
+        """Find the parts of records, and determine which of them are stale.
+
+        Parts of quarantined records are kept, because they may help to repair the records.
+        """
+        readable_names = {
             *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
         }
         for name, props in self._local.items():
             if any(prop.startswith(f"{HEAD}.") for prop in props):
                 self.findings.multipart.add(name)
-            if name in readable:
-                self.findings.marks.stale += [(name, prop) for prop in stale_parts(props)]
+            if name in readable_names:
+                self.findings.marks.stale += [(name, prop) for prop in find_stale_parts(props)]
 
     def find_empty_datasets(self) -> None:
-        prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE}")
+        prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE_PREFIX}")
         datasets_with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
         disposable_datasets = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
         self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class SnapshotNames:
-    """The full names of the snapshots of sandboxes or volumes. ``noun``: what an error message calls a snapshot.
+    """The full names of the snapshots of sandboxes or volumes. ``noun`` is the word for a snapshot in error messages.
 
     The name of a sandbox's snapshot changes when the sandbox's dataset is retired.
     """
@@ -40,7 +40,7 @@ class SnapshotNames:
         with self._root.index_lock:
             self._names = {snapshot_id: name for snapshot_id, name in self._names.items() if name not in names}
 
-    def move(self, old: str, new: str) -> None:
+    def rename_dataset(self, old: str, new: str) -> None:
         """Record that the dataset ``old`` was renamed to ``new``."""
         with self._root.index_lock:
             for snapshot_id, name in self._names.items():
@@ -53,7 +53,7 @@ class SnapshotNames:
             return set(self._names.values())
 
     def find(self, snapshot_id: str) -> str:
-        """Return the current ``dataset@snapshot``. Raises NotFound."""
+        """Return the current full name of a snapshot, ``dataset@snapshot``. Raises NotFound."""
         with self._root.index_lock:
             try:
                 return self._names[snapshot_id]
@@ -61,9 +61,9 @@ class SnapshotNames:
                 raise self._not_found(snapshot_id) from None
 
     def call_with_name(self, snapshot_id: str, action: Callable[[str], R]) -> R:
-        """Call ``action`` with the snapshot's full name. If the snapshot is renamed during the call, call it again.
+        """Call ``action`` with the snapshot's full name, and again if the snapshot is renamed during the call.
 
-        Raises NotFound.
+        Raises NotFound if the snapshot does not exist.
         """
         while True:
             name = self.find(snapshot_id)

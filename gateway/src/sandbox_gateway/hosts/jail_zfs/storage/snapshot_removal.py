@@ -9,21 +9,21 @@ from sandbox_gateway.errors import InUseExternally
 
 
 def destroy_snapshot(name: str, *, deferred: bool, check_clones: Callable[[], None]) -> bool:
-    """Destroy a snapshot and return True. Returns False if it is only hidden, because it is held or has clones.
+    """Destroy a snapshot, or hide it if it is held or has clones. Returns whether it was destroyed.
 
-    ZFS destroys a hidden snapshot with its last clone or hold. Unless ``deferred``, raises InUseExternally if the
-    snapshot is held. ``check_clones`` raises it if a clone prevents hiding the snapshot.
+    ZFS destroys a hidden snapshot when its last clone or hold is removed. Unless ``deferred``, raises InUseExternally
+    if the snapshot is held, and calls ``check_clones``, which raises InUseExternally if a clone prevents hiding it.
     """
     try:
         zfs.lzc_destroy_snaps([name], False)
         return True
     except zfs.exceptions.SnapshotDestructionFailure as failure:
-        reason = failure.errors[0]
-        if not isinstance(reason, zfs.exceptions.SnapshotIsHeld | zfs.exceptions.SnapshotIsCloned):
+        error = failure.errors[0]
+        if not isinstance(error, zfs.exceptions.SnapshotIsHeld | zfs.exceptions.SnapshotIsCloned):
             raise
     if not deferred:
         check_clones()
-        if isinstance(reason, zfs.exceptions.SnapshotIsHeld):
+        if isinstance(error, zfs.exceptions.SnapshotIsHeld):
             raise InUseExternally({"hold": {name: name}}, "Release it first (`zfs release`).")
     zfs.lzc_destroy_snaps([name], True)
     return not zfs.lzc_exists(name)

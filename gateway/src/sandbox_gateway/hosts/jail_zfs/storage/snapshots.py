@@ -11,7 +11,7 @@ from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE_PREFIX, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -39,7 +39,7 @@ class SnapshotStorage:
         self._volume_snapshots = volume_snapshots
 
     def full_name(self, snapshot_id: str) -> str:
-        """Return the current ``dataset@snapshot``. Raises NotFound."""
+        """Return the current full name of a snapshot, ``dataset@snapshot``. Raises NotFound."""
         return self._names.find(snapshot_id)
 
     @translate_errors
@@ -48,11 +48,11 @@ class SnapshotStorage:
 
         Destroys the dataset if ``fill`` raises an exception.
         """
-        dataset = f"{self._root.dataset}/{TEMPLATE}{record.id}"
+        dataset = f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}"
         zfs.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
         try:
             zfs.mount(dataset)
-            fill(self._root.mountpoint / f"{TEMPLATE}{record.id}")
+            fill(self._root.mountpoint / f"{TEMPLATE_PREFIX}{record.id}")
             zfs.unmount(dataset)
             self._capture(f"{dataset}@{_BASE_NAME}", record)
         except BaseException:
@@ -65,7 +65,7 @@ class SnapshotStorage:
     def capture(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
         """Take snapshots of an instance's file system and of volumes in one all-or-nothing operation.
 
-        They contain everything that programs have written, but memory-mapped data only if it was synced.
+        They contain everything that programs have written. Memory-mapped data is included only if it was synced.
         """
         self._capture(f"{self._instances.dataset(instance)}@{record.id}", record, volumes)
         return record

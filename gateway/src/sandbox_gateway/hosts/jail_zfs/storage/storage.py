@@ -1,14 +1,6 @@
 """Manage the storage of a jail host: datasets, snapshots, and records in their user properties.
 
-::
-
-    <root>/_template-<id>@base        a template as built; its dataset stays unmounted
-    <root>/sandboxes/<instance>       a clone, with the record of its sandbox (instances.py)
-    <root>/sandboxes/<instance>@<id>  a snapshot, with its record (snapshots.py)
-    <root>/retired/<instance>         an instance of a removed sandbox, kept unmounted until its last snapshot is
-                                      removed (on zfs-fuse it stays in sandboxes/ while forks are mounted)
-    <root>/volumes/<id>               a volume (volumes.py)
-    <root>/ballast                    16 MiB that a full pool can release (ballast.py)
+docs/jail_zfs.md ("Datasets") lists the datasets.
 
 The command that takes a snapshot also sets its record, so a snapshot exists as soon as ZFS has taken it. A sandbox
 exists as soon as the record of its instance is written (``instances.save``). ``scan`` removes datasets without a
@@ -34,16 +26,16 @@ from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandbo
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
-from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_FACTS, interpret_volumes
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
-from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer
+from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer_records
 
 
 @dataclass
 class StorageScan:
-    """The result of ``scan``."""
+    """The result of ``ZfsStorage.scan``."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
@@ -89,7 +81,7 @@ class ZfsStorage:
         return notes
 
     def close(self) -> None:
-        """Release the root dataset. Everything stays mounted, and errors of ZFS are ignored."""
+        """Release the root dataset. Everything stays mounted, and ZFS errors are ignored."""
         self._lock.release()
 
     @translate_errors
@@ -108,25 +100,28 @@ class ZfsStorage:
         anything is changed, if a newer release has written a record that this release cannot read.
         """
         with self.root.tree_lock:
-            root = self.root.dataset
-            facts, local = zfs.get_tree(root, VOLUME_FACTS), zfs.local_tree(root)
-            findings, volume_findings = interpret_sandboxes(root, facts, local), interpret_volumes(root, facts, local)
-            refuse_newer(findings.marks.newer | volume_findings.marks.newer)
+            root_dataset = self.root.dataset
+            facts, local = zfs.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs.local_tree(root_dataset)
+            findings = interpret_sandboxes(root_dataset, facts, local)
+            volume_findings = interpret_volumes(root_dataset, facts, local)
+            refuse_newer_records(findings.marks.newer | volume_findings.marks.newer)
             with self.root.index_lock:
                 self._names.load(findings.snapshot_names)
                 self._records.load(findings.generations, findings.multipart)
             self._records.mark(findings.marks)
             notes = self.volumes.load(volume_findings)
-            notes += findings.marks.notes()
+            notes += findings.marks.list_notes()
             notes += self.instances.sweep(findings, teardown)
             notes += self._ballast.refill()
-            instances = self.root.child(SANDBOXES, "")
-            unreadable = [name for name in findings.marks.quarantined if name.startswith(instances) and "@" not in name]
+            instance_prefix = self.root.child(SANDBOXES, "")
+            unreadable_datasets = [
+                name for name in findings.marks.quarantined if name.startswith(instance_prefix) and "@" not in name
+            ]
             return StorageScan(
                 findings.snapshots,
                 findings.sandboxes,
                 notes,
                 volume_findings.volumes,
                 volume_findings.snapshots,
-                unreadable,
+                unreadable_datasets,
             )

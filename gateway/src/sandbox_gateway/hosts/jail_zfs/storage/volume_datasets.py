@@ -8,10 +8,9 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, volume_key
+from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.records import Volume
 
 
@@ -42,7 +41,7 @@ class VolumeDatasets:
         with self._root.index_lock:
             return volume_id in self._current
 
-    def current(self, volume_id: str) -> str:
+    def get_current(self, volume_id: str) -> str:
         """Return the current dataset of a volume. Raises NotFound."""
         with self._root.index_lock:
             try:
@@ -54,7 +53,7 @@ class VolumeDatasets:
         """Return all datasets of a volume, current and former, newest first."""
         numbered_datasets = []
         for dataset in zfs.list_datasets(f"{self._root.dataset}/{VOLUMES}", depth=1)[1:]:
-            key = volume_key(dataset.rpartition("/")[2])
+            key = parse_volume_key(dataset.rpartition("/")[2])
             if key is not None and key[0] == volume_id:
                 numbered_datasets.append((key[1], dataset))
         return [dataset for _, dataset in sorted(numbered_datasets, reverse=True)]
@@ -62,11 +61,14 @@ class VolumeDatasets:
     def owner_id(self, dataset: str) -> str:
         """Return the id of the volume that a dataset belongs to, or the dataset's name if it belongs to no volume."""
         parent, _, name = dataset.rpartition("/")
-        key = volume_key(name)
+        key = parse_volume_key(name)
         return key[0] if key is not None and parent == f"{self._root.dataset}/{VOLUMES}" else dataset
 
     def identify(self, clone: str) -> tuple[str, str]:
-        """Return ``(volume id, name)`` of a clone for an error message; ``(dataset, dataset)`` if it has no volume."""
+        """Return the id and the name of a clone's volume, for error messages.
+
+        If the clone belongs to no volume, both values are the name of the clone.
+        """
         volume_id = self.owner_id(clone)
         try:
             record = decode(zfs.local_props(self._current.get(volume_id, clone)), "volume").record
@@ -77,7 +79,7 @@ class VolumeDatasets:
 
     # ---- whether a dataset is still needed ----
 
-    def is_retired_for_snapshots(self, dataset: str) -> bool:
+    def is_retired_with_snapshots(self, dataset: str) -> bool:
         return self.tree.is_retired(dataset) and bool(zfs.list_snapshots(dataset))
 
     def _is_disposable(self, dataset: str) -> bool:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties, is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, decode, volume_snapshot_head
-from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
+from sandbox_gateway.hosts.jail_zfs.storage.marks import SCAN_PROPERTIES, Facts, Marks, UserProperties, is_retired
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    DOOMED,
+    HEAD,
+    QUARANTINE,
+    decode,
+    volume_snapshot_property,
+)
+from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, parse_volume_key
 from sandbox_gateway.records import NewerFormat, Volume, VolumeSnapshot
 
-VOLUME_FACTS = (*FACTS, "mounted", "refquota")
-"""The native properties that ``interpret_volumes`` needs of every dataset and snapshot."""
-DOOMED = "sandbox:doomed"
-"""User property that marks the datasets of a volume whose removal is committed."""
-
-_DATASET_NAME = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
+VOLUME_SCAN_PROPERTIES = (*SCAN_PROPERTIES, "mounted", "refquota")
+"""The native properties that ``interpret_volumes`` reads from every dataset and snapshot."""
 
 
 @dataclass
@@ -48,9 +49,9 @@ class VolumeFindings:
 
 
 class _Claim(NamedTuple):
-    """A dataset with the record of a volume.
+    """A dataset that has a volume's record, and therefore claims to be its current dataset.
 
-    If several datasets have a record of one volume, the highest claim wins.
+    If several datasets claim the same volume, the claim with the highest generation wins.
     """
 
     generation: int
@@ -59,23 +60,17 @@ class _Claim(NamedTuple):
     record: Volume
 
 
-def volume_key(name: str) -> tuple[str, int] | None:
-    """Parse the last component of a volume's dataset into ``(id, number of the rollback)``; None if it is malformed."""
-    match = _DATASET_NAME.fullmatch(name)
-    return (match[1], int(match[2] or 0)) if match else None
-
-
 def interpret_volumes(root: str, facts: Facts, local: UserProperties) -> VolumeFindings:
     """Interpret the datasets and snapshots of volumes below ``root``.
 
-    ``facts``: their VOLUME_FACTS. ``local``: the user properties set on each of them.
+    ``facts`` contains the VOLUME_SCAN_PROPERTIES of each, and ``local`` the user properties that are set on each.
     """
     reader = _Reader(root, facts, local)
     claims, unrecorded = reader.read_datasets()
     for volume_id, volume_claims in claims.items():
         reader.resolve_claims(volume_id, volume_claims)
     for volume_id, names in unrecorded.items():
-        reader.read_without_record(volume_id, names)
+        reader.read_unrecorded_datasets(volume_id, names)
     reader.read_snapshots()
     return reader.findings
 
@@ -88,7 +83,7 @@ class _Reader:
         self.findings = VolumeFindings()
 
     def read_datasets(self) -> tuple[dict[str, list[_Claim]], dict[str, list[str]]]:
-        """Return the datasets of volumes with a readable record, and those without a record, keyed by the volume's id.
+        """Return volumes' datasets that have a readable record, and those that have none, keyed by the volume's id.
 
         Omits the datasets of doomed volumes.
         """
@@ -96,22 +91,22 @@ class _Reader:
         unrecorded: dict[str, list[str]] = {}
         for name in self._facts:
             if name.startswith(self._prefix) and "@" not in name:
-                self._read(name, claims, unrecorded)
+                self._read_dataset(name, claims, unrecorded)
         for volume_id in self.findings.doomed:
             claims.pop(volume_id, None)
             unrecorded.pop(volume_id, None)
         return claims, unrecorded
 
-    def _read(self, name: str, claims: dict[str, list[_Claim]], unrecorded: dict[str, list[str]]) -> None:
-        key, props = volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
+    def _read_dataset(self, name: str, claims: dict[str, list[_Claim]], unrecorded: dict[str, list[str]]) -> None:
+        key, props = parse_volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
             self.findings.marks.quarantine(name, props, "its name is not the name of a volume")
         elif DOOMED in props:
             self.findings.doomed.add(key[0])
         elif HEAD in props:
             try:
-                decoded = decode(props, "volume")
-                record = decoded.record
+                stored_record = decode(props, "volume")
+                record = stored_record.record
                 assert isinstance(record, Volume)
                 if record.id != key[0]:
                     raise ValueError(f"its record belongs to the volume {record.id}")
@@ -121,8 +116,8 @@ class _Reader:
             except ValueError as error:
                 self._quarantine(name, key[0], str(error))
                 return
-            claims.setdefault(key[0], []).append(_Claim(decoded.generation, key[1], name, record))
-            self.findings.marks.confirm(name, props)
+            claims.setdefault(key[0], []).append(_Claim(stored_record.generation, key[1], name, record))
+            self.findings.marks.note_readable(name, props)
         elif QUARANTINE in props:
             self._quarantine(name, key[0], props[QUARANTINE])
         else:
@@ -146,7 +141,7 @@ class _Reader:
             findings.sizes[dataset] = newest.record.size_mb << 20
         findings.leftover += [claim.dataset for claim in older]
 
-    def read_without_record(self, volume_id: str, names: list[str]) -> None:
+    def read_unrecorded_datasets(self, volume_id: str, names: list[str]) -> None:
         for name in names:
             canmount = self._facts[name]["canmount"]
             has_snapshots = any(each.startswith(f"{name}@") for each in self._facts)
@@ -163,8 +158,11 @@ class _Reader:
                 self.findings.uncommitted.append(name)
 
     def read_snapshots(self) -> None:
-        """Read snapshots, oldest first. Skips snapshots of other tools and those marked for deferred destruction."""
-        sandbox_snapshots = {
+        """Read snapshots, oldest first.
+
+        Skips snapshots that other tools created and snapshots that are marked for deferred destruction.
+        """
+        sandbox_snapshot_ids = {
             name.partition("@")[2]
             for name, facts in self._facts.items()
             if "@" in name and not name.startswith(self._prefix) and not facts["defer_destroy"].is_on
@@ -172,26 +170,26 @@ class _Reader:
         names = [name for name in self._facts if name.startswith(self._prefix) and "@" in name]
         for name in sorted(names, key=lambda name: self._facts[name]["createtxg"].number):
             dataset, _, snapshot_id = name.partition("@")
-            key, props = volume_key(dataset.removeprefix(self._prefix)), self._local.get(name, {})
-            head = props.get(volume_snapshot_head(snapshot_id))
-            if key is None or key[0] not in self.findings.datasets or head is None:
+            key, props = parse_volume_key(dataset.removeprefix(self._prefix)), self._local.get(name, {})
+            record_text = props.get(volume_snapshot_property(snapshot_id))
+            if key is None or key[0] not in self.findings.datasets or record_text is None:
                 continue
             if self._facts[name]["defer_destroy"].is_on:
                 continue
             try:
-                record = decode({HEAD: head}, "volume-snapshot").record
+                record = decode({HEAD: record_text}, "volume-snapshot").record
                 assert isinstance(record, VolumeSnapshot)
                 if (record.id, record.volume) != (snapshot_id, key[0]):
-                    raise ValueError(f"its record belongs to {record.id}, a snapshot of {record.volume}")
+                    raise ValueError(f"its record belongs to the snapshot {record.id} of the volume {record.volume}")
             except NewerFormat as error:
                 self.findings.marks.newer[name] = str(error)
                 continue
             except ValueError as error:
                 self.findings.marks.quarantine(name, props, str(error))
                 continue
-            self.findings.marks.confirm(name, props)
+            self.findings.marks.note_readable(name, props)
             self.findings.snapshot_names[snapshot_id] = name
-            if record.sandbox_snapshot and record.sandbox_snapshot not in sandbox_snapshots:
+            if record.sandbox_snapshot and record.sandbox_snapshot not in sandbox_snapshot_ids:
                 self.findings.orphaned.append(snapshot_id)
             else:
                 self.findings.snapshots.append(record)

@@ -1,7 +1,7 @@
 """Manage snapshots of volumes.
 
-A snapshot cannot be removed while another volume is a clone of it, and neither can its volume. The clone shares the
-snapshot's blocks, so hiding the snapshot would free no space, and ``promote`` would move snapshots to the clone.
+Neither a snapshot nor its volume can be removed while another volume is a clone of the snapshot. The clone shares the
+snapshot's blocks, so hiding the snapshot would not free any space, and `zfs promote` would move snapshots to the clone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import InUseExternally
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_property
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
@@ -38,8 +38,8 @@ class VolumeSnapshots:
 
     def describe(self, records: Sequence[VolumeSnapshot]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the names and properties of new snapshots, as ``({id: full name}, {property: value})``."""
-        names = {record.id: f"{self._datasets.current(record.volume)}@{record.id}" for record in records}
-        return names, {volume_snapshot_head(record.id): encode(record, 1)[HEAD] for record in records}
+        names = {record.id: f"{self._datasets.get_current(record.volume)}@{record.id}" for record in records}
+        return names, {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
 
     # ---- removing ----
 
@@ -47,9 +47,9 @@ class VolumeSnapshots:
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> None:
         """Remove a volume's snapshot.
 
-        Unless ``deferred``, raises InUseExternally, with the names of all users, if other volumes are clones of it or
-        it is held. If its own volume was rolled back to it, the snapshot is hidden, and ZFS removes it with its last
-        clone.
+        Unless ``deferred``, raises InUseExternally, with the names of all users, if the snapshot is held or another
+        volume is a clone of it. If its own volume was rolled back to it, the snapshot is hidden, and ZFS removes it
+        with its last clone.
         """
         with self._root.tree_lock:
             name = self.names.find(snapshot_id)
@@ -84,8 +84,8 @@ class VolumeSnapshots:
         }
         own_snapshots = self.names.list_all()
         # Hidden snapshots are not in the index, but are not foreign: ZFS destroys them with their last clone.
-        deferred = zfs.get_props(names, ["defer_destroy"])
-        hidden_snapshots = {name for name, facts in deferred.items() if facts["defer_destroy"].is_on}
+        deferral_props = zfs.get_props(names, ["defer_destroy"])
+        hidden_snapshots = {name for name, facts in deferral_props.items() if facts["defer_destroy"].is_on}
         foreign_snapshots = set(names) - own_snapshots - hidden_snapshots - held_snapshots
         if held_snapshots or foreign_snapshots:
             users = {

@@ -21,11 +21,11 @@ from pathlib import Path
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
-from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
-from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VolumeFindings, volume_key
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VolumeFindings
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import check_quota, translate_errors
 from sandbox_gateway.records import Volume
@@ -61,12 +61,12 @@ class VolumeStorage:
 
     def dataset(self, volume_id: str) -> str:
         """Return the current dataset of a volume. Raises NotFound."""
-        return self._datasets.current(volume_id)
+        return self._datasets.get_current(volume_id)
 
     def id_at(self, path: str) -> str:
         """Return the id of the volume whose current or former dataset is mounted at ``path``, or "" if none is."""
         parent, _, name = path.rpartition("/")
-        key = volume_key(name)
+        key = parse_volume_key(name)
         return key[0] if key is not None and parent == str(self.directory) else ""
 
     def is_known(self, volume_id: str) -> bool | None:
@@ -99,15 +99,15 @@ class VolumeStorage:
     def create(self, record: Volume, source: str | None = None) -> None:
         """Create a volume as a copy of the snapshot ``source``, or empty and writable by every user.
 
-        Raises NotFound, NoSpace, and OverQuota if the snapshot is larger than the volume.
+        Raises NotFound or NoSpace, and OverQuota if the snapshot is larger than the volume.
         """
         dataset = self._root.child(VOLUMES, record.id)
         record.host = {"dataset": dataset}
         if source is None:
             self._create_empty(dataset, record)
         else:
-            options = encode(record, 1) | {"refquota": str(record.size_mb << 20)}
-            self._clone(source, dataset, options, record.size_mb)
+            props = encode(record, 1) | {"refquota": str(record.size_mb << 20)}
+            self._clone(source, dataset, props, record.size_mb)
         self._datasets.set_current(record.id, dataset)
         self._records.add_generations({record.id: 1})
 
@@ -121,9 +121,9 @@ class VolumeStorage:
                 self._datasets.tree.destroy(dataset)
             raise
 
-    def _clone(self, source: str, dataset: str, options: dict[str, str], size_mb: int) -> None:
+    def _clone(self, source: str, dataset: str, props: dict[str, str], size_mb: int) -> None:
         try:
-            self._snapshots.names.call_with_name(source, lambda origin: zfs.lzc_clone(dataset, origin, options))
+            self._snapshots.names.call_with_name(source, lambda origin: zfs.lzc_clone(dataset, origin, props))
         except zfs.exceptions.NoSpace:
             self._snapshots.names.call_with_name(source, lambda origin: check_quota(origin, size_mb, "volume"))
             raise
@@ -144,28 +144,31 @@ class VolumeStorage:
 
     @translate_errors
     def begin_rollback(self, record: Volume, snapshot_id: str) -> str:
-        """Create the volume's next dataset, a mounted clone. The next scan removes it unless it is committed."""
+        """Create the volume's next dataset as a mounted clone of the snapshot, and return its name.
+
+        The next scan removes the dataset unless the rollback is committed.
+        """
         with self._root.tree_lock:
             datasets = self._datasets.list_all(record.id)
-            numbers = [key[1] for name in datasets if (key := volume_key(name.rpartition("/")[2]))]
-            dataset = self._root.child(VOLUMES, f"{record.id}.{max(numbers, default=0) + 1}")
+            rollback_numbers = [key[1] for name in datasets if (key := parse_volume_key(name.rpartition("/")[2]))]
+            dataset = self._root.child(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
             self._clone(snapshot_id, dataset, {"refquota": str(record.size_mb << 20)}, record.size_mb)
         return dataset
 
     @translate_errors
     def commit_rollback(self, record: Volume, dataset: str) -> None:
-        """Make ``dataset`` the current dataset of the volume. Call ``settle`` to retire the former dataset."""
+        """Make ``dataset`` the current dataset of the volume. Then call ``retire_former_datasets``."""
         self._records.write(dataset, record.model_copy(update={"host": {"dataset": dataset}}))
         record.host = {"dataset": dataset}
         self._datasets.set_current(record.id, dataset)
 
     @translate_errors
-    def settle(self, volume_id: str) -> list[str]:
+    def retire_former_datasets(self, volume_id: str) -> list[str]:
         """Retire or destroy a volume's former datasets, and return their names. Call it again if it raises Busy."""
         with self._root.tree_lock:
             current, names = self.dataset(volume_id), []
             for dataset in self._datasets.list_all(volume_id):
-                if dataset != current and not self._datasets.is_retired_for_snapshots(dataset):
+                if dataset != current and not self._datasets.is_retired_with_snapshots(dataset):
                     self._datasets.tree.destroy_or_retire(dataset)
                     names.append(dataset)
             return names
@@ -206,23 +209,23 @@ class VolumeStorage:
     # ---- after a scan ----
 
     def load(self, findings: VolumeFindings) -> list[str]:
-        """Load the result of a scan, set sizes and mount volumes. Returns a sentence for each repair."""
+        """Load the result of a scan, correct quotas and mount volumes. Returns a sentence for each repair."""
         with self._root.index_lock:
             self._datasets.load(findings.datasets)
             self._snapshots.names.load(findings.snapshot_names)
             self._records.add_generations(findings.generations)
             self._findings = findings
         self._records.mark(findings.marks)
-        notes = findings.marks.notes()
+        notes = findings.marks.list_notes()
         for dataset, size in findings.sizes.items():
-            set_size = partial(zfs.lzc_set_prop, dataset, "refquota", size)
+            set_quota = partial(zfs.lzc_set_prop, dataset, "refquota", size)
             action = "reset to the size in its record"
-            notes.append(_attempt(dataset, action, "because its quota was different", set_size))
-        mounts = [_attempt(dataset, "mounted", "", partial(zfs.mount, dataset)) for dataset in findings.unmounted]
-        return [note for note in notes + mounts if note]
+            notes.append(_attempt(dataset, action, "because its quota was different", set_quota))
+        mount_notes = [_attempt(dataset, "mounted", "", partial(zfs.mount, dataset)) for dataset in findings.unmounted]
+        return [note for note in notes + mount_notes if note]
 
     def sweep(self) -> list[str]:
-        """Remove leftovers that the last scan found, unless a jail mounts them. Returns a sentence for each."""
+        """Remove leftovers that the last scan found, unless a jail has them mounted. Returns a sentence for each."""
         findings = self._findings
         notes = []
         for snapshot_id in findings.orphaned:

@@ -27,37 +27,43 @@ def translate_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Raise GatewayError instead of ZFSError."""
+    """Raise GatewayError instead of ZFSError inside this context."""
     try:
         yield
     except zfs.exceptions.MultipleOperationsFailure as error:
-        raise gateway_error(error.errors[0]) from error
+        raise to_gateway_error(error.errors[0]) from error
     except zfs.exceptions.ZFSError as error:
-        raise gateway_error(error) from error
+        raise to_gateway_error(error) from error
 
 
-def gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
-    name = f" {error.name}" if error.name else ""
+def to_gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
+    name_suffix = f" {error.name}" if error.name else ""
     match error:
         case zfs.exceptions.NoSpace():
             pool = (error.name or "").partition("/")[0] or "ZFS"
-            return NoSpace(f"the pool {pool} has no space left{name and f' for{name}'}: remove snapshots or sandboxes")
+            return NoSpace(
+                f"the pool {pool} has no space left{name_suffix and f' for{name_suffix}'}: remove snapshots or "
+                "sandboxes"
+            )
         case zfs.exceptions.QuotaExceeded():
-            return OverQuota(f"the disk quota of{name} is too small for its data: choose a larger quota")
+            return OverQuota(
+                f"the disk quota of{name_suffix or ' the dataset'} is too small for its data: choose a larger quota"
+            )
         case zfs.exceptions.ZFSInitializationFailed():
             return BackendFailed(f"ZFS cannot be reached: {error.details}")
         case zfs.exceptions.DatasetBusy():
-            dependents = f" ({', '.join(error.related)})" if error.related else ""
+            dependents_suffix = f" ({', '.join(error.related)})" if error.related else ""
             return Busy(
-                f"the dataset{name} is busy{dependents}: a process or a mount still uses it, so try again later"
+                f"the dataset{name_suffix} is busy{dependents_suffix}: a process or a mount still uses it, so try "
+                "again later"
             )
         case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
             return BackendFailed(
-                f"the pool of{name or ' the dataset'} does not accept writes ({error.message}): run `zpool status` to "
-                "find the cause"
+                f"the pool of{name_suffix or ' the dataset'} does not accept writes ({error.message}): run "
+                "`zpool status` to find the cause"
             )
         case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
-            return Invalid(f"ZFS refused{name}: {error.details or error.message}")
+            return Invalid(f"ZFS rejected{name_suffix}: {error.details or error.message}")
     return BackendFailed(f"ZFS failed: {error}")
 
 

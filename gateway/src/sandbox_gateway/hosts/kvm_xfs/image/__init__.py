@@ -1,6 +1,7 @@
-"""Manage the files below the state root: disks, memory images, and the files of machines and snapshots.
+"""Manage the files of machines and snapshots: disks, kernels and memory images.
 
-``layout`` defines all paths below the state root, ``instances`` creates the files of a machine, ``snapshots`` commits
-and finds snapshots and templates, ``reflink`` shares blocks between files. ``memory_roots`` stores memory images on
-another file system, and ``held_images`` keeps images alive for machines.
+``layout`` defines the paths of machines, snapshots, templates, volumes and memory images. ``instances`` creates the
+files of a machine, ``snapshots`` commits and finds snapshots and templates, and ``reflink`` shares blocks between
+files. These files are below the state root, except for memory images in a memory root: ``memory_roots`` stores images
+there, and ``held_images`` preserves the images that machines use, on either file system.
 """

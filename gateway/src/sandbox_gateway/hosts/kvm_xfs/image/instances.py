@@ -6,16 +6,16 @@ import contextlib
 import os
 from pathlib import Path
 
-from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image import held_images, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFiles
 from sandbox_gateway.records import Sandbox
 
 
-def create_files(source: SnapshotFiles, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
+def create_files(source: SnapshotFiles, files: InstanceFiles, sandbox: Sandbox, with_memory: bool) -> None:
     """Create a machine's files from those of a snapshot.
 
-    The base image of the memory outlives the snapshot.
+    The machine's base memory image outlives the snapshot.
     """
     files.directory.parent.mkdir(mode=0o711, exist_ok=True)
     files.directory.mkdir(mode=0o711)
@@ -30,10 +30,10 @@ def create_files(source: SnapshotFiles, files: Instance, sandbox: Sandbox, with_
         create_memory_file(files, sandbox.resources.memory_mb)
 
 
-def create_memory_file(files: Instance, memory_mb: int) -> None:
+def create_memory_file(files: InstanceFiles, memory_mb: int) -> None:
     """Create an empty memory image for a machine that boots.
 
-    Images of a former machine with the same files are not images of this machine's memory, so they are removed.
+    Removes images of an earlier machine with the same files, because they do not match this machine's memory.
     """
     files.last_memory_check.unlink(missing_ok=True)
     files.taken_marker.unlink(missing_ok=True)
@@ -44,25 +44,25 @@ def create_memory_file(files: Instance, memory_mb: int) -> None:
         image.truncate(memory_mb << 20)
 
 
-def sync(files: Instance) -> None:
-    """Flush a machine's disk image and the file system's log to disk."""
-    directory_records.sync_file(files.disk)
-    directory_records.sync_directory(files.directory)
+def sync(files: InstanceFiles) -> None:
+    """Flush a machine's disk image and directory to the device."""
+    commit_protocol.sync_file(files.disk)
+    commit_protocol.sync_directory(files.directory)
 
 
-def move(before: Instance, after: Instance) -> None:
-    """Move a machine's files to another sandbox with a single rename. The running machine keeps its open files."""
-    after.directory.parent.mkdir(mode=0o711, exist_ok=True)
-    before.directory.rename(after.directory)
+def move(old_files: InstanceFiles, new_files: InstanceFiles) -> None:
+    """Move a machine's files to another sandbox with a single rename. The running machine keeps its files open."""
+    new_files.directory.parent.mkdir(mode=0o711, exist_ok=True)
+    old_files.directory.rename(new_files.directory)
     with contextlib.suppress(OSError):
-        before.directory.parent.rmdir()
+        old_files.directory.parent.rmdir()
 
 
-def remove(files: Instance) -> None:
+def remove(files: InstanceFiles) -> None:
     """Remove a machine's files, and the sandbox's directory if it is then empty."""
-    held = held_images.targets_below(files.directory)
-    directory_records.remove(files.directory)
-    held_images.remove_targets(held)
+    hard_links = held_images.list_targets_below(files.directory)
+    commit_protocol.remove(files.directory)
+    held_images.remove_targets(hard_links)
     with contextlib.suppress(OSError):
         files.directory.parent.rmdir()
 
@@ -71,15 +71,17 @@ def remove_all(sandbox: Path) -> None:
     """Remove the directory of a sandbox, with the files of its machines."""
     if not sandbox.exists():
         return
-    held = [path for each in directory_records.directories(sandbox) for path in held_images.targets_below(each)]
-    directory_records.remove(sandbox)
-    held_images.remove_targets(held)
+    hard_links = [
+        path for each in commit_protocol.list_directories(sandbox) for path in held_images.list_targets_below(each)
+    ]
+    commit_protocol.remove(sandbox)
+    held_images.remove_targets(hard_links)
 
 
-def image_bytes(files: Instance) -> int:
-    """Return the size of the larger of the images on which a capture of a machine can be based, without holes."""
-    blocks = [path.stat().st_blocks for path in (files.memory, files.last_memory) if path.exists()]
-    return max(blocks, default=0) * 512
+def image_bytes(files: InstanceFiles) -> int:
+    """Return the allocated size, in bytes, of the larger of the images that a capture can use as its base."""
+    block_counts = [path.stat().st_blocks for path in (files.memory, files.last_memory) if path.exists()]
+    return max(block_counts, default=0) * 512
 
 
 def _grow(disk: Path, size: int) -> None:

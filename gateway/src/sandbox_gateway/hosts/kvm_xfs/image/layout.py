@@ -1,20 +1,7 @@
-"""Define the paths below the state root.
+"""Define the paths of objects below the state root, and of memory images in memory roots.
 
-    templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
-    sandboxes/<id>/                        manifest.json and one directory per machine:
-        <instance>/                        rootfs.img memory.base [memory.last …] kernel initrd run/
-    volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
-        snapshots/<id>/                    volume.img manifest.json
-    serving/                               files of running volume servers; unused after a reboot
-    memory-roots.json                      the name of this gateway's directory in memory roots
-
-A memory root (`kvm_xfs.memory_root`) is a directory on another file system. It contains, for each gateway,
-
-    <gateway>/snapshots/<id>.img           the memory image of a snapshot, whose record says where it is
-    <gateway>/machines/<instance>/         memory.base and memory.last: hard links to such images; in the directory
-                                           of the machine, symbolic links refer to them
-
-A rename commits a snapshot or a volume (`hosts.directory_records`). A sandbox exists as soon as its manifest exists.
+docs/design.md ("On the disk", "Memory roots") contains the complete trees, with the files that other modules define. A
+rename commits a snapshot or a volume (`commit_protocol`). A sandbox exists as soon as its manifest exists.
 """
 
 from __future__ import annotations
@@ -25,17 +12,17 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway.hosts.directory_records import PARTIAL, directories
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX, list_directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
-VOLUME_IMAGE = "volume.img"
-"""The image of a volume or of its snapshot, in their directories."""
-VOLUME_SNAPSHOTS = "snapshots"
-"""The directory of a volume's snapshots, in the volume's directory."""
+VOLUME_IMAGE_NAME = "volume.img"
+"""The file name of the image of a volume or of a volume's snapshot."""
+VOLUME_SNAPSHOTS_NAME = "snapshots"
+"""The name of the directory of a volume's snapshots, in the volume's directory."""
 
 
 class Layout:
-    """Paths below one state root."""
+    """The paths of objects below one state root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -51,7 +38,7 @@ class Layout:
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def restrict_access(self, cache: Path) -> None:
-        """Remove other users' access to files of older releases below the state root and in ``cache``.
+        """Revoke other users' access to files that older releases created below the state root and in ``cache``.
 
         Directories remain searchable, because QEMU runs as another user.
         """
@@ -70,23 +57,23 @@ class Layout:
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
 
-    def instance(self, sandbox: Sandbox) -> Instance:
-        return Instance(self.sandboxes / sandbox.id / sandbox.instance)
+    def instance(self, sandbox: Sandbox) -> InstanceFiles:
+        return InstanceFiles(self.sandboxes / sandbox.id / sandbox.instance)
 
     def instances(self) -> Iterator[Path]:
-        for sandbox in directories(self.sandboxes):
-            yield from directories(sandbox)
+        for sandbox in list_directories(self.sandboxes):
+            yield from list_directories(sandbox)
 
     def volume_snapshots(self) -> Iterator[Path]:
-        for volume in directories(self.volumes):
-            if (volume / VOLUME_SNAPSHOTS).is_dir():
-                yield from directories(volume / VOLUME_SNAPSHOTS)
+        for volume in list_directories(self.volumes):
+            if (volume / VOLUME_SNAPSHOTS_NAME).is_dir():
+                yield from list_directories(volume / VOLUME_SNAPSHOTS_NAME)
 
 
 def _restrict_files(directory: Path | str) -> None:
-    """Remove other users' access to the files below ``directory``.
+    """Revoke other users' access to the files below ``directory``.
 
-    Skips directories that only their owner can search, as most are, because nobody else can open their files.
+    Skips directories that only their owner can search, because nobody else can open the files in them.
     """
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
@@ -104,12 +91,15 @@ def _is_open_to_others(mode: int) -> bool:
 
 _DISK, _KERNEL, _INITRD = "rootfs.img", "kernel", "initrd"
 _IMAGE_SUFFIX = ".img"
-_MEMORY_LOCATION = "memory"
-"""The key in ``Snapshot.host`` that says where the memory image is. Missing: in the directory of the snapshot."""
+_MEMORY_LOCATION_KEY = "memory"
+"""The key in ``Snapshot.host`` that says where the memory image is, unless it is in the snapshot's directory."""
 
 
 class MemoryDirectory:
-    """The paths of one gateway's memory images in the memory root ``root``. ``gateway`` is the gateway's directory."""
+    """The paths of one gateway's memory images in the memory root ``root``.
+
+    ``gateway`` is the name of the gateway's directory.
+    """
 
     def __init__(self, root: Path, gateway: str) -> None:
         self.root = root
@@ -120,32 +110,32 @@ class MemoryDirectory:
 
     @classmethod
     def of_snapshot(cls, snapshot: Snapshot) -> MemoryDirectory | None:
-        """Return where the memory image of a snapshot is. None: in the directory of the snapshot.
+        """Return the memory directory of a snapshot, or None if its memory image is in the snapshot's directory.
 
         Raises ValueError if the record is damaged.
         """
-        location = snapshot.host.get(_MEMORY_LOCATION)
+        location = snapshot.host.get(_MEMORY_LOCATION_KEY)
         if location is None:
             return None
         try:
             return cls(Path(location["root"]), str(location["gateway"]))
         except (KeyError, TypeError):
-            raise ValueError(f"its host.{_MEMORY_LOCATION} has no root or no gateway") from None
+            raise ValueError(f"its host.{_MEMORY_LOCATION_KEY} does not contain a root and a gateway") from None
 
     def record_in(self, snapshot: Snapshot) -> None:
-        """Record in a snapshot that its memory image is here."""
-        snapshot.host[_MEMORY_LOCATION] = {"root": str(self.root), "gateway": self.gateway}
+        """Record in a snapshot that its memory image is in this directory."""
+        snapshot.host[_MEMORY_LOCATION_KEY] = {"root": str(self.root), "gateway": self.gateway}
 
     def snapshot(self, id: str) -> Path:
         return self.snapshots / f"{id}{_IMAGE_SUFFIX}"
 
     def snapshot_images(self) -> dict[str, Path]:
-        """Return the memory images of snapshots, by the id of the snapshot."""
+        """Return the memory images of snapshots, keyed by the id of the snapshot."""
         images = sorted(self.snapshots.glob(f"*{_IMAGE_SUFFIX}"))
         return {image.name.removesuffix(_IMAGE_SUFFIX): image for image in images}
 
     def machine_files(self) -> list[Path]:
-        """Return the files of machines."""
+        """Return the hard links of all machines."""
         return sorted(self.machines.glob("*/*"))
 
     def machine_file(self, link: Path) -> Path:
@@ -154,9 +144,10 @@ class MemoryDirectory:
 
 
 class SnapshotFiles:
-    """The paths of the files of one snapshot or template. ``memory`` and ``device_state`` only exist with memory.
+    """The paths of the files of one snapshot or template.
 
-    ``memory_directory``: where the memory image is, if it is not in ``directory``.
+    ``memory`` and ``device_state`` exist only if the snapshot includes memory. ``memory_directory`` is where the memory
+    image is, or None if it is in ``directory``.
     """
 
     def __init__(self, directory: Path, memory_directory: MemoryDirectory | None = None) -> None:
@@ -165,7 +156,7 @@ class SnapshotFiles:
         self.memory_directory = memory_directory
         self.memory = directory / "memory.img"
         if memory_directory is not None:
-            self.memory = memory_directory.snapshot(directory.name.removeprefix(PARTIAL))
+            self.memory = memory_directory.snapshot(directory.name.removeprefix(PARTIAL_PREFIX))
         self.device_state = directory / "device.state"
         self.kernel = directory / _KERNEL
         self.initrd = directory / _INITRD
@@ -173,7 +164,7 @@ class SnapshotFiles:
         """Exists while data may not be on the device yet. Contains the id of the host's boot."""
 
 
-class Instance:
+class InstanceFiles:
     """The paths of one machine's files."""
 
     def __init__(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Store memory images on other file systems than the state root, and notice when these are not mounted.
+"""Store memory images on file systems other than the state root's, and detect when they are not mounted.
 
 The gateway creates a directory with a random name in a memory root when it uses the root for the first time, and
 remembers the root. If the directory is missing later, the root is not mounted. The gateway then creates nothing in it,
@@ -17,54 +17,55 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from sandbox_gateway.config import explain
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import MemoryDisk
-from sandbox_gateway.hosts.directory_records import PARTIAL, Quarantine
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.image import held_images
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Snapshot, new_id
+from sandbox_gateway.validation import explain
 
 log = Logger("kvm_xfs")
 
 
 class _KnownRoots(BaseModel):
-    """The contents of `Layout.memory_roots`."""
+    """The contents of the file `Layout.memory_roots`."""
 
     gateway: str
     """The name of this gateway's directory in each memory root."""
     roots: list[Path]
-    """The roots that contained this directory at some time."""
+    """The roots in which the gateway has created this directory."""
 
 
 class MemoryRoots:
-    """Manages the memory images of one gateway. ``root`` is the configured memory root; None: there is none."""
+    """Manages the memory images of one gateway. ``root`` is the configured memory root, or None."""
 
     def __init__(self, layout: Layout, root: Path | None) -> None:
         self._layout = layout
         self._root = root
 
     def open(self) -> None:
-        """Use the configured root if it is mounted. Raises BackendFailed if the known roots cannot be read."""
-        self._read()
+        """Use the configured root if it is available. Raises BackendFailed if the known roots cannot be read."""
+        self._read_known_roots()
         try:
             self.directory_for_capture()
         except Conflict as error:
             log.warning("memory root not available", reason=error.message)
 
     def directory_for_capture(self) -> MemoryDirectory | None:
-        """Return where to store the memory image of a new snapshot. None: in the directory of the snapshot.
+        """Return where to store the memory image of a new snapshot, or None for the snapshot's own directory.
 
         Raises Conflict if the configured root is not available.
         """
         if self._root is None:
             return None
-        known = self._read()
-        directory = MemoryDirectory(self._root, known.gateway)
-        if self._root not in known.roots:
-            self._start_using(directory, known)
+        known_roots = self._read_known_roots()
+        directory = MemoryDirectory(self._root, known_roots.gateway)
+        if self._root not in known_roots.roots:
+            self._start_using(directory, known_roots)
         elif problem := _find_problem(directory):
             raise Conflict(
                 f"the memory root {self._root} is not available: {problem}. Mount it, or take a snapshot without memory"
@@ -91,18 +92,18 @@ class MemoryRoots:
         if problem := self.memory_problem(snapshot):
             raise Conflict(
                 f"the memory of snapshot {snapshot.id} is not available: {problem}. Mount its memory root, or boot "
-                "from its disk: with a cold start (coldStart), or with memory: false to resume a paused sandbox"
+                "from its disk: use a cold start (coldStart), or pass memory: false to resume a paused sandbox"
             )
 
     def sweep(self, quarantine: Quarantine, repaired: list[str]) -> None:
-        """Remove images that belong to no snapshot and no machine. Adds a sentence for each to ``repaired``.
+        """Remove images that belong to neither a snapshot nor a machine. Adds a sentence for each to ``repaired``.
 
         Skips roots that are not mounted. Keeps the images of objects in quarantine.
         """
-        known = self._read()
-        held = {*self._held_files(quarantine)} if known.roots else set()
-        for root in known.roots:
-            directory = MemoryDirectory(root, known.gateway)
+        known_roots = self._read_known_roots()
+        held_files = {*self._held_files(quarantine)} if known_roots.roots else set()
+        for root in known_roots.roots:
+            directory = MemoryDirectory(root, known_roots.gateway)
             if _find_problem(directory):
                 continue
             for id, image in directory.snapshot_images().items():
@@ -110,17 +111,19 @@ class MemoryRoots:
                     image.unlink()
                     repaired.append(f"removed the memory image {image}, which belonged to no snapshot")
             for file in directory.machine_files():
-                if file not in held:
+                if file not in held_files:
                     held_images.remove_targets([file])
                     repaired.append(f"removed the memory image {file}, which belonged to no machine")
 
     def disk(self) -> MemoryDisk | None:
-        """Return the space on the file system of the configured root. None: images are stored in the state root."""
+        """Return the space on the configured root's file system, or None if images are stored in the state root."""
         if self._root is None:
             return None
         try:
-            known = self._read()
-            if self._root in known.roots and (problem := _find_problem(MemoryDirectory(self._root, known.gateway))):
+            known_roots = self._read_known_roots()
+            if self._root in known_roots.roots and (
+                problem := _find_problem(MemoryDirectory(self._root, known_roots.gateway))
+            ):
                 return MemoryDisk(str(self._root), problem=problem)
             status = os.statvfs(self._root)
         except OSError as error:
@@ -131,21 +134,21 @@ class MemoryRoots:
         return any((parent / id).exists() for parent in (self._layout.templates, self._layout.snapshots))
 
     def _held_files(self, quarantine: Quarantine) -> Iterator[Path]:
-        """Yield the files in memory roots that machines hold, including those of sandboxes in quarantine."""
-        for directory in [*self._layout.instances(), *quarantine.subdirectories()]:
-            yield from held_images.targets_below(directory)
+        """Yield the files in memory roots that machines use, including those of sandboxes in quarantine."""
+        for directory in [*self._layout.instances(), *quarantine.list_subdirectories()]:
+            yield from held_images.list_targets_below(directory)
 
-    def _start_using(self, directory: MemoryDirectory, known: _KnownRoots) -> None:
+    def _start_using(self, directory: MemoryDirectory, known_roots: _KnownRoots) -> None:
         """Create the gateway's directory in the configured root. Raises Conflict if the root cannot be used."""
         try:
             problem = _find_problem_of_root(directory.root)
             if not problem:
-                self._write(known)  # The name must not change if this is interrupted.
+                self._write_known_roots(known_roots)  # The name must not change if this is interrupted.
                 for path in (directory.directory, directory.snapshots, directory.machines):
                     path.mkdir(mode=0o700, exist_ok=True)
                 _check_mapping(directory.directory / "probe")
-                directory_records.sync_directory(directory.directory)
-                directory_records.sync_directory(directory.root)
+                commit_protocol.sync_directory(directory.directory)
+                commit_protocol.sync_directory(directory.root)
         except OSError as error:
             problem = f"{error.filename or directory.root}: {error.strerror}"
         if problem:
@@ -153,10 +156,10 @@ class MemoryRoots:
                 f"the memory root {directory.root} cannot be used: {problem}. Create the directory on a mounted file "
                 "system, or change kvm_xfs.memory_root"
             )
-        self._write(_KnownRoots(gateway=known.gateway, roots=[*known.roots, directory.root]))
+        self._write_known_roots(_KnownRoots(gateway=known_roots.gateway, roots=[*known_roots.roots, directory.root]))
         log.info("uses a memory root", root=str(directory.root), directory=str(directory.directory))
 
-    def _read(self) -> _KnownRoots:
+    def _read_known_roots(self) -> _KnownRoots:
         path = self._layout.memory_roots
         try:
             return _KnownRoots.model_validate_json(path.read_bytes())
@@ -169,16 +172,16 @@ class MemoryRoots:
                 "directories in memory roots, and no longer removes unused images from the old ones"
             ) from None
 
-    def _write(self, known: _KnownRoots) -> None:
+    def _write_known_roots(self, known_roots: _KnownRoots) -> None:
         path = self._layout.memory_roots
-        temporary_file = path.with_name(PARTIAL + path.name)
+        temporary_file = path.with_name(PARTIAL_PREFIX + path.name)
         with temporary_file.open("w") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps(known.model_dump(mode="json")))
+            file.write(json.dumps(known_roots.model_dump(mode="json")))
             file.flush()
             os.fsync(file.fileno())
         temporary_file.rename(path)
-        directory_records.sync_directory(path.parent)
+        commit_protocol.sync_directory(path.parent)
 
 
 def require_held_image(link: Path) -> None:
@@ -193,7 +196,7 @@ def require_held_image(link: Path) -> None:
 def sync_image_directory(files: SnapshotFiles) -> None:
     """Make the name of a snapshot's memory image durable, if the image is in a memory root that is mounted."""
     if files.memory_directory is not None and files.memory.exists():
-        directory_records.sync_directory(files.memory.parent)
+        commit_protocol.sync_directory(files.memory.parent)
 
 
 def _find_problem(directory: MemoryDirectory) -> str:
@@ -218,7 +221,7 @@ def _find_problem_of_root(root: Path) -> str:
 
 
 def _check_mapping(path: Path) -> None:
-    """Check that the kernel reports mappings of files by the same device as stat(). Captures depend on this.
+    """Check that /proc/self/maps and stat() report the same device for a file. Captures depend on this.
 
     Raises OSError.
     """
@@ -232,4 +235,8 @@ def _check_mapping(path: Path) -> None:
         path.unlink(missing_ok=True)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     if not any(line.split()[3:5] == [device, str(status.st_ino)] for line in maps.splitlines()):
-        raise OSError(None, "the kernel reports mappings of its files with another device (use XFS or ext4)", str(path))
+        raise OSError(
+            None,
+            "the kernel reports a different device for mapped files than for open files (use XFS or ext4)",
+            str(path),
+        )

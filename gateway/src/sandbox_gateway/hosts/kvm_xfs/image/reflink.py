@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
-from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs.os_errors import is_out_of_space, no_space_error
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
 _FIEMAP_FLAG_SYNC = 0x1
 _FIEMAP_EXTENT_LAST = 0x1
 _FIEMAP_EXTENT_SHARED = 0x2000
-_HEADER = struct.Struct("=QQIIII")
-_EXTENT = struct.Struct("=QQQ2QI3I")
-_BATCH_EXTENTS = 512
-_COPY_BYTES = 4 << 20
-_CANNOT_SHARE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
-"""The errors of FICLONE on file systems that cannot share extents, or not with each other."""
+_FIEMAP_HEADER = struct.Struct("=QQIIII")
+_FIEMAP_EXTENT = struct.Struct("=QQQ2QI3I")
+_BATCH_EXTENT_COUNT = 512
+_COPY_CHUNK_BYTES = 4 << 20
+_UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
+"""The errors of FICLONE if the file systems cannot share extents at all, or not with each other."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Extent:
     logical: int
     physical: int
     length: int
-    shared: bool
+    is_shared: bool
 
 
 def clone_fd(source: int, target: int) -> None:
@@ -71,7 +71,7 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
             try:
                 fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
             except OSError as error:
-                if error.errno not in _CANNOT_SHARE:
+                if error.errno not in _UNSUPPORTED_ERRNOS:
                     raise
                 _copy_data(origin.fileno(), descriptor)
         except BaseException:
@@ -85,7 +85,7 @@ def _copy_data(source: int, target: int) -> None:
     """Copy the data of a file, but not its holes, to an empty file."""
     size = os.fstat(source).st_size
     os.ftruncate(target, size)
-    buffer = memoryview(bytearray(_COPY_BYTES))
+    buffer = memoryview(bytearray(_COPY_CHUNK_BYTES))
     end = 0
     while end < size:
         try:
@@ -96,52 +96,54 @@ def _copy_data(source: int, target: int) -> None:
             raise
         end = os.lseek(source, start, os.SEEK_HOLE)
         while start < end:
-            length = os.preadv(source, [buffer[: min(_COPY_BYTES, end - start)]], start)
+            length = os.preadv(source, [buffer[: min(_COPY_CHUNK_BYTES, end - start)]], start)
             if length == 0:
-                raise BackendFailed("a memory image was truncated while it was copied")
+                raise BackendFailed("a memory image was truncated while it was being copied: take the snapshot again")
             data = buffer[:length]
             while data:
-                written = os.pwrite(target, data, start)
-                data, start = data[written:], start + written
+                written_bytes = os.pwrite(target, data, start)
+                data, start = data[written_bytes:], start + written_bytes
 
 
-def extents(path: Path) -> list[Extent]:
+def list_extents(path: Path) -> list[Extent]:
     """Flush dirty data, then return the file's extents in order."""
     all_extents: list[Extent] = []
     start = 0
     with path.open("rb") as file:
         while True:
-            batch = _fiemap(file.fileno(), start)
+            batch = _fiemap(path, file.fileno(), start)
             all_extents += [extent for extent, _ in batch]
             if not batch or batch[-1][1]:
                 return all_extents
             start = all_extents[-1].logical + all_extents[-1].length
 
 
-def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
-    """Return up to _BATCH_EXTENTS extents at or after the offset ``start``, each with a flag for the file's last."""
-    buffer = bytearray(_HEADER.size + _BATCH_EXTENTS * _EXTENT.size)
-    _HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENTS, 0)
+def _fiemap(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]]:
+    """Return up to _BATCH_EXTENT_COUNT extents from the offset ``start``. A flag marks the last extent of the file."""
+    buffer = bytearray(_FIEMAP_HEADER.size + _BATCH_EXTENT_COUNT * _FIEMAP_EXTENT.size)
+    _FIEMAP_HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENT_COUNT, 0)
     try:
         fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
     except OSError as error:
-        raise BackendFailed(f"the kernel cannot list the extents of a file: {error.strerror}") from None
-    count = _HEADER.unpack_from(buffer)[3]
+        raise BackendFailed(f"the kernel cannot list the extents of {path}: {error.strerror}") from None
+    count = _FIEMAP_HEADER.unpack_from(buffer)[3]
     batch = []
     for index in range(count):
-        logical, physical, length, _, _, flags, *_ = _EXTENT.unpack_from(buffer, _HEADER.size + index * _EXTENT.size)
-        shared = bool(flags & _FIEMAP_EXTENT_SHARED)
-        batch.append((Extent(logical, physical, length, shared), bool(flags & _FIEMAP_EXTENT_LAST)))
+        logical, physical, length, _, _, flags, *_ = _FIEMAP_EXTENT.unpack_from(
+            buffer, _FIEMAP_HEADER.size + index * _FIEMAP_EXTENT.size
+        )
+        is_shared = bool(flags & _FIEMAP_EXTENT_SHARED)
+        batch.append((Extent(logical, physical, length, is_shared), bool(flags & _FIEMAP_EXTENT_LAST)))
     return batch
 
 
 def unique_bytes(path: Path) -> int:
-    """Return the number of bytes that the file shares with no other file. Removing the file would free them."""
-    return sum(extent.length for extent in extents(path) if not extent.shared)
+    """Return the number of bytes that the file does not share with other files. Removing the file would free them."""
+    return sum(extent.length for extent in list_extents(path) if not extent.is_shared)
 
 
 def has_same_extents(one: Path, other: Path) -> bool:
-    """Return whether both files consist of the same blocks.
+    """Return whether two files consist of the same blocks.
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
@@ -151,7 +153,7 @@ def has_same_extents(one: Path, other: Path) -> bool:
 def _merged_extents(path: Path) -> list[tuple[int, int, int]]:
     """Return (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
     runs: list[tuple[int, int, int]] = []
-    for extent in extents(path):
+    for extent in list_extents(path):
         if runs:
             logical, physical, length = runs[-1]
             if logical + length == extent.logical and physical + length == extent.physical:
@@ -181,9 +183,9 @@ def require_reflinks(directory: Path) -> None:
 
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
-    if directory_records.is_full(error):
-        return directory_records.no_space_error()
-    if error.errno in _CANNOT_SHARE:
+    if is_out_of_space(error):
+        return no_space_error()
+    if error.errno in _UNSUPPORTED_ERRNOS:
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "
             "XFS file system created with reflink=1"

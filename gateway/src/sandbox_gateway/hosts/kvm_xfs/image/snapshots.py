@@ -6,11 +6,12 @@ import contextlib
 import os
 from pathlib import Path
 
-from sandbox_gateway.hosts import directory_records
-from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_directory
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
@@ -31,12 +32,14 @@ class Snapshots:
         reader = reader or RecordReader()
         intact_snapshots = []
         for parent in (self._layout.templates, self._layout.snapshots):
-            for directory in directory_records.directories(parent):
+            for directory in commit_protocol.list_directories(parent):
                 files = SnapshotFiles(directory)
-                boot_id = _read_unsynced(files)
+                boot_id = _read_unsynced_boot_id(files)
                 if boot_id is not None and boot_id != _BOOT_ID_FILE.read_text():
-                    directory_records.remove(directory)
-                    repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
+                    commit_protocol.remove(directory)
+                    repaired.append(
+                        f"removed the transient snapshot {directory.name}, which was not synced before the host stopped"
+                    )
                     continue
                 with self._quarantine.quarantine_if_damaged(directory, repaired):
                     snapshot = reader.read(directory, Snapshot)
@@ -51,9 +54,9 @@ class Snapshots:
         return self._layout.snapshot(snapshot)
 
     def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
-        """Return the files in the directory in which the snapshot is created."""
+        """Return the paths of the files in the directory in which a snapshot is being created."""
         files = self.files(snapshot)
-        return SnapshotFiles(directory_records.partial_of(files.directory), files.memory_directory)
+        return SnapshotFiles(commit_protocol.partial_of(files.directory), files.memory_directory)
 
     def _directory(self, snapshot: Snapshot) -> Path:
         return self.files(snapshot).directory
@@ -63,16 +66,16 @@ class Snapshots:
 
         A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
         """
-        partial = self.partial_files(snapshot)
+        partial_files = self.partial_files(snapshot)
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
-            directory_records.sync_files(_existing_images(partial))
-            sync_image_directory(partial)
+            commit_protocol.sync_files(_existing_images(partial_files))
+            sync_image_directory(partial_files)
         else:
-            partial.unsynced.write_text(_BOOT_ID_FILE.read_text())
-        snapshot.disk_bytes_unique = reflink.unique_bytes(partial.disk)
-        directory_records.write_record(partial.directory, snapshot, durable=is_durable)
-        directory_records.commit(self._directory(snapshot), durable=is_durable)
+            partial_files.unsynced.write_text(_BOOT_ID_FILE.read_text())
+        snapshot.disk_bytes_unique = reflink.unique_bytes(partial_files.disk)
+        record_files.write_record(partial_files.directory, snapshot, durable=is_durable)
+        commit_protocol.commit(self._directory(snapshot), durable=is_durable)
 
     def sync(self, snapshot: Snapshot) -> None:
         """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
@@ -81,21 +84,21 @@ class Snapshots:
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
-        directory_records.write_record(self._directory(snapshot), snapshot)
+        record_files.write_record(self._directory(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
-        directory_records.undo(self._directory(snapshot))
+        commit_protocol.undo(self._directory(snapshot))
         _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot. An image in a memory root that is not mounted remains until a scan finds it mounted."""
+        """Remove a snapshot. If its memory root is not mounted, its image remains until a scan finds it mounted."""
         files = self.files(snapshot)
         if files.memory_directory is None:
-            directory_records.remove(files.directory)
+            commit_protocol.remove(files.directory)
         else:
             # After a crash of the host, a snapshot must not exist without its image, which is on another file system.
-            directory_records.remove_durably(files.directory)
+            commit_protocol.remove_durably(files.directory)
             _remove_external_image(files)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
@@ -113,15 +116,15 @@ def _existing_images(files: SnapshotFiles) -> list[Path]:
 
 def _sync(files: SnapshotFiles) -> None:
     directory = files.directory
-    directory_records.sync_files([*_existing_images(files), directory / directory_records.MANIFEST])
+    commit_protocol.sync_files([*_existing_images(files), directory / record_files.MANIFEST])
     sync_image_directory(files)
-    directory_records.sync_directory(directory)
-    directory_records.sync_directory(directory.parent)
+    commit_protocol.sync_directory(directory)
+    commit_protocol.sync_directory(directory.parent)
     files.unsynced.unlink()
 
 
-def _read_unsynced(files: SnapshotFiles) -> str | None:
-    """Return the id of the host's boot in which a snapshot was taken that is not synced yet; None for others."""
+def _read_unsynced_boot_id(files: SnapshotFiles) -> str | None:
+    """Return the id of the host's boot in which an unsynced snapshot was taken, or None if it has been synced."""
     try:
         with open(files.unsynced) as file:  # noqa: PTH123 - faster for thousands of snapshots
             return file.read()

@@ -8,43 +8,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, from_mask, split, total
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, from_mask, split, total_bytes
 
 MAX_BUFFERED_BYTES = 256 << 20
 """Maximum bytes to buffer until the machine resumes. More are written while the machine is stopped."""
 _PIECE_BYTES = 8 << 20
-_PAGE_WORDS = PAGE // 8
+_WORDS_PER_PAGE = PAGE_BYTES // 8
 
 
 class Copier:
     """Copies pages to ``image``, a clone of ``base``. Without a base, the image is empty.
 
-    ``image`` and ``base`` are descriptors. ``written`` is the number of bytes written to the image so far.
+    ``image`` and ``base`` are descriptors. ``written_bytes`` counts the bytes written to the image.
     """
 
     def __init__(self, ram: Ram, image: int, base: int | None) -> None:
         self._ram = ram
         self._image = image
         self._base = base
-        self._written_before = np.zeros(ram.end // PAGE, dtype=np.bool_)
+        self._written_before = np.zeros(ram.end // PAGE_BYTES, dtype=np.bool_)
         """The pages of the image that this capture has written, and that may therefore differ from the base."""
         self._buffer = np.empty(0, dtype=np.uint8)
         self._buffered: list[tuple[Runs, NDArray[np.uint8]]] = []
-        self.written = 0
+        self.written_bytes = 0
 
     def reserve(self, size: int) -> None:
-        """Allocate and touch ``size`` bytes of memory in advance, because touching takes longer than copying."""
+        """Allocate and touch ``size`` bytes of memory in advance, because page faults take longer than copying."""
         self._buffer = np.ones(min(size, MAX_BUFFERED_BYTES), dtype=np.uint8)
 
     def buffer(self, runs: Runs) -> None:
         """Read pages of the stopped machine into memory, for ``write_buffered``.
 
-        Writes pages immediately if they exceed MAX_BUFFERED_BYTES.
+        If the pages exceed MAX_BUFFERED_BYTES, writes the buffered pages immediately to make room for more.
         """
         buffered_bytes = 0
         for piece in split(runs, MAX_BUFFERED_BYTES):
-            size = total(piece)
+            size = total_bytes(piece)
             if buffered_bytes + size > MAX_BUFFERED_BYTES:
                 self.write_buffered()
                 buffered_bytes = 0
@@ -61,10 +61,10 @@ class Copier:
             self._write(runs, data)
 
     def copy(self, runs: Runs) -> None:
-        """Copy pages in pieces, to use little memory. If the machine runs, later calls must copy its new writes."""
-        buffer = np.empty(min(total(runs), _PIECE_BYTES), dtype=np.uint8)
+        """Copy pages in pieces, to use little memory. If the machine is running, later calls must copy new writes."""
+        buffer = np.empty(min(total_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
         for piece in split(runs, _PIECE_BYTES):
-            data = buffer[: total(piece)]
+            data = buffer[: total_bytes(piece)]
             self._ram.read(piece, data)
             self._write(piece, data)
 
@@ -73,27 +73,28 @@ class Copier:
         for offset, length in zip(self._ram.offsets(runs), runs[:, 1].tolist(), strict=True):
             contents = data[position : position + length]
             position += length
-            first = offset // PAGE
+            first_page = offset // PAGE_BYTES
             is_changed = (
-                self._differs_from_base(contents, offset) | self._written_before[first : first + length // PAGE]
+                self._differs_from_base(contents, offset)
+                | self._written_before[first_page : first_page + length // PAGE_BYTES]
             )
-            self._written_before[first : first + length // PAGE] = is_changed
-            for start, size in from_mask(is_changed, 0, PAGE).tolist():
+            self._written_before[first_page : first_page + length // PAGE_BYTES] = is_changed
+            for start, size in from_mask(is_changed, 0, PAGE_BYTES).tolist():
                 _write_all(self._image, contents[start : start + size].data, offset + start)
-                self.written += size
+                self.written_bytes += size
 
     def _differs_from_base(self, contents: NDArray[np.uint8], offset: int) -> NDArray[np.bool_]:
-        """Return a mask of the pages that differ from the base."""
-        differs = contents.view(np.uint64).reshape(-1, _PAGE_WORDS)
+        """Return a mask of the pages that differ from the base or, without a base, are not zero."""
+        difference = contents.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
         if self._base is not None:
-            base = np.frombuffer(os.pread(self._base, len(contents), offset), dtype=np.uint8)
-            if len(base) != len(contents):
+            base_contents = np.frombuffer(os.pread(self._base, len(contents), offset), dtype=np.uint8)
+            if len(base_contents) != len(contents):
                 raise BackendFailed("the base image is shorter than the machine's memory")
-            differs = differs ^ base.view(np.uint64).reshape(-1, _PAGE_WORDS)
-        return np.asarray(differs.any(axis=1))
+            difference = difference ^ base_contents.view(np.uint64).reshape(-1, _WORDS_PER_PAGE)
+        return np.asarray(difference.any(axis=1))
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        written_bytes = os.pwrite(descriptor, data, offset)
+        data, offset = data[written_bytes:], offset + written_bytes

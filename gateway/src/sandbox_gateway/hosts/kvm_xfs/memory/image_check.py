@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES
 
 _SAMPLE_COUNT = 16
 
@@ -22,19 +22,19 @@ class ImageCheck(BaseModel):
     """Digests of pages with data, keyed by offset in bytes."""
 
 
-def describe(image: Path) -> ImageCheck:
+def compute_check(image: Path) -> ImageCheck:
     """Return the check data of an image. Reads at most 16 pages."""
     descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        offsets = {_next_data_offset(descriptor, random.randrange(0, size, PAGE)) for _ in range(_SAMPLE_COUNT)}
+        offsets = {_next_data_offset(descriptor, random.randrange(0, size, PAGE_BYTES)) for _ in range(_SAMPLE_COUNT)}
         return ImageCheck(size=size, samples={each: _digest(descriptor, each) for each in offsets if each is not None})
     finally:
         os.close(descriptor)
 
 
 def find_damage(image: Path, expected: ImageCheck) -> str:
-    """Return a description of the damage of an image, or "" if none was detected."""
+    """Return a description of the damage to an image, or "" if none was detected."""
     try:
         descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -55,10 +55,10 @@ def find_damage(image: Path, expected: ImageCheck) -> str:
 def _next_data_offset(descriptor: int, offset: int) -> int | None:
     """Return the offset of the first page with data at or after ``offset``, or None if there is none."""
     try:
-        return os.lseek(descriptor, offset, os.SEEK_DATA) // PAGE * PAGE
+        return os.lseek(descriptor, offset, os.SEEK_DATA) // PAGE_BYTES * PAGE_BYTES
     except OSError:
         return None
 
 
 def _digest(descriptor: int, offset: int) -> str:
-    return hashlib.blake2b(os.pread(descriptor, PAGE, offset), digest_size=16).hexdigest()
+    return hashlib.blake2b(os.pread(descriptor, PAGE_BYTES, offset), digest_size=16).hexdigest()

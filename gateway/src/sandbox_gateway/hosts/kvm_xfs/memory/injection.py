@@ -1,7 +1,7 @@
 """Make the kernel track which pages another process writes, without that process's cooperation.
 
 A userfaultfd tracks the address space of the process that opens it. So this module makes the other process open one:
-with ptrace, it lets the main thread execute one system call from the vDSO, without changing any byte of the process.
+with ptrace, it makes the main thread execute one system call from the vDSO, without modifying the process's memory.
 The descriptor stays open in that process, so the kernel keeps tracking after the helper process has ended.
 
 This module uses only the standard library, because it runs in a helper process with extra privileges.
@@ -33,7 +33,7 @@ _SYSCALL_INSTRUCTION = b"\x0f\x05"
 _USER_MODE_ONLY = 1
 _UFFDIO_API, _UFFDIO_REGISTER = 0xC018AA3F, 0xC020AA00
 _UFFD_API, _WP_UNPOPULATED, _WP_ASYNC, _MODE_WP = 0xAA, 1 << 13, 1 << 15, 1 << 1
-_REGISTERS = (
+_REGISTER_NAMES = (
     "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss "
     "fs_base gs_base ds es fs gs"
 )
@@ -42,7 +42,7 @@ _REGISTERS = (
 class _Registers(ctypes.Structure):
     """The C structure user_regs_struct of x86-64."""
 
-    _fields_ = tuple((name, ctypes.c_ulonglong) for name in _REGISTERS.split())
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in _REGISTER_NAMES.split())
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,25 +51,26 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
-    """Make the kernel track writes of process ``pid`` to ``areas``: (start, end) addresses in bytes.
+    """Make the kernel track the writes of process ``pid`` to ``areas``, which are pairs of start and end addresses.
 
-    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError, but the process keeps running.
+    Stops the process's main thread for about 0.2 ms. The process keeps running even if this raises
+    OSError or TimeoutError.
     """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}, only on x86_64")
-    instruction = _find_syscall_instruction(pid)
+    instruction_address = _find_syscall_instruction(pid)
     pidfd = os.pidfd_open(pid)
     try:
         flags = os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
-        number = _run_in_process(pid, instruction, _SYS_USERFAULTFD, flags)
-        descriptor = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, number, 0)
-        _check(descriptor)
+        remote_descriptor = _run_system_call(pid, instruction_address, _SYS_USERFAULTFD, flags)
+        descriptor = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, remote_descriptor, 0)
+        _raise_if_failed(descriptor)
     finally:
         os.close(pidfd)
     try:
         # The process chose the descriptor: it must not make this process configure another kind of file.
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != "anon_inode:[userfaultfd]":
-            raise OSError(errno.EBADF, "the process did not open a userfaultfd")
+            raise OSError(errno.EBADF, f"process {pid} did not open a userfaultfd")
         fcntl.ioctl(descriptor, _UFFDIO_API, bytearray(struct.pack("=3Q", _UFFD_API, _WP_ASYNC | _WP_UNPOPULATED, 0)))
         for start, end in areas:
             fcntl.ioctl(descriptor, _UFFDIO_REGISTER, bytearray(struct.pack("=4Q", start, end - start, _MODE_WP, 0)))
@@ -87,21 +88,21 @@ def _find_syscall_instruction(pid: int) -> int:
                 position = memory.read(end - start).find(_SYSCALL_INSTRUCTION)
             if position >= 0:
                 return start + position
-    raise OSError(errno.ENOEXEC, "the process has no vDSO with a system call instruction")
+    raise OSError(errno.ENOEXEC, f"process {pid} has no vDSO with a system call instruction")
 
 
-def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> int:
-    """Make the main thread of ``pid`` run one system call and then continue where it was. Returns the call's result."""
+def _run_system_call(pid: int, instruction_address: int, number: int, argument: int) -> int:
+    """Make the main thread of ``pid`` run one system call and then continue as before. Returns the call's result."""
     with _stopped(pid) as signals:
         original_registers, registers = _Registers(), _Registers()
         _ptrace(_GETREGS, pid, ctypes.addressof(original_registers))
         ctypes.memmove(ctypes.addressof(registers), ctypes.addressof(original_registers), ctypes.sizeof(_Registers))
-        registers.rip, registers.rax, registers.rdi = instruction, number, argument
+        registers.rip, registers.rax, registers.rdi = instruction_address, number, argument
         # Otherwise the kernel would restart an interrupted system call of the thread at the wrong place.
         registers.orig_rax = 0xFFFFFFFFFFFFFFFF
         try:
             _ptrace(_SETREGS, pid, ctypes.addressof(registers))
-            _step(pid, instruction, signals)
+            _step(pid, instruction_address, signals)
             _ptrace(_GETREGS, pid, ctypes.addressof(registers))
         finally:
             _ptrace(_SETREGS, pid, ctypes.addressof(original_registers))
@@ -113,12 +114,12 @@ def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> i
 
 @contextlib.contextmanager
 def _stopped(pid: int) -> Iterator[list[int]]:
-    """Stop the main thread of ``pid`` inside this context. Yields a list for the signals to deliver afterwards."""
+    """Stop the main thread of ``pid`` inside this context. Delivers the signals in the yielded list afterwards."""
     signals: list[int] = []
     _ptrace(_SEIZE, pid)
     try:
         _ptrace(_INTERRUPT, pid)
-        while (status := _wait(pid)) >> 16 != _PTRACE_EVENT_STOP:
+        while (status := _wait_until_stopped(pid)) >> 16 != _PTRACE_EVENT_STOP:
             # It stopped for a signal first: deliver the signal, then wait for the next stop.
             _ptrace(_CONT, pid, data=os.WSTOPSIG(status))
         yield signals
@@ -130,28 +131,28 @@ def _stopped(pid: int) -> Iterator[list[int]]:
                 os.kill(pid, each)
 
 
-def _step(pid: int, instruction: int, signals: list[int]) -> None:
-    """Execute the system call instruction. Adds the signals that arrive before it to ``signals``."""
+def _step(pid: int, instruction_address: int, signals: list[int]) -> None:
+    """Execute the system call instruction. Adds signals that arrive before its execution to ``signals``."""
     registers = _Registers()
     while True:
         _ptrace(_SINGLESTEP, pid)
-        status = _wait(pid)
+        status = _wait_until_stopped(pid)
         _ptrace(_GETREGS, pid, ctypes.addressof(registers))
-        if registers.rip != instruction:
+        if registers.rip != instruction_address:
             return
         if os.WSTOPSIG(status) != signal.SIGTRAP:
             signals.append(os.WSTOPSIG(status))
 
 
-def _wait(pid: int) -> int:
-    """Return the status of the thread's next stop. Raises TimeoutError, or ProcessLookupError if the thread ends."""
+def _wait_until_stopped(pid: int) -> int:
+    """Wait until the thread stops, and return its status. Raises TimeoutError, or ProcessLookupError if it ends."""
     deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
     while True:
-        changed, status = os.waitpid(pid, os.WNOHANG | _WALL)
-        if changed and os.WIFSTOPPED(status):
+        changed_pid, status = os.waitpid(pid, os.WNOHANG | _WALL)
+        if changed_pid and os.WIFSTOPPED(status):
             return status
-        if changed:
-            raise ProcessLookupError(errno.ESRCH, "the process ended")
+        if changed_pid:
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")
         if time.monotonic() > deadline:
             raise TimeoutError(f"process {pid} did not stop within {_STOP_TIMEOUT_SECONDS:g} s")
         time.sleep(_POLL_INTERVAL_SECONDS)
@@ -159,10 +160,10 @@ def _wait(pid: int) -> int:
 
 def _ptrace(request: int, pid: int, data: int = 0) -> None:
     ctypes.set_errno(0)
-    _check(_libc.ptrace(request, pid, 0, data))
+    _raise_if_failed(_libc.ptrace(request, pid, 0, data))
 
 
-def _check(result: int) -> None:
+def _raise_if_failed(result: int) -> None:
     if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))

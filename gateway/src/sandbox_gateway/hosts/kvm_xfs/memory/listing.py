@@ -1,8 +1,9 @@
 """List the pages that a machine has written, as recorded by the kernel.
 
-A page that the machine has written since its start is anonymous: a copy of the page of its boot image. Marks show which
-pages were written since an earlier listing. Taking the marks clears them, which starts a new window. The machine must
-be stopped, with no I/O in flight, because I/O writes to pages that were looked up earlier, without marking them.
+A page that the machine has written since its start is anonymous: a private copy of a page of the boot image. The
+kernel's marks show which pages were written since an earlier listing. Taking the marks clears them, so that the next
+listing shows only later writes. A listing is complete only if the machine is stopped and has no I/O in flight: such I/O
+writes to pages that the kernel looked up earlier, and does not mark them.
 
 Sources: Linux Documentation/admin-guide/mm/pagemap.rst and soft-dirty.rst.
 """
@@ -21,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Area, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, empty, from_mask
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Area, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, from_mask, no_runs
 
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_ARGUMENT = struct.Struct("=12Q")
@@ -34,26 +35,26 @@ _PM_SOFT_DIRTY, _PM_FILE, _PM_SWAPPED, _PM_PRESENT = (np.uint64(1 << bit) for bi
 _CLEAR_SOFT_DIRTY = b"4"
 
 
-def list_anonymous(ram: Ram) -> Runs:
+def list_anonymous_pages(ram: Ram) -> Runs:
     """Return all pages written since the machine's start. Raises OSError if the kernel does not report them."""
     try:
         return concatenate(_scan(ram.pid, area) for area in ram.areas)
     except OSError:
-        return concatenate(_read_pagemap(ram.pid, area, _is_anonymous) for area in ram.areas)
+        return concatenate(_list_matching_pages(ram.pid, area, _is_anonymous) for area in ram.areas)
 
 
 def is_tracked(ram: Ram) -> bool:
     """Return whether the kernel tracks writes to the machine's memory."""
     try:
         for area in ram.areas:
-            _scan(ram.pid, Area(area.start, area.start + PAGE, area.offset), _REQUIRE_TRACKING, _IS_WRITTEN)
+            _scan(ram.pid, Area(area.start, area.start + PAGE_BYTES, area.offset), _REQUIRE_TRACKING, _IS_WRITTEN)
     except OSError:
         return False
     return True
 
 
-def list_written(ram: Ram, *, take: bool) -> Runs:
-    """Return the pages written since the marks were last taken, or since the start of a newly tracked machine.
+def list_written_pages(ram: Ram, *, take: bool) -> Runs:
+    """Return the pages written since the marks were last taken, or since the machine's start if none were taken.
 
     ``take``: also take the marks, in the same atomic step. Raises OSError if the kernel does not track the memory.
     """
@@ -61,9 +62,9 @@ def list_written(ram: Ram, *, take: bool) -> Runs:
     return concatenate(_scan(ram.pid, area, flags, _IS_WRITTEN) for area in ram.areas)
 
 
-def list_soft_dirty(ram: Ram, *, take: bool) -> Runs:
-    """Do the same as ``list_written``, but with soft-dirty bits, and not atomically."""
-    runs = concatenate(_read_pagemap(ram.pid, area, _is_soft_dirty) for area in ram.areas)
+def list_soft_dirty_pages(ram: Ram, *, take: bool) -> Runs:
+    """Return the same pages as ``list_written_pages``, based on soft-dirty bits. Taking the marks is not atomic."""
+    runs = concatenate(_list_matching_pages(ram.pid, area, _is_soft_dirty) for area in ram.areas)
     if take:
         descriptor = os.open(f"/proc/{ram.pid}/clear_refs", os.O_WRONLY)
         try:
@@ -74,20 +75,20 @@ def list_soft_dirty(ram: Ram, *, take: bool) -> Runs:
 
 
 @functools.cache
-def has_soft_dirty() -> bool:
-    """Return whether this kernel has soft-dirty bits. Writes to a page to find out."""
-    with mmap.mmap(-1, PAGE) as page:
+def has_soft_dirty_bits() -> bool:
+    """Return whether this kernel supports soft-dirty bits. Writes to a page to find out."""
+    with mmap.mmap(-1, PAGE_BYTES) as page:
         page[0] = 1
         start = np.frombuffer(page, dtype=np.uint8).ctypes.data
         try:
-            entries = _pagemap_entries(os.getpid(), start, start + PAGE)
+            entries = _read_pagemap_entries(os.getpid(), start, start + PAGE_BYTES)
         except OSError:
             return False
     return bool(entries[0] & _PM_SOFT_DIRTY)
 
 
 def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
-    """List anonymous pages of ``categories`` with the PAGEMAP_SCAN ioctl (Linux 6.7)."""
+    """Return the anonymous pages that are in all ``categories``. Uses the PAGEMAP_SCAN ioctl (Linux 6.7 or later)."""
     parts: list[Runs] = []
     regions = np.empty((_MAX_SCAN_REGIONS, 3), dtype=np.uint64)
     descriptor = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -106,25 +107,25 @@ def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
             start = _SCAN_ARGUMENT.unpack(argument)[4]
     finally:
         os.close(descriptor)
-    return concatenate(parts) if parts else empty()
+    return concatenate(parts) if parts else no_runs()
 
 
-def _read_pagemap(pid: int, area: Area, matches: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> Runs:
-    """List the pages whose entry in /proc/PID/pagemap ``matches``."""
-    entries = _pagemap_entries(pid, area.start, area.end)
+def _list_matching_pages(pid: int, area: Area, matches: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> Runs:
+    """Return the pages whose entries in /proc/PID/pagemap satisfy ``matches``."""
+    entries = _read_pagemap_entries(pid, area.start, area.end)
     if not (entries & (_PM_PRESENT | _PM_SWAPPED)).any():
         # A running machine has always written something, so an empty map means that the kernel hides it.
         raise OSError(errno.EPERM, "the pagemap is empty")
-    return from_mask(matches(entries), area.start, PAGE)
+    return from_mask(matches(entries), area.start, PAGE_BYTES)
 
 
-def _pagemap_entries(pid: int, start: int, end: int) -> NDArray[np.uint64]:
-    length = (end - start) // PAGE * 8
+def _read_pagemap_entries(pid: int, start: int, end: int) -> NDArray[np.uint64]:
+    length = (end - start) // PAGE_BYTES * 8
     with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap:
-        raw = os.pread(pagemap.fileno(), length, start // PAGE * 8)
-    if len(raw) != length:
+        raw_entries = os.pread(pagemap.fileno(), length, start // PAGE_BYTES * 8)
+    if len(raw_entries) != length:
         raise OSError(errno.EIO, "the pagemap is too short")
-    return np.frombuffer(raw, dtype=np.uint64)
+    return np.frombuffer(raw_entries, dtype=np.uint64)
 
 
 def _is_anonymous(entries: NDArray[np.uint64]) -> NDArray[np.bool_]:

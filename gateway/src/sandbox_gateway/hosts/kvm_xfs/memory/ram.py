@@ -1,7 +1,8 @@
-"""Locate and read the memory of a running machine. Runs of pages start at addresses in the machine's process.
+"""Locate and read the memory of a running machine.
 
-A machine's RAM is a private mapping (MAP_PRIVATE) of its base image: pages that it never wrote belong to that file,
-pages that it wrote are anonymous. Source: process_vm_readv(2).
+A machine's RAM is a private mapping (MAP_PRIVATE) of its base image: pages that it never wrote belong to that file, and
+pages that it wrote are anonymous. The start of a run of pages is a virtual address in the machine's process. Source:
+process_vm_readv(2).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _IOV_MAX = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +35,7 @@ _libc.process_vm_readv.argtypes = [
 
 @dataclass(frozen=True)
 class Area:
-    """A mapped part of the base image: start and end addresses in the process, and the offset in the image."""
+    """A mapped part of the base image: its start and end addresses in the process, and its offset in the image."""
 
     start: int
     end: int
@@ -51,28 +52,33 @@ class Ram:
         """The offset in the image at which its last area ends."""
 
     def all_pages(self) -> Runs:
-        """Return one run for each area."""
+        """Return all pages, as one run for each area."""
         return np.array([(area.start, area.end - area.start) for area in self.areas], dtype=np.uint64).reshape(-1, 2)
 
     def offsets(self, runs: Runs) -> list[int]:
-        """Return the offset of each run in the image."""
+        """Return each run's offset in the image."""
         starts = runs[:, 0]
         offsets = np.zeros(len(runs), dtype=np.int64)
         for area in self.areas:
-            inside = (starts >= area.start) & (starts < area.end)
-            offsets[inside] = (starts[inside] - np.uint64(area.start) + np.uint64(area.offset)).astype(np.int64)
+            is_inside = (starts >= area.start) & (starts < area.end)
+            offsets[is_inside] = (starts[is_inside] - np.uint64(area.start) + np.uint64(area.offset)).astype(np.int64)
         return [int(offset) for offset in offsets]
 
     def read(self, runs: Runs, target: NDArray[np.uint8]) -> None:
-        """Copy the runs one after another into ``target``, which must have their total length."""
+        """Copy the contents of the runs one after another into ``target``, which must have their total length.
+
+        Raises BackendFailed if the memory cannot be read.
+        """
         position = 0
         for first in range(0, len(runs), _IOV_MAX):
-            part = np.ascontiguousarray(runs[first : first + _IOV_MAX])
-            length = int(part[:, 1].sum())
-            local = np.array([target.ctypes.data + position, length], dtype=np.uint64)
-            copied = _libc.process_vm_readv(self.pid, local.ctypes.data, 1, part.ctypes.data, len(part), 0)
-            if copied != length:
-                reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {length} bytes"
+            batch = np.ascontiguousarray(runs[first : first + _IOV_MAX])
+            length = int(batch[:, 1].sum())
+            local_iovec = np.array([target.ctypes.data + position, length], dtype=np.uint64)
+            copied_bytes = _libc.process_vm_readv(
+                self.pid, local_iovec.ctypes.data, 1, batch.ctypes.data, len(batch), 0
+            )
+            if copied_bytes != length:
+                reason = os.strerror(ctypes.get_errno()) if copied_bytes < 0 else f"{copied_bytes} of {length} bytes"
                 raise BackendFailed(f"the memory of process {self.pid} cannot be read: {reason}")
             position += length
 

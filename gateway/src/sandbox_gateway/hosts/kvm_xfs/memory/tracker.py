@@ -1,11 +1,11 @@
-"""Run the page tracker, a helper process that makes the kernel track the written pages of machines (`injection`).
+"""Run the page tracker, a helper process that makes the kernel track which pages machines write (`injection`).
 
     python -m sandbox_gateway.hosts.kvm_xfs.memory.tracker [DESCRIPTOR]
 
-It is a separate process because only it needs the privilege to use ptrace. It serves the listening Unix socket
-DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when the pipe is closed.
-Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` in one line. The response is ``{}`` or
-``{"error": "…"}``. This module uses only the standard library.
+It is a separate process because only it needs the privilege to use ptrace. It accepts requests on the listening Unix
+socket DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when the pipe is
+closed. Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` on one line. The response is
+``{}`` or ``{"error": "…"}``. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROGRAM_PREFIX = "qemu-system-"
 
 
 def serve(listener: socket.socket) -> None:
-    """Serve requests. Returns when standard input, if it is a pipe, is closed."""
+    """Serve requests. If standard input is a pipe, return when it is closed."""
     descriptors = [listener.fileno()]
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         descriptors.append(0)
@@ -61,7 +61,7 @@ def _check_peer(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII"))
     _, uid, _ = struct.unpack("=iII", credentials)
     if uid not in (0, os.geteuid()):
-        raise PermissionError("only root may use the page tracker")
+        raise PermissionError(f"user {uid} may not use the page tracker: run the gateway as root")
 
 
 def _read_request(connection: socket.socket) -> tuple[int, list[tuple[int, int]]]:

@@ -21,7 +21,7 @@ _MAX_RESPONSE_BYTES = 4096
 
 
 class TrackerClient:
-    """Sends requests to the page tracker at the socket ``path``. Without a path, ``open`` starts a child process."""
+    """Sends requests to the page tracker at the socket ``path``. Without a path, ``open`` starts a tracker itself."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -54,16 +54,16 @@ class TrackerClient:
             self._directory = self._path = None
 
     def track(self, pid: int, areas: Sequence[Area]) -> None:
-        """Make the kernel track writes of a machine's process to ``areas``. Raises OSError with the reason."""
+        """Make the kernel track the writes of a machine's process to ``areas``. Raises OSError with the reason."""
         request = {"pid": pid, "areas": [(area.start, area.end) for area in areas]}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_REQUEST_TIMEOUT_SECONDS)
             connection.connect(str(self._path))
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
-                line = stream.readline(_MAX_RESPONSE_BYTES)
+                response_line = stream.readline(_MAX_RESPONSE_BYTES)
         try:
-            error = json.loads(line).get("error")
+            error = json.loads(response_line).get("error")
         except ValueError:
             error = "it closed the connection without a response"
         if error:
@@ -71,7 +71,7 @@ class TrackerClient:
 
 
 def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a tracker that serves ``listener``."""
+    """Start a tracker that accepts requests on ``listener``."""
     return subprocess.Popen(
         [sys.executable, "-m", tracker.__name__, str(listener.fileno())],
         stdin=subprocess.PIPE,

@@ -9,18 +9,18 @@ from pathlib import Path
 from sandbox_gateway.config import Network
 
 GUEST_ADDRESS = "169.254.0.21"
-GUEST_PREFIX = 30
+GUEST_PREFIX_LENGTH = 30
 GATEWAY_ADDRESS = "169.254.0.22"
 GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
-TAP = "tap0"
+TAP_NAME = "tap0"
 VOLUME_PORTS = range(22000, 32000, 2)
 """First ports of volumes, at the address of the gateway as guests see it.
 
 A volume uses two consecutive ports. No well-known service uses these ports by default.
 """
 
-ALIASES = ipaddress.IPv4Network("248.0.0.0/6")
+ALIAS_NETWORK = ipaddress.IPv4Network("248.0.0.0/6")
 """A permanently reserved range of addresses. They are used only in the namespace of the volume servers."""
 
 RUN_NETNS = Path("/run/netns")
@@ -43,11 +43,11 @@ class Slot:
     """Name of the host's end of the veth."""
     uid: int
     """The user who may open the tap in addition to root; 0 means only root."""
-    tap: str = TAP
+    tap: str = TAP_NAME
 
 
 def slot_capacity(network: Network) -> int:
-    """Return the number of slots for which the subnet has addresses. Its last four addresses are for volume servers."""
+    """Return the number of slots for which the subnet has addresses. Volume servers use its last four addresses."""
     return ipaddress.IPv4Network(network.subnet).num_addresses // 4 - 1
 
 
@@ -72,5 +72,5 @@ def volume_link(network: Network) -> str:
 
 
 def volume_namespace(network: Network) -> Path:
-    """Return the path of the file of the volume servers' namespace, for setns(2)."""
+    """Return the path of the volume servers' namespace file, for setns(2)."""
     return RUN_NETNS / f"{network.prefix}-volumes"

@@ -22,12 +22,12 @@ _ATTRIBUTES_OFFSET = 20
 """Offset of the attributes in a message, after the netlink and nfnetlink headers."""
 _SOURCE_SLICE = slice(12, 16)
 """Position of the source address in a tuple attribute, after three attribute headers."""
-_DELETE_BATCH = 64
+_DELETE_BATCH_SIZE = 64
 _REPLY_TIMEOUT_SECONDS = 10.0
 
 
 def delete_connections(source: str) -> int:
-    """Delete all tracked connections that the address ``source`` opened. Returns their number. Raises OSError."""
+    """Delete all tracked connections opened from the address ``source``. Returns their number. Raises OSError."""
     address = socket.inet_aton(source)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as netlink:
         netlink.settimeout(_REPLY_TIMEOUT_SECONDS)
@@ -41,15 +41,15 @@ def delete_connections(source: str) -> int:
         )
         netlink.send(_encode_message(_GET, _REQUEST | _DUMP, attributes))
         entries = [entry for entry in _list_entries(netlink) if entry[_SOURCE_SLICE] == address]
-        for first in range(0, len(entries), _DELETE_BATCH):
-            batch = entries[first : first + _DELETE_BATCH]
+        for first in range(0, len(entries), _DELETE_BATCH_SIZE):
+            batch = entries[first : first + _DELETE_BATCH_SIZE]
             # The kernel deletes the entries before this call returns. It replies only for entries that have timed out.
             netlink.send(b"".join(_encode_message(_DELETE, _REQUEST, entry) for entry in batch))
     return len(entries)
 
 
 def _list_entries(netlink: socket.socket) -> Iterator[bytes]:
-    """Receive a dump and yield the attribute with the original tuple of each entry."""
+    """Receive a dump and yield the original-tuple attribute of each entry."""
     while True:
         data = netlink.recv(1 << 18)
         while data:
@@ -57,8 +57,8 @@ def _list_entries(netlink: socket.socket) -> Iterator[bytes]:
             if kind == _DONE:
                 return
             if kind == _ERROR:
-                number = -struct.unpack_from("=i", data, 16)[0]
-                raise OSError(number, "the kernel cannot list its tracked connections")
+                error_number = -struct.unpack_from("=i", data, 16)[0]
+                raise OSError(error_number, "the kernel cannot list its tracked connections")
             size, attribute = struct.unpack_from("=HH", data, _ATTRIBUTES_OFFSET)
             if attribute == _TUPLE_ORIG | _NESTED:  # This attribute is always the first.
                 yield data[_ATTRIBUTES_OFFSET : _ATTRIBUTES_OFFSET + size]

@@ -17,14 +17,14 @@ from pyroute2 import IPRoute
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
-    ALIASES,
+    ALIAS_NETWORK,
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
     GUEST_MAC,
-    GUEST_PREFIX,
+    GUEST_PREFIX_LENGTH,
     RUN_NETNS,
-    TAP,
     TAP_MAC,
+    TAP_NAME,
     Slot,
     volume_address,
     volume_gateway,
@@ -47,7 +47,7 @@ _NUD_PERMANENT = 0x80
 
 
 def find_slots(prefix: str) -> tuple[set[int], set[int]]:
-    """Return the numbers of the slots that exist at least partly, and those of the complete slots."""
+    """Return the numbers of all existing slots, including incomplete ones, and the numbers of the complete slots."""
     pattern = re.compile(rf"{prefix}-(\d+)")
     names = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
     namespace_numbers = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
@@ -76,53 +76,53 @@ def create_slot(slot: Slot) -> None:
     # Otherwise the kernel would send one ICMP error per second, and a guest might wait minutes for the next one.
     set_sysctl("net/ipv4/icmp_ratelimit", "0")
     _create_tap(slot)
-    inner = f"{slot.name}v"
-    _link_to_host(slot.veth, slot.veth_address, inner, slot.name)
+    inner_name = f"{slot.name}v"
+    _link_to_host(slot.veth, slot.veth_address, inner_name, slot.name)
     with IPRoute() as route:
         route.link("set", index=_interface_index(route, "lo"), state="up")
-        tap = _interface_index(route, TAP)
-        route.link("set", index=tap, address=TAP_MAC, state="up")
-        route.addr("add", index=tap, address=GATEWAY_ADDRESS, prefixlen=GUEST_PREFIX)
-        route.neigh("replace", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap, state=_NUD_PERMANENT)
-        veth = _interface_index(route, inner)
-        route.link("set", index=veth, state="up")
-        route.addr("add", index=veth, address=slot.host_address, prefixlen=30)
-        route.route("add", dst="default", gateway=slot.veth_address, oif=veth)
+        tap_index = _interface_index(route, TAP_NAME)
+        route.link("set", index=tap_index, address=TAP_MAC, state="up")
+        route.addr("add", index=tap_index, address=GATEWAY_ADDRESS, prefixlen=GUEST_PREFIX_LENGTH)
+        route.neigh("replace", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap_index, state=_NUD_PERMANENT)
+        veth_index = _interface_index(route, inner_name)
+        route.link("set", index=veth_index, state="up")
+        route.addr("add", index=veth_index, address=slot.host_address, prefixlen=30)
+        route.route("add", dst="default", gateway=slot.veth_address, oif=veth_index)
 
 
-def _link_to_host(outer: str, address: str, inner: str, namespace: str) -> None:
-    """Create a veth: ``outer`` is on the host, has ``address``/30 and is down; ``inner`` is in ``namespace``."""
+def _link_to_host(outer_name: str, address: str, inner_name: str, namespace: str) -> None:
+    """Create a veth: the end ``outer_name`` on the host (``address``/30, down), ``inner_name`` in ``namespace``."""
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
-        host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": namespace})
-        host.addr("add", index=_interface_index(host, outer), address=address, prefixlen=30)
-        set_sysctl(f"net/ipv6/conf/{outer}/disable_ipv6", "1", required=False)
-        set_sysctl(f"net/ipv4/conf/{outer}/rp_filter", "1")
+        host.link("add", ifname=outer_name, kind="veth", peer={"ifname": inner_name, "net_ns_fd": namespace})
+        host.addr("add", index=_interface_index(host, outer_name), address=address, prefixlen=30)
+        set_sysctl(f"net/ipv6/conf/{outer_name}/disable_ipv6", "1", required=False)
+        set_sysctl(f"net/ipv4/conf/{outer_name}/rp_filter", "1")
 
 
 def create_volume_namespace(network: Network) -> None:
     """Create the volume servers' namespace if it is missing. Bringing up the host's end of the link commits it."""
-    path, outer, inner = volume_namespace(network), volume_link(network), "eth0"
+    path, outer_name, inner_name = volume_namespace(network), volume_link(network), "eth0"
     with IPRoute() as route:
         is_committed = any(
             link["flags"] & _IFF_UP and route.get_addr(index=index, address=volume_gateway(network))
-            for index in route.link_lookup(ifname=outer)
+            for index in route.link_lookup(ifname=outer_name)
             for link in route.get_links(index)
         )
     if is_committed and path.name in list_mounted_namespaces():
         return
     remove_volume_namespace(network)
     enter_new_namespace(path)
-    _link_to_host(outer, volume_gateway(network), inner, path.name)
+    _link_to_host(outer_name, volume_gateway(network), inner_name, path.name)
     with IPRoute() as route:
         route.link("set", index=_interface_index(route, "lo"), state="up")
-        link = _interface_index(route, inner)
-        route.link("set", index=link, state="up")
-        route.addr("add", index=link, address=volume_address(network), prefixlen=30)
+        inner_index = _interface_index(route, inner_name)
+        route.link("set", index=inner_index, state="up")
+        route.addr("add", index=inner_index, address=volume_address(network), prefixlen=30)
         # The servers have routes only to slots.
-        for destination in (network.subnet, str(ALIASES)):
-            route.route("add", dst=destination, gateway=volume_gateway(network), oif=link)
+        for destination in (network.subnet, str(ALIAS_NETWORK)):
+            route.route("add", dst=destination, gateway=volume_gateway(network), oif=inner_index)
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
-        host.link("set", index=_interface_index(host, outer), state="up")
+        host.link("set", index=_interface_index(host, outer_name), state="up")
 
 
 def remove_volume_namespace(network: Network) -> None:
@@ -133,14 +133,14 @@ def remove_volume_namespace(network: Network) -> None:
 
 def _create_tap(slot: Slot) -> None:
     """Create a persistent tap, which QEMU opens as the slot's user."""
-    tun = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    tun_fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     try:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
-        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", TAP.encode(), flags))
-        fcntl.ioctl(tun, _TUNSETOWNER, slot.uid)
-        fcntl.ioctl(tun, _TUNSETPERSIST, 1)
+        fcntl.ioctl(tun_fd, _TUNSETIFF, struct.pack("16sH22x", TAP_NAME.encode(), flags))
+        fcntl.ioctl(tun_fd, _TUNSETOWNER, slot.uid)
+        fcntl.ioctl(tun_fd, _TUNSETPERSIST, 1)
     finally:
-        os.close(tun)
+        os.close(tun_fd)
 
 
 def commit_slot(slot: Slot) -> None:
@@ -168,13 +168,13 @@ def _remove_links(*names: str) -> None:
 def remove_loopback_address(address: str) -> None:
     """Remove an address from the loopback interface, if the interface has it."""
     with IPRoute() as route:
-        lo = _interface_index(route, "lo")
-        for _ in route.get_addr(family=socket.AF_INET, index=lo, address=address):
-            route.addr("del", index=lo, address=address, prefixlen=32)
+        loopback_index = _interface_index(route, "lo")
+        for _ in route.get_addr(family=socket.AF_INET, index=loopback_index, address=address):
+            route.addr("del", index=loopback_index, address=address, prefixlen=32)
 
 
 def _interface_index(route: IPRoute, name: str) -> int:
     indexes = route.link_lookup(ifname=name)
     if not indexes:
-        raise BackendFailed(f"the interface {name} disappeared while its network slot was created: try again")
+        raise BackendFailed(f"the interface {name} disappeared while its network slot was being created: try again")
     return int(indexes[0])

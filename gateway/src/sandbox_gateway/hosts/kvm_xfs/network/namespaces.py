@@ -1,6 +1,6 @@
 """Create, enter and remove network namespaces.
 
-Each thread can be in a different network namespace. Longer work in a namespace runs in a new thread.
+Each thread can be in a different network namespace. Long operations in a namespace run in a new thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def enter_new_namespace(path: Path) -> None:
-    """Create a network namespace without IPv6, with the file ``path``, and move this thread to it."""
+    """Create a network namespace without IPv6, bind it to the file ``path``, and move this thread into it."""
     _check_result("unshare", _libc.unshare(_CLONE_NEWNET))
     path.touch(mode=0o444, exist_ok=False)
     _mount("/proc/thread-self/ns/net", path, _MS_BIND)
@@ -67,7 +67,7 @@ def remove_namespace(path: Path) -> None:
 
 @contextlib.contextmanager
 def in_namespace(namespace: Path) -> Iterator[None]:
-    """Enter ``namespace`` inside this context. Raises BackendFailed."""
+    """Run the body of this context in ``namespace``. Raises BackendFailed."""
     with Path("/proc/thread-self/ns/net").open("rb") as previous, namespace.open("rb") as target:
         _enter(target.fileno())
         try:
@@ -108,7 +108,7 @@ def list_mounted_namespaces() -> list[str]:
 
 
 def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
-    """Set a sysctl of this thread's network namespace. Unless ``required``, skip a sysctl that the kernel lacks."""
+    """Set a sysctl in this thread's network namespace. Unless ``required``, ignore a sysctl that the kernel lacks."""
     try:
         Path("/proc/sys", name).write_text(value)
     except FileNotFoundError:
@@ -118,5 +118,5 @@ def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
 
 def _check_result(operation: str, result: int) -> None:
     if result != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{operation}: {os.strerror(error)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{operation}: {os.strerror(error_number)}")

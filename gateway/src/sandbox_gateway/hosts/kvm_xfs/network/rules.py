@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from sandbox_gateway.command import run_async
 from sandbox_gateway.config import Network
-from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules
-from sandbox_gateway.hosts.connect import MARK
+from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT, MARK
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
-    TAP,
+    TAP_NAME,
     VOLUME_PORTS,
     Slot,
     host_table,
@@ -20,13 +19,14 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
     volume_link,
 )
+from sandbox_gateway.hosts.network_policy import egress_rules
 from sandbox_gateway.records import NetworkPolicy
 
 VOLUME_ACCESS = "volume_access"
 """Name of the set of (`Slot.host_address` . port) pairs that may connect to volume servers."""
 
 VOLUME_ALIASES = "volume_aliases"
-"""Name of the map from these pairs to the address at which the server sees the sandbox, one of ``ALIASES``."""
+"""Name of the map from these pairs to the address at which the server sees the sandbox, in ``ALIAS_NETWORK``."""
 
 MAX_CONNECTIONS = 4096
 """Maximum concurrent outgoing connections of a sandbox.
@@ -50,9 +50,12 @@ async def apply_in_slot(slot: Slot, rules: str) -> None:
 
 
 def host_rules(network: Network) -> str:
-    """Return nft commands for the host's table. It denies slots access to the host, other slots, and other volumes."""
+    """Return nft commands that create the host's table, which restricts what slots can reach.
+
+    A slot cannot reach the host, other slots, or volumes that its sandbox does not mount.
+    """
     slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
-    volumes = volume_address(network)
+    server_address = volume_address(network)
     unmarked_syn = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
     return f"""{table_removal(host_table(network))}
 table inet {host_table(network)} {{
@@ -69,7 +72,7 @@ table inet {host_table(network)} {{
     }}
     chain volumes {{
         # Check each packet, not each connection: removing a slot from the set disconnects it immediately.
-        ip daddr {volumes} ip saddr . tcp dport @{VOLUME_ACCESS} accept
+        ip daddr {server_address} ip saddr . tcp dport @{VOLUME_ACCESS} accept
         drop
     }}
     chain input {{
@@ -117,11 +120,11 @@ table inet {host_table(network)} {{
 
 
 def slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
-    """Return nft commands for a slot's table, with the default policy."""
+    """Return nft commands that create a slot's table with the default policy."""
     veth = f'"{slot.name}v"'
-    tap = f'"{TAP}"'
-    volumes = volume_address(network)
-    ports = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
+    tap = f'"{TAP_NAME}"'
+    server_address = volume_address(network)
+    port_range = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
     return f"""{table_removal(_TABLE)}
 table inet {_TABLE} {{
     chain guard {{
@@ -133,7 +136,7 @@ table inet {_TABLE} {{
         type nat hook prerouting priority dstnat; policy accept;
         # Accept only the host, because late packets of an earlier sandbox's connections have other sources.
         iifname {veth} ip saddr {slot.veth_address} ip daddr {slot.host_address} dnat ip to {GUEST_ADDRESS}
-        iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {ports} dnat ip to {volumes}
+        iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {port_range} dnat ip to {server_address}
     }}
     chain outwards {{
         type nat hook postrouting priority srcnat; policy accept;
@@ -154,7 +157,7 @@ table inet {_TABLE} {{
         ct state invalid drop
         iifname {tap} ct state new jump connections
         # Network policies do not apply to volumes: the host decides which volumes a slot can reach.
-        iifname {tap} oifname {veth} ip daddr {volumes} tcp dport {ports} ct status dnat accept
+        iifname {tap} oifname {veth} ip daddr {server_address} tcp dport {port_range} ct status dnat accept
         # Check each packet, not each connection: a new policy also applies to open connections.
         iifname {tap} oifname {veth} ct direction original jump outside
         ct state established,related accept
@@ -171,14 +174,14 @@ table inet {_TABLE} {{
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
-    """Return nft commands that apply ``policy`` in a slot in one transaction. Raises Invalid for a bad address."""
-    refuse = "reject with icmp admin-prohibited"
-    rules = [f"ip daddr {subnet} {refuse}"]
+    """Return nft commands that apply ``policy`` to a slot in one transaction. Raises Invalid for an invalid address."""
+    reject_statement = "reject with icmp admin-prohibited"
+    rules = [f"ip daddr {subnet} {reject_statement}"]
     for rule in egress_rules(policy, dns):
         condition = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
         if rule.dns_only:
             condition += " meta l4proto { tcp, udp } th dport 53"
-        rules.append(f"{condition} {'accept' if rule.allow else refuse}")
+        rules.append(f"{condition} {'accept' if rule.allow else reject_statement}")
     return f"flush chain inet {_TABLE} outside\n" + "".join(
         f"add rule inet {_TABLE} outside {rule}\n" for rule in rules
     )

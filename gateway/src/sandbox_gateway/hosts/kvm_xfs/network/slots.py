@@ -6,8 +6,8 @@
 To their guests, all slots look the same, including the MAC addresses: a guest's ARP cache and connections are part of
 its memory, which moves from slot to slot. On the host, each slot has a unique address, which forwards every port to the
 guest. The guest's range is link-local. Such addresses do not exist beyond the next hop, so the range does not hide any
-destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere). It is a /30, so the rules can handle
-169.254.169.254.
+destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere). It is only a /30, so guests send
+packets for 169.254.169.254 to their gateway, where the rules apply.
 
 There are rules in two places, neither of which the guest can reach: in the slot (for the guest's address and policy)
 and on the host (to prevent access from a slot to the host or to other slots). The last step of creating a slot brings
@@ -15,8 +15,8 @@ up the host's end of the veth, which commits the slot. A slot whose host end is 
 
 Volume servers have a separate namespace, with one veth to the host and one address, the last of `network.subnet`. A
 guest sees them as ports of its gateway, so its mounts are the same in every slot. The host checks each packet: a slot
-can reach a port if the pair is in a set of the host's table. Except for slots, only the gateway can reach that
-namespace, and only replies leave it.
+can reach a port if the pair of address and port is in a set of the host's table. Except for slots, only the gateway can
+reach that namespace, and only replies leave it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections import deque
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
-from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.kvm_xfs.network import links
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, host_table, slot_capacity, volume_address
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
@@ -40,6 +39,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     slot_rules,
     table_removal,
 )
+from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import BackgroundTasks
@@ -50,7 +50,7 @@ log = Logger("network")
 
 
 class SlotPool:
-    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n; with ``uid_base`` 0, root does.
+    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n. If ``uid_base`` is 0, root does.
 
     Async methods may raise BackendFailed if the kernel or nft refuses an operation.
     """
@@ -67,13 +67,13 @@ class SlotPool:
         self._next = 0
         self._refill_wanted = asyncio.Event()
         self._refiller: asyncio.Task[None] | None = None
-        self._background = BackgroundTasks(log, failure="a network slot could not be removed")
+        self._background = BackgroundTasks(log, failure_event="a network slot could not be removed")
         self._closed = True
 
     # -- start and stop -------------------------------------------------------------------------------------------
 
     async def open(self, in_use: set[int]) -> None:
-        """Set up the host, adopt complete slots with the numbers ``in_use``, and start to refill the pool.
+        """Set up the host, adopt the complete slots whose numbers are ``in_use``, and start to refill the pool.
 
         Removes all other slots, even complete ones, because they may have been used before.
         """
@@ -121,7 +121,7 @@ class SlotPool:
     async def take(self, policy: NetworkPolicy) -> Slot:
         """Return an unused slot with ``policy`` applied, from the pool if possible.
 
-        Raises Busy if all addresses are taken, Invalid for an invalid policy.
+        Raises Busy if all slots are in use, Invalid for an invalid policy.
         """
         rules = policy_rules(policy, self._dns, self._subnet)
         slot = self._ready.popleft() if self._ready else await self._create()
@@ -135,7 +135,7 @@ class SlotPool:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """Remove the slot of a machine that has ended. No connection, rule or packet outlives the sandbox.
+        """Remove the slot of a machine that has ended, with its rules and tracked connections.
 
         Returns immediately. The removal runs in the background, and `close` waits for it.
         """
@@ -143,7 +143,7 @@ class SlotPool:
             self._retire(slot)
 
     def adopt(self, number: int) -> Slot:
-        """Return the slot of a sandbox that an earlier gateway started. Raises BackendFailed if it does not exist."""
+        """Return the slot of a sandbox that an earlier gateway started. Raises BackendFailed if the slot is missing."""
         slot = self._all.get(number)
         if slot is None:
             raise BackendFailed(
@@ -153,7 +153,7 @@ class SlotPool:
         return slot
 
     async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
-        """Apply ``policy`` to all following packets, including those of open connections."""
+        """Apply ``policy`` to all subsequent packets of a slot, including those of open connections."""
         await apply_in_slot(slot, policy_rules(policy, self._dns, self._subnet))
 
     # -- creating and removing ----------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class SlotPool:
                 self._refill_wanted.set()
 
     def _next_free_number(self) -> int:
-        """Return the number that has been unused for longest, so that the host has forgotten its connections."""
+        """Return the number that has been free for longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next + step) % self._capacity
             if number not in self._all and number not in self._busy:

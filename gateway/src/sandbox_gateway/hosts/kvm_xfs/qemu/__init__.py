@@ -1,6 +1,5 @@
-"""Run one QEMU machine: its command line, monitor, limits and log.
+"""Run one QEMU machine: its command line, process and monitor.
 
 ``machine`` represents the running process with its monitor, ``processes`` starts and finds processes, ``command_line``
-builds their arguments, ``accel`` chooses between KVM and TCG. ``sockets``, ``cgroup`` and ``bounded_log`` are helpers;
-volume servers also use ``cgroup`` and ``bounded_log``.
+builds their arguments, ``sockets`` uses Unix sockets at long paths, and ``accel`` chooses between KVM and TCG.
 """

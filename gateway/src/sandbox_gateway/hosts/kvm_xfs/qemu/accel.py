@@ -1,7 +1,7 @@
 """Choose the accelerator for this host by booting a stock kernel on KVM.
 
-Opening `/dev/kvm` is not a sufficient test: nested KVM may open, run the first instructions of a boot loader, and then
-never boot a kernel.
+Opening `/dev/kvm` is not a sufficient test: nested KVM may run the first instructions of a boot loader, and then never
+boot a kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _QMP_TIMEOUT_SECONDS = 30.0
 _MAX_SILENCE_SECONDS = 8.0
 """Seconds without output after which a booting kernel, which normally prints continuously, counts as hung."""
 _CAPTURE_COMMAND = "xen-save-devices-state"
-_BOOT_MESSAGES = re.compile(
+_BOOT_MESSAGE_PATTERN = re.compile(
     rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process"
 )
 """Messages that a kernel without a root file system prints once timers, interrupts and all CPUs work."""
@@ -50,8 +50,8 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     """Check QEMU and choose the accelerator. With `auto`, boot ``kernel`` (default: the host's own) on KVM as a test.
 
     The JSON file ``cache`` stores the result for this QEMU, host kernel and guest kernel; remove the file to probe
-    again. Without a kernel to boot, use an earlier result, or else TCG. Raises BackendFailed if QEMU is missing or
-    lacks a feature that captures need.
+    again. If there is no kernel to boot, an earlier result is used, or else TCG. Raises BackendFailed if QEMU is
+    missing or lacks a feature that captures need.
     """
     version = await _check_qemu(config)
     if config.accelerator == "tcg":
@@ -104,7 +104,7 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
         async with asyncio.timeout(config.probe_seconds):
             while chunk := await asyncio.wait_for(process.stdout.read(4096), _MAX_SILENCE_SECONDS):
                 output = (output + chunk)[-16384:]
-                if _BOOT_MESSAGES.search(output):
+                if _BOOT_MESSAGE_PATTERN.search(output):
                     return True
     except TimeoutError:
         pass
@@ -128,23 +128,26 @@ def _find_kvm_problem() -> str:
 
 
 async def _check_qemu(config: KvmXfs) -> str:
-    """Return QEMU's version. Raises BackendFailed if QEMU is missing or lacks a feature."""
+    """Check that QEMU has the required features, and return its version. Raises BackendFailed otherwise."""
     if shutil.which(config.qemu) is None:
         raise BackendFailed(
             f"QEMU ({config.qemu}) is not installed: install it (Debian: qemu-system-x86), or run the kvm_xfs_host role"
         )
-    text = (await run_async([config.qemu, "--version"], timeout=_QMP_TIMEOUT_SECONDS)).stdout
-    match = re.search(r"version (\d+(?:\.\d+)+)", text)
+    output = (await run_async([config.qemu, "--version"], timeout=_QMP_TIMEOUT_SECONDS)).stdout
+    match = re.search(r"version (\d+(?:\.\d+)+)", output)
     if match is None:
-        raise BackendFailed(f"{config.qemu} --version printed {text[:100]!r}: set [kvm_xfs] qemu to the path of QEMU")
-    commands, machines = await _list_features(config.qemu)
+        raise BackendFailed(
+            f"{config.qemu} --version printed {output[:100]!r} instead of a version: "
+            "set [kvm_xfs] qemu to the path of QEMU"
+        )
+    commands, machine_types = await _list_features(config.qemu)
     if _CAPTURE_COMMAND not in commands:
         raise BackendFailed(
             f"QEMU {match[1]} ({config.qemu}) has no command {_CAPTURE_COMMAND}, which captures need: "
             "install a build that has it, such as Debian's or Ubuntu's"
         )
-    if config.machine not in machines:
-        supported_types = sorted(name for name in machines if name.startswith("pc-q35-"))
+    if config.machine not in machine_types:
+        supported_types = sorted(name for name in machine_types if name.startswith("pc-q35-"))
         raise BackendFailed(
             f"QEMU {match[1]} has no machine type {config.machine!r}: set [kvm_xfs] machine to a supported type"
             + (f" ({', '.join(supported_types[-4:])})" if supported_types else "")
@@ -165,13 +168,15 @@ async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
             replies[message.get("id", "")] = message.get("return")
     try:
         commands = {item["name"] for item in replies["query-commands"]}
-        machines = {name for item in replies["query-machines"] for name in (item["name"], item.get("alias")) if name}
+        machine_types = {
+            name for item in replies["query-machines"] for name in (item["name"], item.get("alias")) if name
+        }
     except (KeyError, TypeError):
         raise BackendFailed(
             f"{qemu} did not answer on QMP ({result.stderr.strip()[-300:] or 'it printed nothing'}): set [kvm_xfs] "
             "qemu to the path of QEMU"
         ) from None
-    return commands, machines
+    return commands, machine_types
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
@@ -182,7 +187,7 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def _host_kernel() -> Path | None:
-    """Return the path of the host's own kernel if it is in /boot and QEMU can load it, or None."""
+    """Return the path of the host's own kernel in /boot, or None if it is missing there or QEMU cannot load it."""
     for name in (f"vmlinuz-{os.uname().release}", "vmlinuz"):
         with contextlib.suppress(OSError), (Path("/boot") / name).open("rb") as file:
             file.seek(0x202)
@@ -205,7 +210,7 @@ def _load_results(cache: Path) -> dict[str, bool]:
 
 
 def _save_results(cache: Path, results: dict[str, bool]) -> None:
-    partial = cache.with_name(f".partial-{cache.name}")
-    partial.touch(mode=0o600)
-    partial.write_text(json.dumps(results, indent=1))
-    partial.rename(cache)
+    partial_file = cache.with_name(f".partial-{cache.name}")
+    partial_file.touch(mode=0o600)
+    partial_file.write_text(json.dumps(results, indent=1))
+    partial_file.rename(cache)

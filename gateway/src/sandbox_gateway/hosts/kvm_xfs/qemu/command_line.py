@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 
 KERNEL_ARGUMENTS = "root=/dev/vda rw rootflags=noatime,noinit_itable console=ttyS0 quiet panic=-1 net.ifnames=0"
 TCG_KERNEL_ARGUMENTS = "tsc=reliable"
@@ -16,8 +16,8 @@ clocks are slow to read, so the kernel would consider the counter unstable and p
 """
 LINE_NAME = "sandbox.agent"
 _TB_SIZE_MB = 64
-_CONSOLE_SET = 1
-"""The number of QEMU's set of descriptors for the copy of the console."""
+_CONSOLE_FDSET = 1
+"""The number of QEMU's descriptor set (fdset) for the copy of the console."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MachineSpec:
 
 def build_arguments(
     spec: MachineSpec,
-    files: Instance,
+    files: InstanceFiles,
     *,
     qmp_fd: int,
     line_fd: int,
@@ -59,20 +59,20 @@ def build_arguments(
     console_fd: int | None = None,
     hold: bool = False,
 ) -> list[str]:
-    """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; without, it boots.
+    """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; otherwise, it boots.
 
     ``line_fd`` is a connected socket, QEMU's end of the serial line to the agent. ``qmp_fd`` is a listening socket.
-    ``console_fd`` receives a copy of the console, which remains when QEMU has ended.
-    ``hold``: the machine stays stopped until ``cont``.
+    ``console_fd`` receives a copy of the console, which remains available after QEMU has ended.
+    ``hold``: the machine stays stopped until the QMP command ``cont``.
     """
     is_emulated = spec.platform.accelerator == "tcg"
-    accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if is_emulated else "kvm"
+    accelerator_option = f"tcg,tb-size={_TB_SIZE_MB}" if is_emulated else "kvm"
     argv = [
         spec.qemu,
         "-name", spec.label,
         "-nodefaults", "-no-user-config", "-display", "none", "-vga", "none", "-no-reboot",
         "-M", f"{spec.platform.machine},memory-backend=mem,suppress-vmdesc=on,usb=off,vmport=off",
-        "-accel", accelerator,
+        "-accel", accelerator_option,
         "-cpu", spec.platform.cpu_model,
         "-smp", str(spec.cpus),
         "-m", f"{spec.memory_mb}M",
@@ -87,23 +87,23 @@ def build_arguments(
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
         "-device", f"virtserialport,chardev=line,nr=1,name={LINE_NAME}",
-        "-chardev", f"ringbuf,id=console,size=65536{_console_copy(console_fd)}", "-serial", "chardev:console",
+        "-chardev", f"ringbuf,id=console,size=65536{_console_log_options(console_fd)}", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
                     + ("" if spec.uid else ",elevateprivileges=deny"),
     ]  # fmt: skip
     if console_fd is not None:
-        argv += ["-add-fd", f"fd={console_fd},set={_CONSOLE_SET}"]
+        argv += ["-add-fd", f"fd={console_fd},set={_CONSOLE_FDSET}"]
     if spec.uid:
         argv += ["-runas", f"{spec.uid}:{spec.uid}"]
     if state_fd is None:
         kernel_command_line = f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if is_emulated else KERNEL_ARGUMENTS
         return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", kernel_command_line]
     # The machine need not announce itself, because it and the tap have the same addresses in every slot.
-    quiet_options = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
-    return [*argv, *quiet_options, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
+    migration_options = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
+    return [*argv, *migration_options, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
 
 
-def _console_copy(console_fd: int | None) -> str:
+def _console_log_options(console_fd: int | None) -> str:
     # Without logappend, QEMU would truncate the log, which is sealed.
-    return "" if console_fd is None else f",logfile=/dev/fdset/{_CONSOLE_SET},logappend=on"
+    return "" if console_fd is None else f",logfile=/dev/fdset/{_CONSOLE_FDSET},logappend=on"

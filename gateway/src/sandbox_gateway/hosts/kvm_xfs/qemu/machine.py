@@ -16,14 +16,14 @@ from qemu.qmp import ExecuteError, QMPClient, QMPError
 
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.base import Load
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import (
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
+    clear_append_flag,
     create_log,
     open_for_writing,
     open_log_of,
     read_log,
-    stop_appending,
 )
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
@@ -35,23 +35,23 @@ logger = Logger("kvm_xfs")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 QMP_TIMEOUT_SECONDS = 20.0
-_TAIL_CHARACTERS = 500
+_MAX_TAIL_CHARACTERS = 500
 _STALLED_STATUS = "io-error"
 """QEMU's name for the state of a machine that it stopped because a write to the disk failed for lack of space."""
 _RESTORE_INTERVAL_SECONDS = 0.005
-_OPEN_INTERVAL_SECONDS = 0.005
-_OPEN_TIMEOUT_SECONDS = 2.0
+_CONSOLE_LOG_INTERVAL_SECONDS = 0.005
+_CONSOLE_LOG_TIMEOUT_SECONDS = 2.0
 
 
 class Machine:
     """A QEMU process, started by this gateway or by an earlier one."""
 
     def __init__(
-        self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1, console_log: int = -1
+        self, pid: int, files: InstanceFiles, line: socket.socket | None = None, log: int = -1, console_log: int = -1
     ) -> None:
-        """Watch a process. ``log``: descriptor of its log; by default, opens the log.
+        """Start watching a process. ``log``: descriptor of its log; by default, the log is opened.
 
-        ``console_log``: descriptor of the copy of its console, -1 if there is none. ``forget`` closes both.
+        ``console_log``: descriptor of the copy of its console, or -1 if there is none. ``forget`` closes both.
         """
         self.pid = pid
         self.files = files
@@ -79,7 +79,7 @@ class Machine:
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
 
     @classmethod
-    async def spawn(cls, spec: MachineSpec, files: Instance, *, state: Path | None, hold: bool = False) -> Machine:
+    async def spawn(cls, spec: MachineSpec, files: InstanceFiles, *, state: Path | None, hold: bool = False) -> Machine:
         """Start QEMU in its network namespace. QEMU outlives the gateway. Raises BackendFailed on failure.
 
         If the caller is cancelled, the process is killed. ``hold``: the machine stays stopped until ``cont``.
@@ -93,9 +93,9 @@ class Machine:
             raise
 
     @classmethod
-    async def _spawn(cls, spec: MachineSpec, files: Instance, state: Path | None, hold: bool) -> Machine:
+    async def _spawn(cls, spec: MachineSpec, files: InstanceFiles, state: Path | None, hold: bool) -> Machine:
         line, qemu_line = socket.socketpair()
-        logs = [create_log()]
+        log_fds = [create_log()]
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(qemu_line)
@@ -105,27 +105,27 @@ class Machine:
                 if state:
                     descriptors["state_fd"] = stack.enter_context(state.open("rb")).fileno()
                 else:
-                    logs.append(create_log())
-                    descriptors["console_fd"] = open_for_writing(logs[-1])
+                    log_fds.append(create_log())
+                    descriptors["console_fd"] = open_for_writing(log_fds[-1])
                     stack.callback(os.close, descriptors["console_fd"])
                 argv = build_arguments(spec, files, **descriptors, hold=hold)
-                pid = await asyncio.to_thread(start_in_namespace, spec.netns, argv, [*descriptors.values()], logs[0])
+                pid = await asyncio.to_thread(start_in_namespace, spec.netns, argv, [*descriptors.values()], log_fds[0])
             except BaseException:
                 line.close()
-                for log in logs:
+                for log in log_fds:
                     os.close(log)
                 raise
             line.setblocking(False)
-            machine = cls(pid, files, line, *logs)
+            machine = cls(pid, files, line, *log_fds)
             if not state:
-                await machine._open_console_log(descriptors["console_fd"])
+                await machine._wait_for_console_log(descriptors["console_fd"])
         return machine
 
-    async def _open_console_log(self, writer: int) -> None:
-        """Wait until QEMU has opened the copy of the console. The guest prints nothing before that."""
-        deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
-        while not (stop_appending(writer) or self.has_ended or time.monotonic() > deadline):  # noqa: ASYNC110
-            await asyncio.sleep(_OPEN_INTERVAL_SECONDS)
+    async def _wait_for_console_log(self, writer: int) -> None:
+        """Wait until QEMU has opened the copy of the console. Until then, the guest does not print anything."""
+        deadline = time.monotonic() + _CONSOLE_LOG_TIMEOUT_SECONDS
+        while not (clear_append_flag(writer) or self.has_ended or time.monotonic() > deadline):  # noqa: ASYNC110
+            await asyncio.sleep(_CONSOLE_LOG_INTERVAL_SECONDS)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -145,7 +145,7 @@ class Machine:
         except ExecuteError as error:
             raise BackendFailed(f"QEMU refused {command}: {error}") from None
         except (QMPError, OSError, EOFError) as error:
-            raise BackendFailed(f"QEMU ended during {command}: {error}{self.log_tail()}") from None
+            raise BackendFailed(f"QEMU exited during {command}: {error}{self.log_tail()}") from None
 
     async def is_line_open(self) -> bool:
         """Return whether a process in the machine has opened the serial line."""
@@ -153,7 +153,7 @@ class Machine:
         return any(chardev["label"] == "line" and chardev["frontend-open"] for chardev in chardevs)
 
     async def wait_until_restored(self) -> None:
-        """Wait until a held machine has loaded its state. Raises BackendFailed if it ends first, or Timeout."""
+        """Wait until a held machine has loaded its state. Raises BackendFailed if QEMU ends first, or TimeoutError."""
         async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
             while await self._status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
                 await asyncio.sleep(_RESTORE_INTERVAL_SECONDS)
@@ -166,7 +166,7 @@ class Machine:
         await self.execute("cont")
         self.is_held = False
 
-    async def continue_if_stopped(self) -> bool:
+    async def resume_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
         was_stopped = await self._status() in ("paused", _STALLED_STATUS)
         if was_stopped:
@@ -181,7 +181,7 @@ class Machine:
         return cast("dict[str, str]", await self.execute("query-status"))["status"]
 
     async def save_devices(self, filename: str) -> None:
-        """Write the device state (not RAM) of the stopped machine to ``filename``, a name that ``added_fd`` yields."""
+        """Write the device state (not RAM) of the stopped machine to ``filename``, a name from ``added_fd``."""
         # live=False: QEMU continues to use the disk. With live=True it would release the disk, as for a migration.
         await self.execute("xen-save-devices-state", {"filename": filename, "live": False})
 
@@ -190,18 +190,18 @@ class Machine:
         """Pass an open file to QEMU, which may lack permission to open it. Yields the name of the file in QEMU."""
         client = await self._client()
         client.send_fd_scm(descriptor)
-        fdset = cast("dict[str, int]", await self.execute("add-fd"))["fdset-id"]
+        fdset_id = cast("dict[str, int]", await self.execute("add-fd"))["fdset-id"]
         try:
-            yield f"/dev/fdset/{fdset}"
+            yield f"/dev/fdset/{fdset_id}"
         finally:
             with contextlib.suppress(BackendFailed, Timeout):
-                await self.execute("remove-fd", {"fdset-id": fdset})
+                await self.execute("remove-fd", {"fdset-id": fdset_id})
 
     async def console(self) -> str:
         """Return the tail of the guest's serial console.
 
-        If QEMU has ended or does not answer, returns the beginning of the console since the machine booted, or "" for
-        a machine that resumed from memory.
+        If QEMU has ended or does not answer, returns the first output since the machine booted, or "" for a machine
+        that resumed from memory.
         """
         if not self.has_ended:
             with contextlib.suppress(BackendFailed, Timeout):
@@ -209,25 +209,25 @@ class Machine:
         return self._final_console if self._console_log < 0 else _text_of(self._console_log)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory that the process uses, including its share of shared pages."""
+        """Return the memory use of the process in bytes, with a proportional share of shared pages (PSS)."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
         return 0
 
     def load(self) -> Load | None:
-        """Return the load of the process, including QEMU's own work and memory; None if it has ended."""
+        """Return the load of the process, including QEMU's own work and memory, or None if it has ended."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            stat_fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
             resident_pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
             disk_status = self.files.disk.stat()
         except OSError:
             return None
-        started_at = int(stat[19]) / _TICKS_PER_SECOND
+        started_at = int(stat_fields[19]) / _TICKS_PER_SECOND
         return Load(
             memory_bytes=resident_pages * _PAGE_BYTES,
             disk_bytes=disk_status.st_blocks * 512,
-            cpu_seconds=(int(stat[11]) + int(stat[12])) / _TICKS_PER_SECOND,
+            cpu_seconds=(int(stat_fields[11]) + int(stat_fields[12])) / _TICKS_PER_SECOND,
             running_seconds=time.clock_gettime(time.CLOCK_BOOTTIME) - started_at,
         )
 
@@ -252,7 +252,7 @@ class Machine:
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
         except TimeoutError:
-            raise Timeout(f"QEMU process {self.pid} did not end within {seconds:g} s of SIGKILL") from None
+            raise Timeout(f"QEMU process {self.pid} did not exit within {seconds:g} s of SIGKILL") from None
 
     async def detach(self) -> None:
         """Close the connection to the monitor. The machine keeps running."""
@@ -308,7 +308,7 @@ def _text_of(log: int) -> str:
 
 
 def _tail_of(log: int) -> str:
-    return " ".join(_text_of(log).split())[-_TAIL_CHARACTERS:]
+    return " ".join(_text_of(log).split())[-_MAX_TAIL_CHARACTERS:]
 
 
 def _reject_event(event: object) -> bool:

@@ -13,16 +13,16 @@ from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
 def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
-    """Yield (pid, label, path of the memory file) of each QEMU process whose memory file is below ``root``."""
+    """Yield (pid, label, path of the memory file) for each QEMU process whose memory file is below ``root``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            memory_option = next((word for word in words if f"mem-path={root}/" in word), None)
-            if memory_option and "-name" in words:
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            memory_option = next((argument for argument in arguments if f"mem-path={root}/" in argument), None)
+            if memory_option and "-name" in arguments:
                 path = memory_option.split("mem-path=", 1)[1].split(",", 1)[0]
-                yield int(entry.name), words[words.index("-name") + 1], Path(path)
+                yield int(entry.name), arguments[arguments.index("-name") + 1], Path(path)
 
 
 def start_in_namespace(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:

@@ -11,7 +11,7 @@ from sandbox_gateway.command import run_async
 
 
 def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
-    """Return the host's APT sources for ``suite`` of the distribution, in deb822 format, or "" if there are none.
+    """Return the host's APT sources for ``suite``, in deb822 format, or "" if there are none.
 
     Only entries with the component `main` count, because a vendor's repository may have a suite of the same name. The
     files are parsed here because `apt-get indextargets` omits Signed-By.
@@ -24,14 +24,14 @@ def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
             stanzas += (
                 _parse_deb822(text)
                 if file.suffix == ".sources"
-                else _parse_one_line(text)
+                else _parse_one_line_style(text)
                 if file.suffix == ".list"
                 else []
             )
-    names = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
+    suite_names = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
     matching_stanzas = []
     for stanza in stanzas:
-        suites = [word for word in stanza.get("Suites", "").split() if word in names]
+        suites = [word for word in stanza.get("Suites", "").split() if word in suite_names]
         is_usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
         if suites and is_usable and "main" in stanza.get("Components", "").split():
             matching_stanzas.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
@@ -61,15 +61,15 @@ def _parse_deb822(text: str) -> list[dict[str, str]]:
 _DEB822_KEYS = {
     key.lower(): key for key in ("Types", "URIs", "Suites", "Components", "Enabled", "Signed-By", "Trusted")
 }
-_ONE_LINE_PATTERN = re.compile(
+_SOURCE_LINE_PATTERN = re.compile(
     r"deb\s+(?:\[(?P<options>[^]]*)\]\s+)?(?P<uri>\S+)\s+(?P<suite>\S+)\s+(?P<components>[^#]+)"
 )
 
 
-def _parse_one_line(text: str) -> list[dict[str, str]]:
+def _parse_one_line_style(text: str) -> list[dict[str, str]]:
     stanzas = []
     for line in text.splitlines():
-        if not (match := _ONE_LINE_PATTERN.match(line.strip())):
+        if not (match := _SOURCE_LINE_PATTERN.match(line.strip())):
             continue
         stanza = {"Types": "deb", "URIs": match["uri"], "Suites": match["suite"]}
         stanza["Components"] = match["components"].strip()

@@ -1,8 +1,8 @@
 """Build the file system of a template before its first boot: an ext4 image, a kernel and an initrd from a recipe.
 
-The build mounts nothing on the host. Programs of the tree run only in private mount and process namespaces. Files of a
-foreign tree are read, never executed. Paths in the tree are resolved as in the guest: a symbolic link to `/etc` leads
-to the guest's `/etc`.
+The build does not mount anything on the host. Programs from the tree run only in private mount and process namespaces.
+Files from a foreign tree are read, but never executed. Paths in the tree are resolved as in the guest: a symbolic link
+to `/etc` leads to the guest's `/etc`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from pathlib import Path
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import Log
-from sandbox_gateway.hosts.kvm_xfs.template.debian import PARTIAL, unpack_debian, untar
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
+from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.disk import make_image
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
+from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
 from sandbox_gateway.hosts.rootfs_common import (
     Tree,
-    agent_package,
     compile_agent,
     compile_agent_in_foreign_tree,
     file_kind,
+    find_agent_package,
     python_minor_version,
     remove_tree,
-    stream,
+    run_logged,
     to_gateway_error,
 )
 from sandbox_gateway.recipes import Recipe, Source
@@ -42,31 +44,31 @@ async def build_rootfs(
     log: Log,
     agent: Path | None = None,
 ) -> None:
-    """Build ``image`` (a sparse ext4 image), ``kernel`` and ``initrd`` from ``recipe``. Needs root.
+    """Build ``image`` (a sparse ext4 image), ``kernel`` and ``initrd`` from ``recipe``. Requires root.
 
     ``agent``: directory of the agent's package; default: the agent installed with the gateway. Each file is built in a
     `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the recipe's tree is unsuitable
     for a sandbox or does not fit its disk, NoSpace if the host's disk is full, BackendFailed if a tool fails.
     """
-    agent = agent or agent_package()
-    work = image.parent / f"{PARTIAL}{secrets.token_hex(4)}"
-    work.mkdir(mode=0o700, parents=True)
+    agent = agent or find_agent_package()
+    work_directory = image.parent / f"{PARTIAL_PREFIX}rootfs-{secrets.token_hex(4)}"
+    work_directory.mkdir(mode=0o700, parents=True)
     try:
-        tree = work / "tree"
+        tree = work_directory / "tree"
         tree.mkdir(mode=0o755)
         if recipe.source is Source.DEBOOTSTRAP:
-            await unpack_debian(recipe, tree, work, cache_root, log)
+            await unpack_debian(recipe, tree, work_directory, cache_root, log)
         else:
             await _unpack_source(Path(recipe.path), tree, log)
         log("installing the agent and the sandbox's settings")
         boot_files = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
-        await make_image(tree, work / "image", recipe.resources.disk_mb, log)
-        await asyncio.to_thread(_move_results, work, boot_files, image, kernel, initrd)
+        await make_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
+        await asyncio.to_thread(_move_results, work_directory, boot_files, image, kernel, initrd)
     except OSError as error:
         raise to_gateway_error(error, "building the file system") from error
     finally:
-        await remove_tree(work)
+        await remove_tree(work_directory)
 
 
 async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
@@ -77,7 +79,7 @@ async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
                 f"{source} contains the gateway's own state: set 'path' to a directory with a root file system"
             )
         log(f"copying {source}")
-        await stream(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
+        await run_logged(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
     elif kind == "file":
         log(f"unpacking {source}")
         await untar(source, tree)
@@ -88,17 +90,17 @@ async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
 async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
     if source is Source.DEBOOTSTRAP:
         # All files of the tree are from Debian's packages, so its interpreter can be trusted.
-        namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
-        enter_tree = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
-        await compile_agent([*enter_tree, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
+        namespace_options = ("--mount", "--propagation", "slave", "--pid", "--net")
+        chroot_command = ("unshare", *namespace_options, "--fork", "--kill-child", "chroot", str(tree))
+        await compile_agent([*chroot_command, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
     elif python_minor_version(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
         await compile_agent_in_foreign_tree(tree, log)
 
 
-def _move_results(work: Path, boot_files: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
+def _move_results(work_directory: Path, boot_files: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
     for source, name, target in ((boot_files[0], "kernel", kernel), (boot_files[1], "initrd", initrd)):
         # QEMU opens them before it drops root privileges.
-        (work / name).touch(mode=0o600)
-        shutil.copyfile(source, work / name)
-        (work / name).rename(target)
-    (work / "image").rename(image)
+        (work_directory / name).touch(mode=0o600)
+        shutil.copyfile(source, work_directory / name)
+        (work_directory / name).rename(target)
+    (work_directory / "image").rename(image)

@@ -16,50 +16,51 @@ from pathlib import Path
 
 from sandbox_gateway.command import proxy_settings
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.apt import apt_options, host_sources
-from sandbox_gateway.hosts.rootfs_common import stream
+from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
+from sandbox_gateway.hosts.rootfs_common import run_logged
 from sandbox_gateway.recipes import Recipe
 
-PARTIAL = f"{directory_records.PARTIAL}rootfs-"
+_PARTIAL_TARBALL_PREFIX = f"{PARTIAL_PREFIX}rootfs-"
 _CACHE_VERSION = 1
 _STALE_AFTER_SECONDS = 86400.0
-_CREDENTIALS = re.compile(r"://[^/\s\"]*@")
+_CREDENTIALS_PATTERN = re.compile(r"://[^/\s\"]*@")
 
-_building: dict[Path, asyncio.Lock] = {}
+_build_locks: dict[Path, asyncio.Lock] = {}
 
 
-async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path, log: Log) -> None:
+async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_root: Path, log: Log) -> None:
     """Unpack the Debian tree of a recipe into ``tree``. Builds it first if ``cache_root`` does not contain it."""
-    mirrors = _mirrors(recipe, work)
+    mirrors = _mirrors(recipe, work_directory)
     packages = _packages(recipe)
     options = await apt_options()
     digest = _digest(recipe.suite, packages, options, [_mirror_text(mirror) for mirror in mirrors])
     cached_tarball = cache_root / f"rootfs-{digest}.tar"
-    async with _building.setdefault(cached_tarball, asyncio.Lock()):
+    async with _build_locks.setdefault(cached_tarball, asyncio.Lock()):
         if cached_tarball.is_file():
             log(f"using the cached root file system ({cached_tarball.name})")
         else:
-            await debootstrap(recipe.suite, packages, options, mirrors, work, log)
-            await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached_tarball)
-    _building.pop(cached_tarball, None)
+            await build_tarball(recipe.suite, packages, options, mirrors, work_directory, log)
+            await asyncio.to_thread(_commit_tarball, work_directory / "rootfs.tar", cached_tarball)
+    _build_locks.pop(cached_tarball, None)
     log("unpacking the root file system")
     await untar(cached_tarball, tree)
 
 
 def _packages(recipe: Recipe) -> list[str]:
-    kernel = guest_files.kernel_package(platform.machine())
-    if kernel is None:
+    kernel_package = guest_files.kernel_package(platform.machine())
+    if kernel_package is None:
         raise Invalid(
             f"'from: debootstrap' does not support this host's architecture {platform.machine()}: use 'from: rootfs' "
             "with a tree that was built elsewhere"
         )
-    return sorted({*guest_files.read_lines("packages.txt"), kernel, *recipe.packages})
+    return sorted({*guest_files.read_lines("packages.txt"), kernel_package, *recipe.packages})
 
 
-def _mirrors(recipe: Recipe, work: Path) -> list[str]:
+def _mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
     """Return mmdebstrap's MIRROR arguments. If the list is empty, mmdebstrap uses the suite's default mirror."""
     configured_mirrors = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
     for line in configured_mirrors:
@@ -73,9 +74,9 @@ def _mirrors(recipe: Recipe, work: Path) -> list[str]:
     text = host_sources(recipe.suite)
     if not text:
         return []
-    sources = work / "host.sources"
-    sources.write_text(text)
-    return [str(sources)]
+    sources_file = work_directory / "host.sources"
+    sources_file.write_text(text)
+    return [str(sources_file)]
 
 
 def _dpkg_options() -> list[str]:
@@ -88,20 +89,20 @@ def _mirror_text(mirror: str) -> str:
 
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
     inputs = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
-    if any(map(_CREDENTIALS.search, options)):
+    if any(map(_CREDENTIALS_PATTERN.search, options)):
         inputs.append("without passwords")  # Distinguishes these trees from those of older releases.
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
 
 
-async def debootstrap(
-    suite: str, packages: list[str], options: list[str], mirrors: list[str], work: Path, log: Log
+async def build_tarball(
+    suite: str, packages: list[str], options: list[str], mirrors: list[str], work_directory: Path, log: Log
 ) -> None:
     log(f"building Debian {suite} with {len(packages)} named packages, which takes about a minute")
-    temporary = work / "mmdebstrap"
-    temporary.mkdir()
-    settings = work / "initramfs-tools"
+    temporary_directory = work_directory / "mmdebstrap"
+    temporary_directory.mkdir()
+    initramfs_directory = work_directory / "initramfs-tools"
     for name, text in guest_files.initramfs_files().items():
-        file = settings / name
+        file = initramfs_directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         file.chmod(0o755 if text.startswith("#!") else 0o644)
@@ -111,27 +112,27 @@ async def debootstrap(
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
         *(f"--dpkgopt={option}" for option in _dpkg_options()),
-        *_apt_arguments(options, work),
+        *_apt_arguments(options, work_directory),
         *_keyring_hooks(mirrors),
-        f"--essential-hook=copy-in {shlex.quote(str(settings))} /etc",
-        *("--", suite, str(work / "rootfs.tar"), *mirrors),
+        f"--essential-hook=copy-in {shlex.quote(str(initramfs_directory))} /etc",
+        *("--", suite, str(work_directory / "rootfs.tar"), *mirrors),
     ]
     if shutil.which("mmdebstrap") is None:
         raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
-    env = {**proxy_settings(), "TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"}
-    await stream(argv, log, keep=_is_worth_logging, env=env)
+    env = {**proxy_settings(), "TMPDIR": str(temporary_directory), "DEBIAN_FRONTEND": "noninteractive"}
+    await run_logged(argv, log, should_log=_is_worth_logging, env=env)
 
 
-def _apt_arguments(options: list[str], work: Path) -> list[str]:
-    """Return arguments that pass APT's options.
+def _apt_arguments(options: list[str], work_directory: Path) -> list[str]:
+    """Return mmdebstrap's arguments that set APT's options.
 
     Options with a password are passed in a file, because every user of the host can read command lines. The file is
     removed from the tree, because every sandbox can read the tree.
     """
-    secret_options = [option for option in options if _CREDENTIALS.search(option)]
+    secret_options = [option for option in options if _CREDENTIALS_PATTERN.search(option)]
     arguments = [f"--aptopt={option}" for option in options if option not in secret_options]
     if secret_options:
-        file = work / "98secret"
+        file = work_directory / "98secret"
         file.touch(mode=0o600)
         file.write_text("".join(f"{option};\n" for option in secret_options))
         arguments.append(f"--setup-hook=copy-in {shlex.quote(str(file))} /etc/apt/apt.conf.d")
@@ -140,7 +141,7 @@ def _apt_arguments(options: list[str], work: Path) -> list[str]:
 
 
 def _keyring_hooks(mirrors: list[str]) -> list[str]:
-    """Return hooks that copy keyrings that no Debian package installs, so that APT also works in the tree."""
+    """Return mmdebstrap hooks that copy the mirrors' keyrings into the tree, unless a Debian package installs them."""
     keyrings = {
         path
         for mirror in mirrors
@@ -162,30 +163,17 @@ def _is_worth_logging(line: str) -> bool:
 def _commit_tarball(tarball: Path, cached_tarball: Path) -> None:
     cached_tarball.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     tarball.chmod(0o600)
-    for partial in cached_tarball.parent.glob(f"{PARTIAL}*"):
+    for partial_tarball in cached_tarball.parent.glob(f"{_PARTIAL_TARBALL_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - partial.stat().st_mtime > _STALE_AFTER_SECONDS:
-                partial.unlink()
+            if time.time() - partial_tarball.stat().st_mtime > _STALE_AFTER_SECONDS:
+                partial_tarball.unlink()
     try:
         tarball.rename(cached_tarball)
     except OSError:
-        partial = cached_tarball.parent / f"{PARTIAL}{secrets.token_hex(4)}"
+        partial_tarball = cached_tarball.parent / f"{_PARTIAL_TARBALL_PREFIX}{secrets.token_hex(4)}"
         try:
-            partial.touch(mode=0o600)
-            shutil.copyfile(tarball, partial)
-            partial.rename(cached_tarball)
+            partial_tarball.touch(mode=0o600)
+            shutil.copyfile(tarball, partial_tarball)
+            partial_tarball.rename(cached_tarball)
         finally:
-            partial.unlink(missing_ok=True)
-
-
-async def untar(tarball: Path, tree: Path) -> None:
-    """Unpack a foreign tarball into ``tree``. It cannot write files elsewhere."""
-    # GNU tar refuses '..', strips the leading '/', creates symbolic links last, and detects compression.
-    argv = [
-        *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),
-        *("--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore"),
-        *("--xattrs", "--xattrs-include=*"),
-        # The kernel fills /dev, so no device nodes are created in the host's file system.
-        *("--anchored", "--exclude=./dev/*", "--exclude=dev/*"),
-    ]
-    await stream(argv, lambda line: None)
+            partial_tarball.unlink(missing_ok=True)

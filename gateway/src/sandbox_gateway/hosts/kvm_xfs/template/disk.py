@@ -12,16 +12,19 @@ from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
 
-_JOURNAL_MB = 16
+_MAX_JOURNAL_MB = 16
 
 
 async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
-    """Create ``image`` with ``disk_mb`` MiB. Raises Invalid if the tree does not fit, NoSpace or BackendFailed."""
+    """Create ``image``, with a size of ``disk_mb`` MiB, from ``tree``.
+
+    Raises Invalid if the tree does not fit, NoSpace if the host's disk is full, BackendFailed if mke2fs fails.
+    """
     log(f"creating the disk image ({disk_mb} MiB)")
     with image.open("xb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.truncate(disk_mb << 20)
-    journal_mb = min(_JOURNAL_MB, max(4, disk_mb // 64))
+    journal_mb = min(_MAX_JOURNAL_MB, max(4, disk_mb // 64))
     argv = [
         *("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "root", "-d", str(tree)),
         # Initialise everything now (holes read as zeros), so that no kernel thread does so after the first mount.
@@ -47,7 +50,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
 
 
 def _tree_size_mb(tree: Path) -> int:
-    """Return how many MiB a tree needs on a file system with blocks of 4 KiB."""
+    """Return how many MiB a tree needs on a file system with 4 KiB blocks."""
     size = 0
     inodes: set[int] = set()
     for folder, directories, files in os.walk(tree):

@@ -1,8 +1,8 @@
 """Read the files in `guest/`: the settings of a guest and its list of packages.
 
 `*.txt` and `dpkg.cfg` are lists with one item per line; lines that begin with # are comments. `initramfs-tools/` is
-copied to /etc of the tree while it is built. In `network.sh`, names of constants between @ are replaced by their
-values.
+copied to the tree's /etc during the build. In `network.sh`, each name between two @ is replaced by the value of that
+constant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.guest_digest import digest_guest
 from sandbox_gateway.hosts.kvm_xfs.network import addresses
 
 _ROOT = resources.files(__package__) / "guest"
-_CONSTANTS = ("GUEST_ADDRESS", "GUEST_PREFIX", "GUEST_MAC", "GATEWAY_ADDRESS")
+_CONSTANT_NAMES = ("GUEST_ADDRESS", "GUEST_PREFIX_LENGTH", "GUEST_MAC", "GATEWAY_ADDRESS")
 
 
 def read_text(name: str) -> str:
@@ -26,19 +26,19 @@ def read_lines(name: str) -> list[str]:
 
 
 def kernel_package(machine: str) -> str | None:
-    """Return the name of the kernel package for a machine architecture as named by uname(1), or None."""
+    """Return the name of the kernel package for an architecture (`uname -m`), or None if it is not supported."""
     return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
 
 
 def initramfs_files() -> dict[str, str]:
-    """Return the contents of the files of /etc/initramfs-tools, keyed by path."""
+    """Return the contents of the files in /etc/initramfs-tools, keyed by relative path."""
     return {name: read_text(f"initramfs-tools/{name}") for name in ("conf.d/sandbox", "modules", "hooks/sandbox")}
 
 
 def network_script() -> str:
     """Return the script that gives the guest its address and route."""
     text = read_text("network.sh")
-    for name in _CONSTANTS:
+    for name in _CONSTANT_NAMES:
         text = text.replace(f"@{name}@", str(getattr(addresses, name)))
     return text
 

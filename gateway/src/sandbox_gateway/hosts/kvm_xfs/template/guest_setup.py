@@ -1,4 +1,4 @@
-"""Turn an unpacked tree into the file system of a guest: install agent, network, systemd settings and identity."""
+"""Turn an unpacked tree into a guest's file system: add the agent, network and systemd settings, and an identity."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ _PAM_DIRECTORIES = (
 
 
 def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
-    """Set up a tree as a guest. Returns the paths of its kernel and initrd. Raises Invalid for an unsuitable tree."""
+    """Set up a tree as a guest's root file system. Returns the paths of its kernel and initrd.
+
+    Raises Invalid if the tree is unsuitable for a sandbox.
+    """
     tree = Tree(root)
-    boot = _find_kernel(tree)
+    boot_files = _find_boot_files(tree)
     _check_programs(tree)
     _install_agent(tree, agent)
     _set_up_network(tree)
     _reduce_background_work(tree)
     _set_identity(tree)
     add_user(tree)
-    return boot
+    return boot_files
 
 
-def _find_kernel(tree: Tree) -> tuple[Path, Path]:
+def _find_boot_files(tree: Tree) -> tuple[Path, Path]:
     versions = [name.removeprefix("vmlinuz-") for name in tree.list_directory("/boot") if name.startswith("vmlinuz-")]
     for version in sorted(versions, key=_natural_key, reverse=True):
         kernel = tree.resolve(f"/boot/vmlinuz-{version}")
@@ -41,7 +44,7 @@ def _find_kernel(tree: Tree) -> tuple[Path, Path]:
                 return kernel, initrd
     if versions:
         raise Invalid(
-            f"the root file system has a kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: create "
+            f"the root file system has kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: create "
             "one with update-initramfs"
         )
     raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
@@ -62,9 +65,9 @@ def _check_programs(tree: Tree) -> None:
     python = tree.resolve("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
-    minor = python_minor_version(tree, python.name)
-    if minor is None or minor < 9:
-        version = "of an unknown version" if minor is None else f"3.{minor}"
+    minor_version = python_minor_version(tree, python.name)
+    if minor_version is None or minor_version < 9:
+        version = "of an unknown version" if minor_version is None else f"3.{minor_version}"
         raise Invalid(
             f"the root file system's /usr/bin/python3 is {version}: install Python 3.9 or later in it for the agent"
         )

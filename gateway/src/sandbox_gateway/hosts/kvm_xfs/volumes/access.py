@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIASES, host_table
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIAS_NETWORK, host_table
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_ALIASES, apply_on_host
 
 
 class VolumeAccess:
-    """Manages the (address . port) pairs that the host allows to connect to servers, for each volume."""
+    """Manages, for each volume, the (sandbox address . server port) pairs for which the host accepts connections."""
 
     def __init__(self, network: Network, aliases: Aliases) -> None:
         self._table = host_table(network)
@@ -21,35 +21,35 @@ class VolumeAccess:
         self._allowed: dict[str, set[str]] = {}
 
     def clear(self) -> None:
-        """Forget all pairs, after the host's rules have been recreated."""
+        """Forget all pairs. Call this after the host's rules have been recreated."""
         self._allowed.clear()
 
-    async def allow(self, volume: str, access: set[str]) -> None:
-        """Allow the pairs in ``access`` to connect to a volume, in addition to those already allowed."""
-        allowed = self._allowed.setdefault(volume, set())
-        if new := sorted(access - allowed):
-            aliases = [f"{pair} : {self._aliases.alias(pair.partition(' ')[0])}" for pair in new]
+    async def allow(self, volume: str, pairs: set[str]) -> None:
+        """Allow these (address . port) pairs for a volume, in addition to those already allowed."""
+        allowed_pairs = self._allowed.setdefault(volume, set())
+        if new_pairs := sorted(pairs - allowed_pairs):
+            alias_elements = [f"{pair} : {self._aliases.alias(pair.partition(' ')[0])}" for pair in new_pairs]
             # Revoking a pair does not remove its alias, because an address always has the same alias.
             await apply_on_host(
-                f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"
-                f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new)} }}\n"
+                f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(alias_elements)} }}\n"
+                f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new_pairs)} }}\n"
             )
-            allowed.update(new)
+            allowed_pairs.update(new_pairs)
 
     async def revoke(self, volume: str, keep: set[str]) -> None:
-        """Revoke every pair of a volume that is not in ``keep``."""
-        allowed = self._allowed.get(volume, set())
-        if revoked_pairs := allowed - keep:
+        """Revoke all of a volume's pairs that are not in ``keep``."""
+        allowed_pairs = self._allowed.get(volume, set())
+        if revoked_pairs := allowed_pairs - keep:
             await apply_on_host(
                 f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(revoked_pairs))} }}\n"
             )
-            allowed -= revoked_pairs
-        if not allowed:
+            allowed_pairs -= revoked_pairs
+        if not allowed_pairs:
             self._allowed.pop(volume, None)
 
 
 class Aliases:
-    """Translates the addresses of sandboxes to the aliases at which servers see them.
+    """Translates the addresses of sandboxes to the aliases that servers see instead.
 
     A guest cannot compute an address from its alias, because it does not know the host's machine id.
     """
@@ -63,7 +63,7 @@ class Aliases:
 
     def alias(self, address: str) -> str:
         index = int(ipaddress.IPv4Address(address)) * self._factor + self._offset
-        return str(ALIASES[index % ALIASES.num_addresses])
+        return str(ALIAS_NETWORK[index % ALIAS_NETWORK.num_addresses])
 
     def alias_clients(self, clients: Mapping[str, bool]) -> dict[str, bool]:
         return {self.alias(address): read_only for address, read_only in clients.items()}

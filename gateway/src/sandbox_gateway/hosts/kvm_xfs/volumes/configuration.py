@@ -16,13 +16,15 @@ The limit is low because replies that a guest does not fetch stay in memory.
 """
 
 
-def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
-    """Return the configuration: NFSv3 over TCP at two ports of one address, with the access rights of each client.
+def render_configuration(
+    address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str
+) -> str:
+    """Return a configuration that serves NFSv3 over TCP on two ports of ``address``, with each client's access rights.
 
     ``gateway``: the address from which the gateway queries the configuration in effect.
 
-    The cache of answered requests is off. It identifies requests by client address and request number, but a fork
-    repeats the numbers of its source, possibly at an address that another sandbox used before. The cache is not needed,
+    The duplicate request cache is disabled. It identifies requests by client address and transaction id, but a fork
+    repeats the ids of its source, possibly at an address that another sandbox used before. The cache is not needed,
     because guests repeat requests only on a new connection.
     """
     lines = [
@@ -52,6 +54,6 @@ def configuration(address: str, gateway: str, volume: str, port: int, clients: M
 
 
 def marker_of(settings: ServerSettings) -> str:
-    """Return a permanently reserved address (240/4) that depends on the set of clients."""
+    """Return the marker for ``settings``: an address in the reserved range 240/4 that is derived from the clients."""
     digest = hashlib.sha256(json.dumps(sorted(settings.clients.items())).encode()).digest()
     return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

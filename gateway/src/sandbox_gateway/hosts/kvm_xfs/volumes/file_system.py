@@ -31,11 +31,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 async def format_image(image: Path, volume: str, size_mb: int) -> None:
-    """Create ``image``, a sparse file of ``size_mb`` MiB with an empty ext4 file system. It must not exist yet.
+    """Create ``image``, a sparse file of ``size_mb`` MiB with an empty ext4 file system.
 
-    On failure, it is removed.
+    ``image`` must not exist yet. On failure, it is removed.
     """
-    await asyncio.to_thread(_make_sparse, image, size_mb << 20)
+    await asyncio.to_thread(_create_sparse_file, image, size_mb << 20)
     try:
         # Initialise everything now (holes read as zeros), so that no kernel thread writes to it later.
         await run_async(
@@ -57,7 +57,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
         raise
 
 
-def _make_sparse(image: Path, size: int) -> None:
+def _create_sparse_file(image: Path, size: int) -> None:
     with image.open("xb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.truncate(size)
@@ -66,7 +66,7 @@ def _make_sparse(image: Path, size: int) -> None:
 async def stop_server(server: ServerProcess, seconds: float) -> None:
     """Kill a server. On return, all its data is in the image and the image is no longer mounted."""
     pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # Copied, because stop_watching() may close the original.
-    failure = f"the server of volume {server.volume} did not end"
+    failure = f"the server for volume {server.volume} did not exit"
     await run_with_timeout(lambda: _kill_and_sync(server, pidfd, seconds), seconds, failure)
 
 
@@ -88,10 +88,10 @@ def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
             if root_fd >= 0:
                 os.close(root_fd)  # This is the last reference, so the kernel unmounts the file system.
     if server.settings.image:
-        wait_for_image(Path(server.settings.image), deadline)
+        wait_until_released(Path(server.settings.image), deadline)
 
 
-def wait_for_image(image: Path, deadline: float) -> None:
+def wait_until_released(image: Path, deadline: float) -> None:
     """Wait until no loop device uses the image, so that the launcher's lock is released. Raises TimeoutError."""
     with contextlib.suppress(FileNotFoundError), image.open("rb") as file:
         while True:
@@ -138,7 +138,7 @@ def sync(server: ServerProcess) -> None:
 
 
 def used_bytes(server: ServerProcess) -> int:
-    """Return the bytes that files use in the file system of a running server."""
+    """Return how many bytes the files of a running server's volume use."""
     root_fd = server.open_root()
     try:
         status = os.statvfs(root_fd)
@@ -155,8 +155,8 @@ def grow(server: ServerProcess) -> None:
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         with Path("/dev", name).open("rb") as loop:
             fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
-        blocks = Path(server.settings.image).stat().st_size // BLOCK_BYTES
-        fcntl.ioctl(root_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+        block_count = Path(server.settings.image).stat().st_size // BLOCK_BYTES
+        fcntl.ioctl(root_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", block_count))
     finally:
         os.close(root_fd)
 
@@ -170,7 +170,7 @@ async def grow_offline(image: Path) -> None:
             return
     deadline = time.monotonic() + _RELEASE_TIMEOUT_SECONDS
     await run_with_timeout(
-        lambda: wait_for_image(image, deadline), _RELEASE_TIMEOUT_SECONDS, f"the image {image} was not released"
+        lambda: wait_until_released(image, deadline), _RELEASE_TIMEOUT_SECONDS, f"the image {image} was not released"
     )
     result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS, check=False)
     if result.returncode > 1:
@@ -182,7 +182,10 @@ async def grow_offline(image: Path) -> None:
 
 
 def can_resize() -> bool:
-    """Return whether this process can grow a mounted ext4 file system. Containers may lack the capability."""
+    """Return whether this process can grow a mounted ext4 file system.
+
+    In a container, it may lack the capability that this requires.
+    """
     status = Path("/proc/self/status").read_text()
     effective_capabilities = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective_capabilities, 16) >> _CAP_SYS_RESOURCE & 1)
@@ -190,5 +193,5 @@ def can_resize() -> bool:
 
 def _syncfs(descriptor: int) -> None:
     if _libc.syncfs(descriptor) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))

@@ -1,8 +1,8 @@
-"""Manage the volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
+"""Manage the volumes of a KVM/XFS host and their clients. Capture, roll back and grow volumes while they are mounted.
 
-Only the records of sandboxes store which volumes are attached; the servers' clients are derived from them. Revoking
-access to a volume never blocks the caller. It is retried in the background until it succeeds, and the machine's address
-is not reused before then.
+Only the records of sandboxes store which volumes are attached; the servers' clients are derived from them. If access to
+a volume cannot be revoked, the gateway retries in the background until it succeeds. The machine's address is not reused
+before then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
-from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
@@ -42,7 +44,7 @@ class _Share:
     """(address, read-only) of each client, keyed by instance."""
     current_clients: dict[str, bool] | None = None
     """Whether each current client of the server is read-only, keyed by address. None: unknown."""
-    stuck: str = ""
+    update_failure: str = ""
     """A sentence about the last update of the clients, if it failed."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while the server or the image changes."""
@@ -69,7 +71,7 @@ class KvmVolumes:
         self._shares = {volume.id: _Share(volume.id, volume.host["port"]) for volume in scan.volumes}
 
     async def adopt(self, scan: Scan, addresses: Mapping[str, str]) -> None:
-        """Adopt the servers and update their clients to the running machines. ``addresses`` is keyed by instance."""
+        """Adopt the servers, and make the running machines their clients. ``addresses`` is keyed by instance."""
         try:
             scan.repaired += await self._servers.open(set(self._shares))
         except GatewayError as failure:
@@ -82,7 +84,7 @@ class KvmVolumes:
         for share, error in zip(shares, await self._update_all(shares), strict=True):
             if error is not None:
                 scan.repaired.append(f"volume {share.volume} cannot be served: {error}; the gateway retries")
-                self._background.start(self._keep_updating(share))
+                self._background.start(self._update_with_retries(share))
         for volume in self._store.growing:
             try:
                 await self._servers.grow(volume.id)
@@ -111,7 +113,7 @@ class KvmVolumes:
         self._shares[volume.id] = _Share(volume.id, port)
 
     async def grow(self, volume: Volume, size_mb: int) -> None:
-        share = self._share(volume.id)
+        share = self._require_share(volume.id)
         async with share.lock:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.grow, volume.id, size_mb)
@@ -121,7 +123,7 @@ class KvmVolumes:
             volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        share = self._share(volume.id)
+        share = self._require_share(volume.id)
         async with share.lock:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.remove, volume.id)
@@ -134,12 +136,14 @@ class KvmVolumes:
         self._ports.release(share.port)
 
     async def state(self, volume: Volume) -> VolumeState:
-        share = self._share(volume.id)
-        stuck = [share.stuck] if share.stuck else []
+        share = self._require_share(volume.id)
+        failures = [share.update_failure] if share.update_failure else []
         try:
-            return VolumeState(await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), stuck)
+            return VolumeState(
+                await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), failures
+            )
         except GatewayError as error:
-            return VolumeState(0, [*stuck, error.message])
+            return VolumeState(0, [*failures, error.message])
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
         with explaining_os_errors():
@@ -152,7 +156,7 @@ class KvmVolumes:
             await asyncio.to_thread(self._store.remove_snapshot, snapshot)
 
     async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        share = self._share(volume.id)
+        share = self._require_share(volume.id)
         async with share.lock:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.stage, volume, snapshot)
@@ -176,18 +180,21 @@ class KvmVolumes:
             await asyncio.to_thread(self._store.swap_back, share.volume)
         except (GatewayError, OSError) as error:
             log.error("a failed rollback could not be undone", volume=share.volume, reason=str(error))
-        self._background.start(self._keep_updating(share))
+        self._background.start(self._update_with_retries(share))
 
     # -- captures ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def pending_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
-        """Prepare snapshots. Inside this context, call ``clone_images`` and ``commit``. On failure, all are removed."""
+        """Prepare snapshots. Inside this context, call ``clone_images`` and ``commit``.
+
+        On failure, all snapshots are removed.
+        """
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted({snapshot.volume for snapshot in snapshots}):
-                await stack.enter_async_context(self._share(id).lock)
+                await stack.enter_async_context(self._require_share(id).lock)
             pending = PendingSnapshots(
-                self._servers, [self._store.pending_snapshot(snapshot) for snapshot in snapshots]
+                self._servers, [self._store.make_pending_snapshot(snapshot) for snapshot in snapshots]
             )
             try:
                 await pending.prepare()
@@ -202,21 +209,23 @@ class KvmVolumes:
 
     async def attach(self, sandbox: Sandbox, mount: Mount, address: str) -> None:
         """Give the running instance at ``address`` access to a volume."""
-        share = self._share(mount.volume)
-        previous = share.clients.get(sandbox.instance)
+        share = self._require_share(mount.volume)
+        previous_client = share.clients.get(sandbox.instance)
         try:
             await self.allow(sandbox, [mount], address)
         except BaseException:
             share.clients.pop(sandbox.instance, None)
-            if previous is not None:
-                share.clients[sandbox.instance] = previous
-            self._background.start(self._keep_updating(share))
+            if previous_client is not None:
+                share.clients[sandbox.instance] = previous_client
+            self._background.start(self._update_with_retries(share))
             raise
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if share := self._shares.get(mount.volume):
             share.clients.pop(sandbox.instance, None)
-            await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_TIMEOUT_SECONDS)
+            await asyncio.wait(
+                [self._background.start(self._update_with_retries(share))], timeout=_DETACH_TIMEOUT_SECONDS
+            )
 
     def available_mounts(self, sandbox: Sandbox) -> list[Mount]:
         """Return the mounts of a sandbox whose volumes exist. A sandbox starts without its missing volumes."""
@@ -227,7 +236,7 @@ class KvmVolumes:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
-            self._servers.mounts(share.volume, share.port, mount.path, mount.read_only)
+            self._servers.guest_mount(share.volume, share.port, mount.path, mount.read_only)
             for mount in sandbox.mounts
             if (share := self._shares.get(mount.volume))
         ]
@@ -237,7 +246,7 @@ class KvmVolumes:
 
         On failure, the caller must call ``revoke_all``.
         """
-        shares = [self._share(mount.volume) for mount in mounts]
+        shares = [self._require_share(mount.volume) for mount in mounts]
         for share, mount in zip(shares, mounts, strict=True):
             share.clients[sandbox.instance] = (address, mount.read_only)
         await wait_for_all(*(self._update(share) for share in shares))
@@ -249,18 +258,18 @@ class KvmVolumes:
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
-            self._background.start(self._revoke_then(shares, then))
+            self._background.start(self._complete_revocation(shares, then))
         return bool(shares)
 
-    async def _revoke_then(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
-        await asyncio.gather(*(self._keep_updating(share) for share in shares))
+    async def _complete_revocation(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._update_with_retries(share) for share in shares))
         await then()
 
     async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
-        """Update the clients of servers. Returns an error or None for each server."""
+        """Update the clients of several servers. Returns an error or None for each server."""
         return await asyncio.gather(*(self._update(share) for share in shares), return_exceptions=True)
 
-    async def _keep_updating(self, share: _Share) -> None:
+    async def _update_with_retries(self, share: _Share) -> None:
         await self._retry(share, lambda: self._update(share))
 
     async def _retry(self, share: _Share, work: Callable[[], Awaitable[None]]) -> None:
@@ -269,7 +278,9 @@ class KvmVolumes:
                 await work()
                 break
             except Exception as error:
-                share.stuck = f"the clients of volume {share.volume} cannot be changed: {error}; the gateway retries"
+                share.update_failure = (
+                    f"the clients of volume {share.volume} cannot be changed: {error}; the gateway retries"
+                )
                 log.warning("the clients of a volume could not be updated", volume=share.volume, reason=str(error))
             await asyncio.sleep(delay)
 
@@ -278,7 +289,7 @@ class KvmVolumes:
             await self._update_locked(share)
 
     async def _update_locked(self, share: _Share) -> None:
-        """Update the clients of a server, and stop it if it has none. The caller must hold the lock."""
+        """Update the clients of a server, and stop a server without clients. The caller must hold the lock."""
         if share is not self._shares.get(share.volume):
             return  # The volume has been removed.
         intended_clients = dict(share.clients.values())
@@ -290,9 +301,9 @@ class KvmVolumes:
                 image = self._store.require_image(share.volume)
                 await self._servers.serve(share.volume, image, share.port, intended_clients)
             share.current_clients = intended_clients
-        share.stuck = ""
+        share.update_failure = ""
 
-    def _share(self, volume: str) -> _Share:
+    def _require_share(self, volume: str) -> _Share:
         if share := self._shares.get(volume):
             return share
         raise NotFound("volume", volume)

@@ -1,13 +1,15 @@
-"""Start the server of one volume in isolation. This program runs as root and uses only the standard library:
+"""Start the server of one volume in isolation.
 
     launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
+
+This program runs as root and uses only the standard library.
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
 process namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
 FILTER (hexadecimal); and few capabilities. When the server ends, its mounts disappear, because no other namespace has
 them, and the loop device detaches itself. The network namespace remains.
 
-nfs-ganesha resolves names with slashes like the kernel does, and a guest may request `/usr` or `../x`. It also accepts
+nfs-ganesha resolves names with slashes as the kernel does, and a guest may request `/usr` or `../x`. It also accepts
 handles of every file system that it knows. So the server must not see any other file system: after it has started, the
 directories of the host that are needed to start a program are unmounted, and `mtab` lists only the volume's file
 system. No client can connect to the server before then.
@@ -73,15 +75,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str) -> int:
-    registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    rpcbind_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     error_reader, error_writer = os.pipe()  # A successful exec closes the writer.
     with open(network) as namespace:
         _check_result("setns", _libc.setns(namespace.fileno(), _CLONE_NEWNET))
     _check_result("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
-    server = os.fork()
-    if not server:
+    server_pid = os.fork()
+    if not server_pid:
         try:
-            _exec_server(image, directory, volume, program, registrar, bytes.fromhex(filter_hex))
+            _exec_server(image, directory, volume, program, rpcbind_socket, bytes.fromhex(filter_hex))
         except BaseException as error:
             os.write(error_writer, (str(error) or type(error).__name__).encode())
         os._exit(1)
@@ -90,8 +92,8 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
         if message := errors.read():
             print(message.decode(errors="replace"), file=sys.stderr)
             return 1
-    print(server, flush=True)
-    if not _register(registrar, server):
+    print(server_pid, flush=True)
+    if not _act_as_rpcbind(rpcbind_socket, server_pid):
         return 1
     # pivot_root has also changed the root of this process.
     for path in ("/run", *_PROGRAM_DIRECTORIES):
@@ -101,31 +103,31 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
 
 
 def _exec_server(
-    image: str, directory: str, volume: str, program: str, registrar: socket.socket, seccomp_filter: bytes
+    image: str, directory: str, volume: str, program: str, rpcbind_socket: socket.socket, seccomp_filter: bytes
 ) -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     # The loop device keeps the file open and thus locked.
-    file = os.open(image, os.O_RDWR | os.O_CLOEXEC)
-    _lock(file, image)
-    device, name = _attach(file, image)
+    image_fd = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    _lock(image_fd, image)
+    device_fd, device_path = _attach_loop_device(image_fd, image)
     root = f"{directory}/root"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4m,mode=755")
-    _populate_root(root, directory, volume, name)
+    _populate_root(root, directory, volume, device_path)
     os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT_FD)
-    _remount(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    _bind_mount(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     for path in _PROGRAM_DIRECTORIES:
         if os.path.isdir(root + path) and not os.path.islink(path):
-            _remount(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+            _bind_mount(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,mode=755")
-    _mount_image(file, name, f"{root}/{volume}")
-    os.close(device)
-    os.close(file)
+    _mount_image(image_fd, device_path, f"{root}/{volume}")
+    os.close(device_fd)
+    os.close(image_fd)
     os.chdir(root)
     _check_result("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
     os.chdir("/")
     _check_result("umount", _libc.umount2(b"host", _MNT_DETACH))
-    registrar.bind("/run/rpcbind.sock")
-    registrar.listen(8)
+    rpcbind_socket.bind("/run/rpcbind.sock")
+    rpcbind_socket.listen(8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     for descriptor in (0, 1):
@@ -138,7 +140,7 @@ def _exec_server(
     )
 
 
-def _populate_root(root: str, directory: str, volume: str, device: str) -> None:
+def _populate_root(root: str, directory: str, volume: str, device_path: str) -> None:
     """Create the files, links and mount points in a server's root."""
     for path in ("/host", "/etc", "/run", "/var", "/var/lib", "/var/lib/nfs", "/var/lib/nfs/ganesha", f"/{volume}"):
         os.mkdir(root + path)
@@ -152,7 +154,7 @@ def _populate_root(root: str, directory: str, volume: str, device: str) -> None:
     with open(f"{root}/etc/hosts", "w") as hosts:
         hosts.write("127.0.0.1 localhost\n")
     with open(f"{root}/etc/mtab", "w") as mtab:
-        mtab.write(f"{device} /{volume} ext4 rw 0 0\n")
+        mtab.write(f"{device_path} /{volume} ext4 rw 0 0\n")
     for path in ("/etc/ld.so.cache", "/etc/netconfig"):
         _copy(path, root + path)
     _copy(f"{directory}/{CONFIG_FILE}", f"{root}/{CONFIG_FILE}")
@@ -163,64 +165,64 @@ def _copy(path: str, target: str) -> None:
         copy.write(source.read())
 
 
-def _remount(path: str, target: str, flags: int) -> None:
+def _bind_mount(path: str, target: str, flags: int) -> None:
     _mount(path, target, "", _MS_BIND)
     _mount("none", target, "", _MS_BIND | _MS_REMOUNT | flags)
 
 
-def _mount_image(file: int, device: str, target: str) -> None:
-    """Mount the file system on ``device``, and grow it to the size of its image."""
+def _mount_image(image_fd: int, device_path: str, target: str) -> None:
+    """Mount the file system on ``device_path``, and grow it to the size of its image."""
     options = "errors=remount-ro,discard,noinit_itable"
-    _mount(device, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
-    blocks = os.fstat(file).st_size // BLOCK_BYTES
-    if block_counts(file)[0] < blocks:
+    _mount(device_path, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
+    block_count = os.fstat(image_fd).st_size // BLOCK_BYTES
+    if block_counts(image_fd)[0] < block_count:
         mount_fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+        fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", block_count))
         os.close(mount_fd)
 
 
-def block_counts(image: int) -> tuple[int, int]:
-    """Return the total and the used number of blocks of the ext4 file system in an image, from its superblock."""
-    superblock = os.pread(image, 1024, 1024)
+def block_counts(image_fd: int) -> tuple[int, int]:
+    """Read the numbers of total and used blocks from the superblock of the ext4 file system in an image."""
+    superblock = os.pread(image_fd, 1024, 1024)
     low, _, free_low = struct.unpack_from("<3I", superblock, 0x4)
     high, _, free_high = struct.unpack_from("<3I", superblock, 0x150)
     (overhead,) = struct.unpack_from("<I", superblock, 0x248)
-    count = high << 32 | low
-    return count, max(0, count - (free_high << 32 | free_low) - overhead)
+    total_count = high << 32 | low
+    return total_count, max(0, total_count - (free_high << 32 | free_low) - overhead)
 
 
-def _lock(file: int, image: str) -> None:
+def _lock(image_fd: int, image: str) -> None:
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(image_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, f"{image} is in use by an earlier server that has not ended") from None
+                raise OSError(errno.EBUSY, f"{image} is in use by an earlier server that has not exited") from None
             time.sleep(0.01)
 
 
-def _attach(file: int, image: str) -> tuple[int, str]:
-    """Attach a loop device, which detaches itself after its last use, to ``file``. Returns its descriptor and path."""
-    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+def _attach_loop_device(image_fd: int, image: str) -> tuple[int, str]:
+    """Attach an image to a loop device that detaches itself after its last use. Returns its descriptor and path."""
+    control_fd = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
     try:
         while True:
-            name = f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
-            device = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-            settings = (file, BLOCK_BYTES, 0, 0, 0, 0, 0, 0, 0, 0, flags, image.encode()[:63], b"", b"", 0, 0)
+            device_path = f"/dev/loop{fcntl.ioctl(control_fd, _LOOP_CTL_GET_FREE)}"
+            device_fd = os.open(device_path, os.O_RDWR | os.O_CLOEXEC)
+            config_fields = (image_fd, BLOCK_BYTES, 0, 0, 0, 0, 0, 0, 0, 0, flags, image.encode()[:63], b"", b"", 0, 0)
             try:
-                fcntl.ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*settings))
-                return device, name
+                fcntl.ioctl(device_fd, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*config_fields))
+                return device_fd, device_path
             except OSError as error:
-                os.close(device)
+                os.close(device_fd)
                 if error.errno == errno.EINVAL and flags & _LO_FLAGS_DIRECT_IO:
                     flags = _LO_FLAGS_AUTOCLEAR  # The file system does not support direct I/O: use the page cache.
                 elif error.errno != errno.EBUSY:  # EBUSY: another process has taken the device.
                     raise
     finally:
-        os.close(control)
+        os.close(control_fd)
 
 
 def _drop_privileges(seccomp_filter: bytes) -> None:
@@ -230,31 +232,34 @@ def _drop_privileges(seccomp_filter: bytes) -> None:
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Fails for capabilities that the kernel does not know.
     _check_result("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     filter_buffer = ctypes.create_string_buffer(seccomp_filter)
-    program = _Program(len(seccomp_filter) // 8, ctypes.addressof(filter_buffer))
-    _check_result("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+    filter_program = _SockFilterProgram(len(seccomp_filter) // 8, ctypes.addressof(filter_buffer))
+    _check_result("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0))
 
 
-class _Program(ctypes.Structure):
+class _SockFilterProgram(ctypes.Structure):
     """The C structure sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def _register(registrar: socket.socket, server: int) -> bool:
-    """Act as rpcbind until the server is registered and standard input is closed. Returns False if the server ended."""
+def _act_as_rpcbind(rpcbind_socket: socket.socket, server_pid: int) -> bool:
+    """Act as rpcbind until the server has registered and standard input is closed.
+
+    Returns False if the server ended.
+    """
     callers: dict[int, socket.socket] = {}
     registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
-    descriptors = [0, registrar.fileno()]
+    descriptors = [0, rpcbind_socket.fileno()]
     # The server registers NFS before MOUNT, both over the same transports.
     while 0 in descriptors or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
         ready, _, _ = select.select([*descriptors, *callers], [], [], 0.2)
-        if os.waitpid(server, os.WNOHANG)[0]:
+        if os.waitpid(server_pid, os.WNOHANG)[0]:
             return False
         for descriptor in ready:
             if descriptor == 0:
                 descriptors.remove(0)
-            elif descriptor == registrar.fileno():
-                caller, _ = registrar.accept()
+            elif descriptor == rpcbind_socket.fileno():
+                caller, _ = rpcbind_socket.accept()
                 caller.settimeout(5)
                 callers[caller.fileno()] = caller
             elif not _answer_call(callers[descriptor], registered):
@@ -263,9 +268,9 @@ def _register(registrar: socket.socket, server: int) -> bool:
 
 
 def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
-    """Answer one RPCBIND call (RFC 5531, RFC 1833) with success. Adds registered transports to ``registered``.
+    """Answer one RPCBIND call (RFC 5531, RFC 1833) with success.
 
-    Returns False at the end of the connection.
+    If the call registers a transport, it is added to ``registered``. Returns False at the end of the connection.
     """
     with contextlib.suppress(OSError, struct.error):
         (header,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
@@ -274,12 +279,12 @@ def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bo
         reply = struct.pack(">6I", xid, 1, 0, 0, 0, 0) + (struct.pack(">I", 1) if procedure else b"")
         caller.sendall(struct.pack(">I", len(reply) | 1 << 31) + reply)
         if procedure == _RPCBPROC_SET:
-            credentials = struct.unpack_from(">I", call, 28)[0]
-            verifier = 32 + credentials + 4
-            arguments = verifier + 4 + struct.unpack_from(">I", call, verifier)[0]
-            program, version, length = struct.unpack_from(">3I", call, arguments)
+            credentials_length = struct.unpack_from(">I", call, 28)[0]
+            verifier_offset = 32 + credentials_length + 4
+            arguments_offset = verifier_offset + 4 + struct.unpack_from(">I", call, verifier_offset)[0]
+            program, version, length = struct.unpack_from(">3I", call, arguments_offset)
             if program in registered and version == 3:
-                registered[program].add(call[arguments + 12 : arguments + 12 + length])
+                registered[program].add(call[arguments_offset + 12 : arguments_offset + 12 + length])
         return True
     return False
 
@@ -293,8 +298,8 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 def _check_result(operation: str, result: int) -> None:
     if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{operation}: {os.strerror(number)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{operation}: {os.strerror(error_number)}")
 
 
 if __name__ == "__main__":

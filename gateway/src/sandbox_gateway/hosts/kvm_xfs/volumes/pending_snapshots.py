@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE_NAME
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import VolumeSnapshot
 from sandbox_gateway.tasks import wait_for_all
@@ -23,18 +23,18 @@ class PendingSnapshot:
         self.volume = snapshot.volume
         self._image = image
         self._final = final
-        self._partial = directory_records.partial_of(final)
+        self._partial = commit_protocol.partial_of(final)
         self._snapshot = snapshot
         self._has_files = False
         self._stack = contextlib.ExitStack()
 
     def prepare(self) -> None:
-        """Do the slow steps in advance: open descriptors, flush the image."""
+        """Do the slow steps in advance: open descriptors, and flush the image."""
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         self._partial.mkdir(mode=0o700)
         self._has_files = True
         self._source = self._open(self._image, os.O_RDONLY)
-        self._target = self._open(self._partial / VOLUME_IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._target = self._open(self._partial / VOLUME_IMAGE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._source)
 
     def clone_image(self) -> None:
@@ -42,13 +42,13 @@ class PendingSnapshot:
 
     def commit(self) -> None:
         os.fsync(self._target)
-        directory_records.write_record(self._partial, self._snapshot)
-        directory_records.commit(self._final)
+        record_files.write_record(self._partial, self._snapshot)
+        commit_protocol.commit(self._final)
 
     def undo(self) -> None:
-        """Remove the snapshot, whether it is committed or not."""
+        """Remove the snapshot, whether or not it is committed."""
         if self._has_files:
-            directory_records.undo(self._final)
+            commit_protocol.undo(self._final)
 
     def close(self) -> None:
         self._stack.close()
@@ -60,14 +60,14 @@ class PendingSnapshot:
 
 
 class PendingSnapshots:
-    """Snapshots of several volumes at the same instant that are not committed yet."""
+    """Uncommitted snapshots of several volumes, taken at the same instant."""
 
     def __init__(self, servers: ServerPool, snapshots: Sequence[PendingSnapshot]) -> None:
         self._servers = servers
         self._snapshots = snapshots
 
     async def prepare(self) -> None:
-        """Do the slow steps in advance: write cached data to the images, open descriptors."""
+        """Do the slow steps in advance: write cached data to the images, and open descriptors."""
         await wait_for_all(*(self._prepare(each) for each in self._snapshots))
 
     async def _prepare(self, snapshot: PendingSnapshot) -> None:
@@ -75,7 +75,7 @@ class PendingSnapshots:
         await asyncio.to_thread(snapshot.prepare)
 
     async def clone_images(self) -> None:
-        """Freeze all volumes, clone them, and unfreeze them."""
+        """Freeze all volumes, clone their images, and unfreeze the volumes."""
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_all(
                 *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._snapshots)

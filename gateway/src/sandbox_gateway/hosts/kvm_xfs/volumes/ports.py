@@ -10,7 +10,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 
 
 class Ports:
-    """A pool of ports for volumes. A released port is reused only after all other ports."""
+    """A pool of ports for volumes. A released port is reused only after all other free ports."""
 
     def __init__(self, taken: Collection[int]) -> None:
         self._taken = set(taken)

@@ -1,4 +1,4 @@
-"""Call procedures of a server with ONC RPC (RFC 5531), without credentials."""
+"""Call procedures of a server over ONC RPC (RFC 5531), without credentials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_REPLY_BYTES = 4 << 20
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:
-    """Call a procedure without arguments in version 3 of a program. Returns its result. Raises OSError or EOFError."""
+    """Call a procedure of ``program``, version 3, without arguments. Returns its result. Raises OSError or EOFError."""
     reader, writer = await open_connection(address, port)
     try:
         request = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
@@ -21,7 +21,7 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
             is_last = bool(header >> 31)
             reply += await reader.readexactly(header & 0x7FFFFFFF)
             if len(reply) > _MAX_REPLY_BYTES:
-                raise EOFError("the reply of the RPC server is too long")
+                raise EOFError(f"the RPC server's reply is longer than {_MAX_REPLY_BYTES} bytes")
     finally:
         writer.close()
     if reply[4:24] != struct.pack(">5I", 1, 0, 0, 0, 0):
@@ -30,6 +30,6 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
 
 
 def encode_opaque(text: str) -> bytes:
-    """Encode a string (XDR, RFC 4506)."""
+    """Encode a string as variable-length opaque data (XDR, RFC 4506)."""
     data = text.encode()
     return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)

@@ -87,7 +87,7 @@ _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32_SYSCALL_BIT = 0x40000000
 _CLONE_THREAD = 0x10000
-_NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x20000
+_NEW_NAMESPACE_FLAGS = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x20000
 _ALLOWED_FAMILIES = (1, 2, 10)
 """The allowed address families of sockets: Unix, IPv4, IPv6."""
 
@@ -99,7 +99,7 @@ _Instruction = tuple[int, int, int, int]
 
 
 def file_server_filter(machine: str = "") -> bytes:
-    """Return a BPF program (struct sock_filter[]) for seccomp(2). ``machine``: architecture (default: this one)."""
+    """Return a BPF program (struct sock_filter[]) for seccomp(2). ``machine``: architecture (default: the host's)."""
     column, architecture = _ARCHITECTURES[machine or os.uname().machine]
     refused_numbers = sorted(number for numbers in _REFUSED_CALLS.values() if (number := numbers[column]) is not None)
     clone, clone3, socket = (numbers[column] for numbers in (_CLONE, _CLONE3, _SOCKET))
@@ -117,7 +117,7 @@ def file_server_filter(machine: str = "") -> bytes:
         # Allow only new threads, without new namespaces.
         (_EQUAL, 0, 5, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_ANY_BIT, 1, 0, _NEW_NAMESPACES),
+        (_ANY_BIT, 1, 0, _NEW_NAMESPACE_FLAGS),
         (_ANY_BIT, 1, 0, _CLONE_THREAD),
         refuse,
         allow,

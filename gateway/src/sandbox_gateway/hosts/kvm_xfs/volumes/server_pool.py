@@ -6,18 +6,19 @@ network namespace, in which they cannot open connections to other machines (`net
 seccomp filter (`seccomp`), and run as root with only the capabilities to act on behalf of users in the guests. A server
 outlives the gateway; the next gateway finds it by its command line.
 
-A guest mounts the volume's ports at the address of its gateway; neither ever changes. Handles are derived from the file
-system's UUID and inodes, so they are valid for every later server of the volume. A server can therefore be replaced
-while guests use it: they wait and then continue, and forks keep the open files of their source. After a rollback, the
-handle of a file that is no longer in the image is stale (ESTALE); other handles remain valid.
+A guest mounts a volume through the volume's ports at the address of its gateway. These ports and this address never
+change. Handles are derived from the file system's UUID and inodes, so they are valid for every later server of the
+volume. A server can therefore be replaced while guests use it: they wait and then continue, and forks keep the open
+files of their source. After a rollback, the handle of a file that is no longer in the image is stale (ESTALE); other
+handles remain valid.
 
-Access is checked in two places: the host accepts only the pairs in a set of its nftables table (`access`), and the
-server checks each client's address and whether the client may write. The server shows the list of its clients to each
-client (in the MOUNT protocol's list of exports). So that sandboxes do not learn each other's addresses, the host
-translates the source addresses of packets to aliases.
+Access is checked in two places: the host accepts only packets whose source address and destination port are in a set of
+its nftables table (`access`), and the server checks each client's address and whether the client may write. The server
+shows the list of its clients to each client (in the MOUNT protocol's list of exports). So that sandboxes do not learn
+each other's addresses, the host translates the source addresses of packets to aliases.
 
 The server reloads its configuration on SIGHUP. The new configuration then applies to every request, even on open
-connections. It contains a marker, an impossible client address that appears in the list of exports and shows which
+connections. It contains a marker: an impossible client address, which appears in the list of exports and shows which
 configuration is in effect.
 """
 
@@ -36,8 +37,8 @@ from weakref import WeakValueDictionary
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import GuestMount
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases, VolumeAccess
@@ -79,8 +80,8 @@ class ServerPool:
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
-    async def open(self, known: set[str]) -> list[str]:
-        """Adopt the servers in ``run_root`` that still run and whose volume is in ``known``, and stop the others.
+    async def open(self, known_volumes: set[str]) -> list[str]:
+        """Adopt the running servers in ``run_root`` whose volume is in ``known_volumes``, and stop the others.
 
         Call this after ``SlotPool.open``, which recreates the namespace and the rules. Returns sentences for
         ``Scan.repaired``. An adopted server keeps its clients until ``serve`` is called.
@@ -98,18 +99,18 @@ class ServerPool:
             if (
                 is_serving
                 and settings
-                and volume in known
+                and volume in known_volumes
                 and volume not in self._servers
                 and server.is_isolated(self._starter.namespace)
             ):
-                server.signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
+                server.send_signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
                     server.log = open_log_of(pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.access_pairs())
                 continue
-            repaired.append(f"ended the server of volume {volume}, which belonged to no volume")
+            repaired.append(f"stopped a server for volume {volume} that could not be adopted")
             try:
                 await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
             except GatewayError as error:
@@ -137,7 +138,9 @@ class ServerPool:
     # -- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only). Without clients, stop it.
+        """Serve a volume to exactly ``clients``, or stop its server if there are none.
+
+        ``clients``: whether each client is read-only, keyed by ``Slot.host_address``.
 
         Starts the server if necessary. On return, the server answers only these clients, even on open connections. The
         call is idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted
@@ -171,7 +174,7 @@ class ServerPool:
             await self._access.revoke(volume, set())
             await self._stop(volume)
 
-    def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
+    def guest_mount(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
         """Return the mount for a guest's agent. It depends only on the arguments, so that forks keep their mounts.
 
         After one sandbox has written and closed a file, sandboxes that open it see the changes (close-to-open). Guests
@@ -206,7 +209,7 @@ class ServerPool:
                 yield
                 return
             try:
-                server.signal(signal.SIGSTOP)
+                server.send_signal(signal.SIGSTOP)
                 await run_with_timeout(
                     lambda: file_system.wait_until_frozen(server, _SYNC_TIMEOUT_SECONDS),
                     _SYNC_TIMEOUT_SECONDS,
@@ -214,10 +217,10 @@ class ServerPool:
                 )
                 yield
             finally:
-                server.signal(signal.SIGCONT)
+                server.send_signal(signal.SIGCONT)
 
     async def flush(self, volume: str) -> None:
-        """Write all cached data to the image, to keep a following ``frozen`` short. Does nothing without a server."""
+        """Write all cached data to the image, to keep a subsequent ``frozen`` short. Does nothing without a server."""
         if server := self._servers.get(volume):
             with contextlib.suppress(BackendFailed):  # If the server has just ended, all data has been written.
                 await run_with_timeout(
@@ -243,12 +246,14 @@ class ServerPool:
                 await self._restart(server)
 
     async def used_bytes(self, volume: str, image: Path) -> int:
-        """Return the bytes that files use in the volume, with or without a server."""
+        """Return how many bytes the files in the volume use, with or without a server."""
         server = self._servers.get(volume)
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server), _USAGE_TIMEOUT_SECONDS, f"volume {volume} does not answer"
+                    lambda: file_system.used_bytes(server),
+                    _USAGE_TIMEOUT_SECONDS,
+                    f"the server for volume {volume} did not answer",
                 )
         with image.open("rb") as file:
             return block_counts(file.fileno())[1] * BLOCK_BYTES
@@ -274,7 +279,7 @@ class ServerPool:
             await self._start(server.volume, server.settings)
 
     async def _restart(self, server: ServerProcess) -> None:
-        """Stop a server and start another. If this fails, it is retried in the background."""
+        """Stop a server and start another. If the start fails, it is retried in the background."""
         await self._stop(server.volume)
         try:
             await self._start(server.volume, server.settings)
@@ -307,18 +312,18 @@ class ServerPool:
             self._replacements.start(self._replace(server))
 
     async def _replace(self, server: ServerProcess) -> None:
-        """Replace a server that ended unexpectedly, because guests wait for it.
+        """Replace a server that ended unexpectedly, so that waiting guests can continue.
 
         Gives up when no sandbox needs the server any longer.
         """
-        ended_early = server.is_recent()
+        has_exited_early = server.was_started_recently()
         await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
                     return
                 output = server.log_tail().removeprefix(": ")
-                log.warning("a volume server ended, starting another", volume=server.volume, output=output)
+                log.warning("a volume server exited, starting another", volume=server.volume, output=output)
                 try:
                     # The server has ended, but its image may not be complete yet.
                     await file_system.stop_server(server, _SYNC_TIMEOUT_SECONDS)
@@ -330,7 +335,7 @@ class ServerPool:
                         reason=str(error),
                     )
                 else:
-                    self._servers[server.volume].early_ends = server.early_ends + 1 if ended_early else 0
+                    self._servers[server.volume].early_exits = server.early_exits + 1 if has_exited_early else 0
                     server.stop_watching()
                     return
             await asyncio.sleep(_REPLACE_INTERVAL_SECONDS)

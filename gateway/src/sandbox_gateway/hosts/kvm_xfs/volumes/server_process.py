@@ -1,4 +1,4 @@
-"""Control the process of a volume server, and store its settings for the next gateway."""
+"""Control the process of a volume server, and store its settings so that a restarted gateway can adopt it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import read_log
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import read_log
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
 
@@ -49,26 +49,26 @@ class ServerProcess:
     log: int = -1
     """Descriptor of the server's in-memory log."""
     start_time: float = field(default_factory=time.monotonic)
-    early_ends: int = 0
-    """How many of the volume's servers in a row, before this one, ended soon after their start."""
+    early_exits: int = 0
+    """The number of consecutive servers of this volume, before this one, that exited soon after they were started."""
 
     def backoff_seconds(self) -> float:
-        """Return the seconds to wait before starting a successor.
+        """Return the seconds to wait before starting a replacement.
 
-        They increase, because a guest may crash every server.
+        The delay grows with each consecutive early exit, because a guest may crash each replacement in turn.
         """
-        if not self.is_recent() or not self.early_ends:
+        if not self.was_started_recently() or not self.early_exits:
             return 0.0
-        return min(2.0 ** (self.early_ends - 1), _MAX_BACKOFF_SECONDS)
+        return min(2.0 ** (self.early_exits - 1), _MAX_BACKOFF_SECONDS)
 
-    def is_recent(self) -> bool:
-        """Return whether the server was started so recently that its end counts as early."""
+    def was_started_recently(self) -> bool:
+        """Return whether the server was started so recently that exiting now counts as early."""
         return time.monotonic() - self.start_time < _STABLE_AFTER_SECONDS
 
     def has_ended(self) -> bool:
         return self.pidfd < 0 or wait_until_ended(self.pidfd, 0)
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -82,17 +82,17 @@ class ServerProcess:
 
         Raises BackendFailed if the server has ended.
         """
-        root = self._open(f"fd/{ROOT_FD}")
+        root_fd = self._open(f"fd/{ROOT_FD}")
         try:
-            replace_file(Path(f"/proc/self/fd/{root}", CONFIG_FILE), text)
+            replace_file(Path(f"/proc/self/fd/{root_fd}", CONFIG_FILE), text)
         finally:
-            os.close(root)
+            os.close(root_fd)
 
     def is_isolated(self, namespace: Path) -> bool:
         """Return whether the server sees only its volume's files and runs in the network namespace ``namespace``."""
         with contextlib.suppress(OSError):
-            mounts = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
-            sees_only_volume = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
+            mount_lines = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
+            sees_only_volume = {line.split()[4] for line in mount_lines} == {"/", f"/{self.volume}"}
             return sees_only_volume and Path(f"/proc/{self.pid}/ns/net").samefile(namespace)
         return False
 
@@ -131,13 +131,16 @@ class ServerProcess:
 
 def wait_until_ended(pidfd: int, seconds: float) -> bool:
     """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
 
 
 def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield (pid, volume, is serving) of each server process below ``root``. One that is not serving is a launcher."""
+    """Yield (pid, volume, is_serving) for each server process whose files are below ``root``.
+
+    A process that is not serving is a launcher.
+    """
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -167,6 +170,6 @@ def load_settings(directory: Path) -> ServerSettings | None:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file atomically: readers see either the old text or the new text."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.rename(path)
+    new_path = path.with_name(f"{path.name}.new")
+    new_path.write_text(text)
+    new_path.rename(path)

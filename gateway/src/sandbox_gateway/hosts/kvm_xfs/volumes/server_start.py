@@ -15,12 +15,12 @@ from pathlib import Path
 from sandbox_gateway.command import child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log
+from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_namespace
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
-from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases
-from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import marker_of, render_configuration
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
@@ -45,7 +45,7 @@ log = Logger("volumes")
 
 
 class ServerStarter:
-    """Starts and reconfigures servers, whose files are below the directory ``root``.
+    """Starts and reconfigures volume servers. Their files are below the directory ``root``.
 
     It does not change which clients the host allows to connect.
     """
@@ -65,21 +65,22 @@ class ServerStarter:
 
     @contextlib.asynccontextmanager
     async def started(self, volume: str, settings: ServerSettings) -> AsyncIterator[ServerProcess]:
-        """Start the server of a volume, which is ready and isolated inside this context.
+        """Start a volume's server. Inside this context, the server is ready and isolated.
 
-        The caller must not allow clients to connect before. If the start or this context fails, the server is killed.
+        The caller must not allow clients to connect earlier. If the server does not become ready, or an exception
+        leaves the context, the server is killed.
         """
-        program = _find_program(self._ganesha)
-        start = time.monotonic()
+        program_path = _find_program(self._ganesha)
+        start_time = time.monotonic()
         directory = self._root / volume
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
         await file_system.grow_offline(Path(settings.image))
         save_settings(directory, settings)
-        marker, text = self._configuration(volume, settings)
+        marker, text = self._make_configuration(volume, settings)
         replace_file(directory / CONFIG_FILE, text)
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program),
+            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program_path),
             *(str(self.namespace), file_server_filter().hex()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -101,11 +102,12 @@ class ServerStarter:
             server.stop_watching()
             if isinstance(error, TimeoutError):
                 raise Timeout(
-                    f"the server of volume {volume} did not answer within {_START_TIMEOUT_SECONDS:g} s{log_tail}"
+                    f"the server for volume {volume} did not answer within {_START_TIMEOUT_SECONDS:g} s{log_tail}. "
+                    "Check the load of the host"
                 ) from None
             raise
         server.is_current = True
-        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start) * 1000))
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start_time) * 1000))
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
         assert process.stdout is not None and process.stdin is not None
@@ -118,7 +120,7 @@ class ServerStarter:
             process.stdin.close()
         await process.wait()
         if server.has_ended() or process.returncode or not server.is_isolated(self.namespace):
-            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': its server ended'}")
+            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': its server exited'}")
 
     async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Change the clients of a running server.
@@ -129,18 +131,18 @@ class ServerStarter:
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
         server.is_current = False
         save_settings(self._root / server.volume, server.settings)
-        marker, text = self._configuration(server.volume, server.settings)
+        marker, text = self._make_configuration(server.volume, server.settings)
         try:
             async with asyncio.timeout(_APPLY_TIMEOUT_SECONDS):
                 server.configure(text)
-                server.signal(signal.SIGHUP)
+                server.send_signal(signal.SIGHUP)
                 await self._wait_until_applied(server, marker)
                 server.is_current = not server.has_ended()
         except (TimeoutError, BackendFailed):
             log.warning("a volume server did not reload its configuration and will be replaced", volume=server.volume)
 
     async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
-        """Wait until the configuration with the marker is in effect, or the server has ended."""
+        """Wait until the configuration that contains ``marker`` is in effect, or the server has ended."""
         while True:
             if server.has_ended() or await self._has_marker(server.settings.port, marker):
                 return
@@ -150,18 +152,18 @@ class ServerStarter:
         """Return whether the server at ``port`` answers and its configuration contains the marker."""
         try:
             async with asyncio.timeout(_QUERY_TIMEOUT_SECONDS):
-                exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
-                if rpc.encode_opaque(f"{marker}/32") not in exports:
+                encoded_exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
+                if rpc.encode_opaque(f"{marker}/32") not in encoded_exports:
                     return False
                 await rpc.call(self._address, port, _NFS, 0)
                 return True
         except (OSError, EOFError, TimeoutError):
             return False
 
-    def _configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
+    def _make_configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
         """Return the marker and the text of a server's configuration."""
         marker = marker_of(settings)
-        return marker, configuration(
+        return marker, render_configuration(
             self._address,
             self._gateway,
             volume,
@@ -172,7 +174,10 @@ class ServerStarter:
 
 
 def _find_program(name: str) -> str:
-    """Return the path of a program, which is the same in the server's root. Raises BackendFailed."""
+    """Return the path of a program. Raises BackendFailed if it is not installed.
+
+    The path is the same inside the server's root directory.
+    """
     path = shutil.which(name)
     if path is None:
         raise BackendFailed(

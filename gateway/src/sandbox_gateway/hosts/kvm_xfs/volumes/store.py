@@ -1,10 +1,11 @@
-"""Store volumes on the disk: an image for each volume, with its snapshots beside it.
+"""Store each volume on disk as an image, with the volume's snapshots beside it.
 
 An image is a sparse file that contains a file system; its length is the volume's size. Renaming a directory commits a
 volume or a snapshot, renaming a file commits a rollback, and the new length of the image commits growth. If the size in
 a record is smaller than the image, growth was interrupted, and the next start corrects the record.
 
-This module does not know whether a volume is in use. The caller must freeze its server while an image is cloned.
+This module does not know whether a volume is in use. The caller must freeze the volume's server while the image
+is cloned.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine, RecordReader
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE, VOLUME_SNAPSHOTS, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE_NAME, VOLUME_SNAPSHOTS_NAME, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.record_files import MANIFEST, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
-_NEW_IMAGE = f"{PARTIAL}new.img"
-_OLD_IMAGE = f"{PARTIAL}old.img"
+_NEW_IMAGE = f"{PARTIAL_PREFIX}new.img"
+_OLD_IMAGE = f"{PARTIAL_PREFIX}old.img"
 
 
 class VolumeStore:
@@ -44,77 +47,82 @@ class VolumeStore:
         """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
-        return self._root / volume / VOLUME_IMAGE
+        return self._root / volume / VOLUME_IMAGE_NAME
 
     def require_image(self, volume: str) -> Path:
         """Return the path of a volume's image. Raises Conflict if the image was damaged and only snapshots remain."""
         if not (image := self.image(volume)).exists():
             raise Conflict(
-                f"the image of volume {volume} was damaged and moved away: roll the volume back to one of its snapshots"
+                f"the image of volume {volume} was damaged and moved to quarantine: roll the volume back to one of its "
+                "snapshots"
             )
         return image
 
     # -- creating, growing, removing --------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None) -> None:
-        """Create a volume of at least ``volume.size_mb`` MiB, empty or from ``source``. On failure, it is removed."""
-        final = self._root / volume.id
-        with _partial_directory(final) as partial:
-            (partial / VOLUME_SNAPSHOTS).mkdir(mode=0o700)
+        """Create a volume of at least ``volume.size_mb`` MiB, empty or from ``source``. On failure, remove it."""
+        final_directory = self._root / volume.id
+        with _partial_directory(final_directory) as partial_directory:
+            (partial_directory / VOLUME_SNAPSHOTS_NAME).mkdir(mode=0o700)
             if source is None:
-                await _format(partial / VOLUME_IMAGE, volume)
+                await _format(partial_directory / VOLUME_IMAGE_NAME, volume)
             else:
-                await asyncio.to_thread(reflink.clone, self._snapshot(source) / VOLUME_IMAGE, partial / VOLUME_IMAGE)
-            await asyncio.to_thread(_finish_volume, partial, final, volume)
+                await asyncio.to_thread(
+                    reflink.clone,
+                    self._snapshot_directory(source) / VOLUME_IMAGE_NAME,
+                    partial_directory / VOLUME_IMAGE_NAME,
+                )
+            await asyncio.to_thread(_finish_volume, partial_directory, final_directory, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
-        """Grow an image, which commits the growth. The caller must then update the record with ``save``."""
+        """Extend a volume's image to ``size_mb`` MiB. The caller must then update the record with ``save``."""
         image = self.require_image(volume)
         _extend(image, size_mb)
-        directory_records.sync_file(image)
+        commit_protocol.sync_file(image)
 
     def save(self, volume: Volume) -> None:
-        directory_records.write_record(self._root / volume.id, volume)
+        record_files.write_record(self._root / volume.id, volume)
 
     def remove(self, volume: str) -> None:
-        """Remove a volume and its snapshots with one rename. The next start sweeps remaining files."""
-        directory_records.remove_durably(self._root / volume)
+        """Remove a volume and its snapshots with one rename. The next start sweeps any remaining files."""
+        commit_protocol.remove_durably(self._root / volume)
 
     def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        directory_records.remove_durably(self._snapshot(snapshot))
+        commit_protocol.remove_durably(self._snapshot_directory(snapshot))
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
-        return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot(snapshot), snapshot)
+    def make_pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
+        return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot_directory(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Create a copy of ``snapshot`` with the volume's current size beside the image, for ``swap``."""
-        new = self._root / volume.id / _NEW_IMAGE
-        new.unlink(missing_ok=True)
+        """Clone a snapshot's image beside the volume's image, for ``swap``, and extend it to the volume's size."""
+        new_image = self._root / volume.id / _NEW_IMAGE
+        new_image.unlink(missing_ok=True)
         try:
-            reflink.clone(self._snapshot(snapshot) / VOLUME_IMAGE, new)
-            _extend(new, volume.size_mb)
-            directory_records.sync_file(new)
+            reflink.clone(self._snapshot_directory(snapshot) / VOLUME_IMAGE_NAME, new_image)
+            _extend(new_image, volume.size_mb)
+            commit_protocol.sync_file(new_image)
         except BaseException:
-            new.unlink(missing_ok=True)
+            new_image.unlink(missing_ok=True)
             raise
 
     def swap(self, volume: str) -> None:
         """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
         directory = self._root / volume
         (directory / _OLD_IMAGE).unlink(missing_ok=True)
-        if (directory / VOLUME_IMAGE).exists():
-            (directory / _OLD_IMAGE).hardlink_to(directory / VOLUME_IMAGE)
-        (directory / _NEW_IMAGE).rename(directory / VOLUME_IMAGE)
-        directory_records.sync_directory(directory)
+        if (directory / VOLUME_IMAGE_NAME).exists():
+            (directory / _OLD_IMAGE).hardlink_to(directory / VOLUME_IMAGE_NAME)
+        (directory / _NEW_IMAGE).rename(directory / VOLUME_IMAGE_NAME)
+        commit_protocol.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
         """Undo ``swap``: restore the old image. Does nothing if the image was not swapped."""
         directory = self._root / volume
         if (directory / _OLD_IMAGE).exists():
-            (directory / _OLD_IMAGE).replace(directory / VOLUME_IMAGE)
-            directory_records.sync_directory(directory)
+            (directory / _OLD_IMAGE).replace(directory / VOLUME_IMAGE_NAME)
+            commit_protocol.sync_directory(directory)
 
     def remove_staged(self, volume: str) -> None:
         """Remove the staged copy and the old image."""
@@ -122,21 +130,21 @@ class VolumeStore:
             for name in (_NEW_IMAGE, _OLD_IMAGE):
                 (self._root / volume / name).unlink(missing_ok=True)
 
-    def _snapshot(self, snapshot: VolumeSnapshot) -> Path:
-        return self._root / snapshot.volume / VOLUME_SNAPSHOTS / snapshot.id
+    def _snapshot_directory(self, snapshot: VolumeSnapshot) -> Path:
+        return self._root / snapshot.volume / VOLUME_SNAPSHOTS_NAME / snapshot.id
 
     # -- scanning ---------------------------------------------------------------------------------------------------
 
     def scan(self, scan: Scan, reader: RecordReader) -> Ports:
-        """Sweep, quarantine and repair the volumes, and add them to ``scan``, which must already contain the snapshots.
+        """Sweep the volumes, quarantine or repair damaged ones, and add the usable ones to ``scan``.
 
-        Assigns a port to each volume. Returns the pool of ports.
+        ``scan`` must already contain the sandbox snapshots. Assigns a port to each volume. Returns the pool of ports.
         """
         snapshot_ids = {"", *(snapshot.id for snapshot in scan.snapshots)}
-        removed_names = directory_records.sweep(self._root)
-        for directory in directory_records.directories(self._root):
-            if (directory / VOLUME_SNAPSHOTS).is_dir():
-                removed_names += directory_records.sweep(directory / VOLUME_SNAPSHOTS)
+        removed_names = commit_protocol.sweep(self._root)
+        for directory in commit_protocol.list_directories(self._root):
+            if (directory / VOLUME_SNAPSHOTS_NAME).is_dir():
+                removed_names += commit_protocol.sweep(directory / VOLUME_SNAPSHOTS_NAME)
             snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired, reader)
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired, reader))
@@ -148,10 +156,10 @@ class VolumeStore:
         self, directory: Path, snapshot_ids: Collection[str], repaired: list[str], reader: RecordReader
     ) -> list[VolumeSnapshot]:
         """Return the intact snapshots of a volume. Removes those that belong to an uncommitted sandbox snapshot."""
-        if not (directory / VOLUME_SNAPSHOTS).is_dir():
+        if not (directory / VOLUME_SNAPSHOTS_NAME).is_dir():
             return []
         intact_snapshots = []
-        for entry in directory_records.directories(directory / VOLUME_SNAPSHOTS):
+        for entry in commit_protocol.list_directories(directory / VOLUME_SNAPSHOTS_NAME):
             with self._quarantine.quarantine_if_damaged(entry, repaired):
                 snapshot = _read_snapshot(entry, directory.name, reader)
                 if snapshot.sandbox_snapshot in snapshot_ids:
@@ -159,7 +167,7 @@ class VolumeStore:
                 elif self._quarantine.contains(snapshot.sandbox_snapshot):
                     raise ValueError(f"it belongs to snapshot {snapshot.sandbox_snapshot}, which is damaged")
                 else:
-                    directory_records.remove_durably(entry)
+                    commit_protocol.remove_durably(entry)
                     repaired.append(
                         f"removed {entry.name} of volume {directory.name}, whose snapshot was never committed"
                     )
@@ -168,8 +176,8 @@ class VolumeStore:
     def _scan_volume(
         self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
     ) -> Volume:
-        """Return the repaired record of a volume. Raises ValueError if neither an image nor a snapshot is left."""
-        length_mb = _length_mb(directory / VOLUME_IMAGE)
+        """Return a volume's record, repaired if necessary. Raises ValueError if no intact image or snapshot is left."""
+        length_mb = _length_mb(directory / VOLUME_IMAGE_NAME)
         try:
             volume = reader.read(directory, Volume)
             if volume.id != directory.name:
@@ -178,11 +186,11 @@ class VolumeStore:
             volume = self._recreate_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
             if not snapshots:
-                raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
-            suffix = self._move_to_quarantine(directory / VOLUME_IMAGE)
+                raise ValueError(f"{VOLUME_IMAGE_NAME} is missing or too short")
+            suffix = self._move_to_quarantine(directory / VOLUME_IMAGE_NAME)
             repaired.append(
-                f"the image of volume {volume.id} is missing or too short{suffix}: roll it back to one of "
-                "its snapshots, which are intact"
+                f"the image of volume {volume.id} is missing or too short{suffix}: roll the volume back to "
+                "one of its snapshots, which are intact"
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
@@ -212,15 +220,15 @@ class VolumeStore:
 
     def _assign_ports(self, scan: Scan) -> Ports:
         """Assign a unique port to each volume. If two volumes have the same port, the older volume keeps it."""
-        taken: set[int] = set()
+        used_ports: set[int] = set()
         unassigned_volumes: list[Volume] = []
         for volume in sorted(scan.volumes, key=lambda each: each.created_at):
             port = volume.host.get("port", 0)
-            if port in VOLUME_PORTS and port not in taken:
-                taken.add(port)
+            if port in VOLUME_PORTS and port not in used_ports:
+                used_ports.add(port)
             else:
                 unassigned_volumes.append(volume)
-        ports = Ports(taken)
+        ports = Ports(used_ports)
         for volume in unassigned_volumes:
             volume.host["port"] = ports.take()
             self._save_if_possible(volume)
@@ -243,22 +251,22 @@ async def _format(image: Path, volume: Volume) -> None:
 
 
 @contextlib.contextmanager
-def _partial_directory(final: Path) -> Iterator[Path]:
-    """Create and yield the directory in which ``final`` is created. On failure, remove both."""
-    partial = directory_records.partial_of(final)
-    partial.mkdir(mode=0o700)
+def _partial_directory(final_directory: Path) -> Iterator[Path]:
+    """Create and yield the partial directory that is to become ``final_directory``. On failure, remove both."""
+    partial_directory = commit_protocol.partial_of(final_directory)
+    partial_directory.mkdir(mode=0o700)
     try:
-        yield partial
+        yield partial_directory
     except BaseException:
-        directory_records.undo(final)
+        commit_protocol.undo(final_directory)
         raise
 
 
-def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
-    _extend(partial / VOLUME_IMAGE, volume.size_mb)
-    directory_records.sync_file(partial / VOLUME_IMAGE)
-    directory_records.write_record(partial, volume)
-    directory_records.commit(final)
+def _finish_volume(partial_directory: Path, final_directory: Path, volume: Volume) -> None:
+    _extend(partial_directory / VOLUME_IMAGE_NAME, volume.size_mb)
+    commit_protocol.sync_file(partial_directory / VOLUME_IMAGE_NAME)
+    record_files.write_record(partial_directory, volume)
+    commit_protocol.commit(final_directory)
 
 
 def _extend(image: Path, size_mb: int) -> None:
@@ -279,6 +287,6 @@ def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> Volume
     snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
-    if _length_mb(directory / VOLUME_IMAGE) < snapshot.size_mb:
-        raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
+    if _length_mb(directory / VOLUME_IMAGE_NAME) < snapshot.size_mb:
+        raise ValueError(f"{VOLUME_IMAGE_NAME} is missing or too short")
     return snapshot

@@ -18,7 +18,7 @@ name=${card##*/}
 ip -batch - <<END
 link set dev lo up
 link set dev $name up
-address replace @GUEST_ADDRESS@/@GUEST_PREFIX@ dev $name
+address replace @GUEST_ADDRESS@/@GUEST_PREFIX_LENGTH@ dev $name
 route replace default via @GATEWAY_ADDRESS@ dev $name
 END
 # Volumes need this module. Loading it takes seconds, so load it while the template boots: forks inherit it.

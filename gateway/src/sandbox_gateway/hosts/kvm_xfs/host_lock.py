@@ -10,7 +10,7 @@ from pathlib import Path
 from sandbox_gateway.errors import Conflict
 
 
-class Ownership:
+class HostLock:
     """Holds the locks on ``root`` and on the network prefix. The kernel releases both when the process ends."""
 
     def __init__(self, root: Path, prefix: str) -> None:
@@ -19,8 +19,8 @@ class Ownership:
         self._lock = -1
         self._name_lock: socket.socket | None = None
 
-    def take(self) -> None:
-        """Take both locks. Raises Conflict if another gateway holds one of them."""
+    def acquire(self) -> None:
+        """Acquire both locks. Raises Conflict if another gateway holds one of them."""
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ class _Hierarchy:
 class Cgroups:
     """Manages the groups of one gateway, identified by ``prefix``, for one ``kind`` of process.
 
-    A feature that the host lacks never causes an error.
+    Features that the host lacks are skipped without an error.
     """
 
     def __init__(self, prefix: str, kind: str = "sandboxes", *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
@@ -50,7 +50,7 @@ class Cgroups:
                 self._warn_once(controller, "the host does not have this cgroup controller")
 
     def limit(self, instance: str, pid: int, *, memory_mb: int, cpus: float) -> None:
-        """Limit the process ``pid`` to ``memory_mb`` MiB of memory and ``cpus`` CPUs plus half a CPU for QEMU."""
+        """Limit the process ``pid`` to ``memory_mb`` MiB of memory and ``cpus`` CPUs, plus half a CPU of overhead."""
         self._retry_removals()
         for controller, hierarchy in self._hierarchies.items():
             try:
@@ -148,7 +148,7 @@ def _remove_group(group: Path) -> bool:
 
 
 def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
-    """Return the files to write and their contents, in the required order."""
+    """Return the contents of the files that set a controller's limits, in the order in which to write them."""
     quota = str(int((cpus + _OVERHEAD_CPUS) * _PERIOD_US))
     if controller == "memory":
         return {"memory.max" if version == 2 else "memory.limit_in_bytes": str(memory_mb << 20)}
@@ -160,7 +160,7 @@ def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[
 
 
 def _hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:
-    """Return the hierarchy of each controller: that of version 1 if it has one, otherwise that of version 2."""
+    """Return the hierarchy of each available controller. If a controller has two, version 1 takes precedence."""
     version_1: dict[str, _Hierarchy] = {}
     version_2: dict[str, _Hierarchy] = {}
     for line in mountinfo.read_text().splitlines():

@@ -10,14 +10,14 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.addresses import METADATA_NETWORKS, egress_rules, name_servers
+from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, egress_rules, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
 NO_INTERNET = NetworkPolicy(allow_internet=False)
 
 
 def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
-    """Return whether the first rule that matches the address allows it."""
+    """Return whether the first rule that matches an address and a port allows connections."""
     for rule in egress_rules(policy, dns):
         is_in_network = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
         if is_in_network and (port == 53 or not rule.dns_only):
@@ -43,23 +43,27 @@ def test_denied_addresses_are_closed_unless_allowed() -> None:
     assert not can_reach(policy, "192.0.2.2")
 
 
-@pytest.mark.parametrize("wide", ["0.0.0.0/0", "169.0.0.0/8", "168.63.129.0/24", "192.0.0.0/16", "100.64.0.0/10"])
-def test_only_an_entry_within_a_metadata_range_opens_it(wide: str) -> None:
+@pytest.mark.parametrize(
+    "wide_network", ["0.0.0.0/0", "169.0.0.0/8", "168.63.129.0/24", "192.0.0.0/16", "100.64.0.0/10"]
+)
+def test_only_an_entry_within_a_metadata_range_opens_it(wide_network: str) -> None:
     for network in METADATA_NETWORKS:
         address = str(ipaddress.IPv4Network(network)[0])
-        assert not can_reach(NetworkPolicy(allow_out=[wide]), address)
-        assert can_reach(NetworkPolicy(allow_internet=False, allow_out=[wide, address]), address)
+        assert not can_reach(NetworkPolicy(allow_out=[wide_network]), address)
+        assert can_reach(NetworkPolicy(allow_internet=False, allow_out=[wide_network, address]), address)
 
 
 def test_a_name_server_at_a_metadata_address_opens_only_its_port() -> None:
-    server = "169.254.169.253"
-    assert can_reach(NetworkPolicy(), server, 53, [server, "1.1.1.1"])
-    assert not can_reach(NetworkPolicy(), server, 80, [server])
-    assert not can_reach(NetworkPolicy(), "169.254.169.254", 53, [server])
-    assert not can_reach(NO_INTERNET, server, 53, [server])
-    assert not can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server, 53, [server])
-    assert can_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server, 53, [server])
-    assert can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server, 53, [server])
+    server_address = "169.254.169.253"
+    assert can_reach(NetworkPolicy(), server_address, 53, [server_address, "1.1.1.1"])
+    assert not can_reach(NetworkPolicy(), server_address, 80, [server_address])
+    assert not can_reach(NetworkPolicy(), "169.254.169.254", 53, [server_address])
+    assert not can_reach(NO_INTERNET, server_address, 53, [server_address])
+    assert not can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server_address, 53, [server_address])
+    assert can_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server_address, 53, [server_address])
+    assert can_reach(
+        NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server_address, 53, [server_address]
+    )
     assert not any(rule.dns_only for rule in egress_rules(NetworkPolicy(), ["1.1.1.1"]))
 
 
@@ -76,26 +80,26 @@ def test_errors_name_the_field_and_the_text() -> None:
     for field in ("allow_out", "deny_out"):
         with pytest.raises(Invalid) as error_info:
             egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", "host.example"]}), [])
-        assert error_info.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR. ")
+        assert error_info.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR block. ")
 
 
 def test_loopback_name_servers_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
+    text_by_path = {
         "/etc/resolv.conf": "search x\nnameserver 127.0.0.53\n#nameserver 3.3.3.3\n",
         "/run/systemd/resolve/resolv.conf": " nameserver  9.9.9.9\nnameserver fd00::1\nnameserver 9.9.9.9\n",
     }
 
-    def read(path: Path) -> str:
-        if str(path) not in files:
+    def read_text(path: Path) -> str:
+        if str(path) not in text_by_path:
             raise FileNotFoundError(path)
-        return files[str(path)]
+        return text_by_path[str(path)]
 
-    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "read_text", read_text)
     assert name_servers(Network()) == ["9.9.9.9"]
     assert name_servers(Network(dns=["127.0.0.1", "1.1.1.1", "x", "2.2.2.2", "1.1.1.1"])) == ["1.1.1.1", "2.2.2.2"]
-    files["/etc/resolv.conf"] = "nameserver 8.8.8.8"
+    text_by_path["/etc/resolv.conf"] = "nameserver 8.8.8.8"
     assert name_servers(Network()) == ["8.8.8.8"]
-    del files["/etc/resolv.conf"]
+    del text_by_path["/etc/resolv.conf"]
     assert name_servers(Network()) == ["9.9.9.9"]
-    files.clear()
+    text_by_path.clear()
     assert name_servers(Network()) == []

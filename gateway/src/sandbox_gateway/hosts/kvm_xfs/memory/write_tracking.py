@@ -1,8 +1,9 @@
 """Keep track of which pages a machine may have written since an earlier image of its memory.
 
 A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier time. The
-base is the image of the machine's latest capture, or else the image that the machine was started from. `Instance` lists
-these files. None of them needs to survive a crash of the host, because the machine does not survive it either.
+base is the image of the machine's latest capture, or else the image that the machine was started from.
+`InstanceFiles` lists these files. None of them needs to survive a crash of the host, because the machine does not
+survive it either.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from sandbox_gateway.hosts.kvm_xfs.image import held_images
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, empty, union
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, no_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Memory
@@ -26,31 +27,33 @@ from sandbox_gateway.records import Memory
 MODES_BEST_FIRST = (Memory.WRITTEN, Memory.SOFT_DIRTY, Memory.COMPARE, Memory.INCREMENTAL, Memory.FULL)
 """The memory modes, best first. A capture uses the first mode that works."""
 
-_LISTERS = {Memory.WRITTEN: listing.list_written, Memory.SOFT_DIRTY: listing.list_soft_dirty}
+_LISTERS = {Memory.WRITTEN: listing.list_written_pages, Memory.SOFT_DIRTY: listing.list_soft_dirty_pages}
 
 
-class Windows:
-    """Manages the windows of running machines. ``best`` is the best mode that captures may use."""
+class WriteTrackingRegistry:
+    """Manages the write tracking of all running machines. ``best`` is the best mode that captures may use."""
 
     def __init__(self, tracker: TrackerClient, best: Memory) -> None:
         self._tracker = tracker
         self._best = best
-        self._windows: WeakKeyDictionary[Machine, Window] = WeakKeyDictionary()
+        self._machines: WeakKeyDictionary[Machine, WriteTracking] = WeakKeyDictionary()
 
-    def get(self, machine: Machine, boot_check: ImageCheck | None) -> Window:
-        if machine not in self._windows:
-            self._windows[machine] = Window(machine.files, self._tracker, self._best, boot_check)
-        return self._windows[machine]
+    def get(self, machine: Machine, boot_check: ImageCheck | None) -> WriteTracking:
+        if machine not in self._machines:
+            self._machines[machine] = WriteTracking(machine.files, self._tracker, self._best, boot_check)
+        return self._machines[machine]
 
 
-class Window:
+class WriteTracking:
     """Manages the marks of one machine while this gateway watches it. Captures of the machine must not overlap.
 
     ``best`` is the best mode that captures may use. ``boot_check`` is the check data of the image that the machine was
     started from, if it is known.
     """
 
-    def __init__(self, files: Instance, tracker: TrackerClient, best: Memory, boot_check: ImageCheck | None) -> None:
+    def __init__(
+        self, files: InstanceFiles, tracker: TrackerClient, best: Memory, boot_check: ImageCheck | None
+    ) -> None:
         self._boot = files.memory
         self._last = files.last_memory
         self._last_check = files.last_memory_check
@@ -60,11 +63,11 @@ class Window:
         self._boot_check = boot_check
         self._marks_are_complete = not self._taken_marker.exists()
         """Whether the marks and ``_unsaved`` cover every page that differs from the latest image."""
-        self._unsaved = empty()
+        self._unsaved = no_runs()
         """Pages whose marks were taken by a capture that has not completed."""
         self._marks: Memory | None = None
         """The kind of marks in use."""
-        self._trust_marks = False
+        self._can_trust_marks = False
         self._has_started_tracking = False
         """Whether this gateway, not an earlier one, started the tracking."""
         self.mode = Memory.FULL
@@ -74,12 +77,15 @@ class Window:
         """Why the mode is not the best one, or "" if it is."""
 
     def begin(self, ram: Ram) -> Runs:
-        """Choose the mode and the base of a capture. Return the pages to copy as of now. The machine may be running."""
+        """Choose the mode and the base of a capture, and return the pages that the capture would copy now.
+
+        The machine may be running.
+        """
         self.reason = ""
         self._marks = self._start_marks(ram)
         base_is_latest = self._choose_base()
-        self._trust_marks = self._marks is not None and base_is_latest and self._marks_are_complete
-        if self._marks is not None and self._trust_marks:
+        self._can_trust_marks = self._marks is not None and base_is_latest and self._marks_are_complete
+        if self._marks is not None and self._can_trust_marks:
             self.mode = self._marks
         elif self.base == self._last:
             self.mode = Memory.COMPARE
@@ -93,7 +99,7 @@ class Window:
             return self._list_pages(ram, take=False)
         except OSError as error:
             self._set_reason(f"the kernel does not report the written pages ({error.strerror})")
-            self.mode, self.base, self._marks, self._trust_marks = Memory.FULL, None, None, False
+            self.mode, self.base, self._marks, self._can_trust_marks = Memory.FULL, None, None, False
             return ram.all_pages()
 
     @property
@@ -103,7 +109,7 @@ class Window:
 
     @property
     def can_take_while_running(self) -> bool:
-        """Whether marks can be taken while the machine runs, because listing and taking is one atomic step."""
+        """Whether marks can be taken while the machine runs, because they are listed and taken in one atomic step."""
         return self._marks is Memory.WRITTEN
 
     def take(self, ram: Ram, *, only_new: bool = False) -> Runs:
@@ -119,7 +125,7 @@ class Window:
         # If this process ends before the capture completes, the list of taken pages is lost.
         self._taken_marker.touch(mode=0o600)
         if only_new:
-            self._trust_marks = True
+            self._can_trust_marks = True
         runs = self._list_pages(ram, take=True)
         self._unsaved = union(self._unsaved, runs)
         return runs if only_new else self._unsaved
@@ -132,16 +138,16 @@ class Window:
     def complete(self, image: Path, memory_directory: MemoryDirectory | None = None) -> ImageCheck:
         """Finish a capture whose memory is in ``image``. Return the check data of the image.
 
-        ``memory_directory``: where the image is, if it is in a memory root.
+        ``memory_directory``: the directory of the image, if it is in a memory root.
         """
-        check = image_check.describe(image)
-        new = held_images.prepare(image, self._last, memory_directory)
+        check = image_check.compute_check(image)
+        new_link = held_images.prepare(image, self._last, memory_directory)
         self._last_check.unlink(missing_ok=True)
-        held_images.replace(new, self._last)
+        held_images.replace(new_link, self._last)
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
-        self._unsaved, self._marks_are_complete = empty(), True
+        self._unsaved, self._marks_are_complete = no_runs(), True
         return check
 
     def _is_allowed(self, mode: Memory) -> bool:
@@ -151,7 +157,7 @@ class Window:
         self.reason = self.reason or reason
 
     def _start_marks(self, ram: Ram) -> Memory | None:
-        """Make the kernel mark written pages. Return the kind of marks, or None if the kernel cannot."""
+        """Make the kernel mark written pages. Return the kind of marks, or None if none is available."""
         if self._is_allowed(Memory.WRITTEN):
             try:
                 self._track(ram)
@@ -159,9 +165,9 @@ class Window:
             except OSError as error:
                 self._set_reason(str(error))
         if self._is_allowed(Memory.SOFT_DIRTY):
-            if listing.has_soft_dirty():
+            if listing.has_soft_dirty_bits():
                 return Memory.SOFT_DIRTY
-            self._set_reason("the kernel has no soft-dirty bits")
+            self._set_reason("the kernel does not support soft-dirty bits")
         return None
 
     def _track(self, ram: Ram) -> None:
@@ -172,15 +178,17 @@ class Window:
             # An earlier gateway started the tracking, and its files no longer exist.
             self._marks_are_complete = False
         if not listing.is_tracked(ram):
-            raise OSError(errno.ENOSYS, "the kernel does not track writes to private mappings (requires Linux 6.7)")
+            raise OSError(
+                errno.ENOSYS, "the kernel does not track writes to private mappings (requires Linux 6.7 or later)"
+            )
 
     def _has_capture(self) -> bool:
         return self._last.exists() or self._last_check.exists()
 
     def _choose_base(self) -> bool:
-        """Set ``base`` to an intact image. Return whether it is the latest image, which the marks refer to."""
+        """Set ``base`` to an intact image, or None. Return whether it is the latest image, to which the marks refer."""
         if self._is_allowed(Memory.COMPARE) and self._has_capture():
-            damage = self._find_damage_in_last()
+            damage = self._find_damage_in_last_image()
             if not damage:
                 self.base = self._last
                 return True
@@ -191,7 +199,7 @@ class Window:
         self.base = None if damage else self._boot
         return not damage and not self._has_capture()
 
-    def _find_damage_in_last(self) -> str:
+    def _find_damage_in_last_image(self) -> str:
         try:
             check = ImageCheck.model_validate_json(self._last_check.read_bytes())
         except (OSError, ValidationError):
@@ -199,10 +207,10 @@ class Window:
         return image_check.find_damage(self._last, check)
 
     def _list_pages(self, ram: Ram, *, take: bool) -> Runs:
-        marked_runs = empty()
-        if self._marks is not None and (take or self._trust_marks):
+        marked_runs = no_runs()
+        if self._marks is not None and (take or self._can_trust_marks):
             marked_runs = _LISTERS[self._marks](ram, take=take)
-        if self._trust_marks:
+        if self._can_trust_marks:
             return marked_runs
         # List pages only after the marks were taken, so that a page written in between is listed or marked again.
-        return ram.all_pages() if self.mode is Memory.FULL else listing.list_anonymous(ram)
+        return ram.all_pages() if self.mode is Memory.FULL else listing.list_anonymous_pages(ram)

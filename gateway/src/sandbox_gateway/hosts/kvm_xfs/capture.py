@@ -1,7 +1,7 @@
-"""Capture a running machine. The machine is stopped only for the steps that require it.
+"""Capture a running machine, which is stopped only for the steps that require it.
 
-A large dirty set is copied in rounds while the machine runs, so that little remains to be copied in the last stop. I/O
-that is in flight when pages are listed writes to these pages without marking them. Stopping the machine waits until
+A large dirty set is copied in rounds while the machine runs, so that little remains to be copied during the last stop.
+I/O that is in flight when pages are listed writes to these pages without marking them. Stopping the machine waits until
 such I/O has ended. Therefore each round stops the machine after listing the pages and before copying them.
 """
 
@@ -16,17 +16,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, total
-from sandbox_gateway.hosts.kvm_xfs.memory.window import Window
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, total_bytes
+from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Memory
 
-LIVE_BYTES = 16 << 20
-"""Dirty sets larger than this are copied in rounds."""
+MAX_SINGLE_STOP_BYTES = 16 << 20
+"""Larger dirty sets are copied in rounds before the last stop."""
 _MAX_ROUNDS = 12
 _MAX_DIRTY_RATIO = 0.8
 """Start another round only if less than this fraction of the bytes that the last round copied is dirty again."""
@@ -37,15 +37,17 @@ _MAX_INLINE_BYTES = 16 << 20
 class Capture:
     """Performs one capture of ``machine`` into the files ``partial``, whose directory it creates.
 
-    They are not synced to the device yet. The machine keeps running, even on failure. ``window`` is the machine's
-    window; without it, the memory is not captured.
+    The files are not synced to the device. The machine keeps running, even if the capture fails. Without ``tracking``,
+    which keeps track of the machine's writes, the memory is not captured.
     """
 
-    def __init__(self, machine: Machine, files: Instance, partial: SnapshotFiles, window: Window | None) -> None:
+    def __init__(
+        self, machine: Machine, files: InstanceFiles, partial: SnapshotFiles, tracking: WriteTracking | None
+    ) -> None:
         self._machine = machine
         self._files = files
         self._partial = partial
-        self._window = window
+        self._tracking = tracking
         self._stack = contextlib.ExitStack()
         self._rounds = 0
         self.mode = Memory.NONE
@@ -65,70 +67,72 @@ class Capture:
         with self._stack:
             await self._machine.connect()
             await asyncio.to_thread(self._prepare)
-            if self._window is None:
-                await self._capture_stopped(None, concurrent_step)
+            if self._tracking is None:
+                await self._capture_while_stopped(None, concurrent_step)
                 return
-            if self._dirty_bytes > LIVE_BYTES and self._window.has_marks:
-                await self._copy_in_rounds(self._window)
+            if self._dirty_bytes > MAX_SINGLE_STOP_BYTES and self._tracking.has_marks:
+                await self._copy_in_rounds(self._tracking)
             await asyncio.to_thread(self._copier.reserve, self._dirty_bytes * 5 // 4 + (1 << 20))
             async with self._machine.added_fd(self._state) as state:
-                await self._capture_stopped(state, concurrent_step)
-            await asyncio.to_thread(self._complete_image, self._window)
+                await self._capture_while_stopped(state, concurrent_step)
+            await asyncio.to_thread(self._complete_image, self._tracking)
 
     def _prepare(self) -> None:
-        """Do the slow steps in advance: clone the memory image, flush the disk, open descriptors."""
+        """Do the slow steps in advance: clone the memory image, flush the disk, and open descriptors."""
         self._partial.directory.mkdir(mode=0o700)
         self._partial.kernel.hardlink_to(self._files.kernel)
         self._partial.initrd.hardlink_to(self._files.initrd)
         self._disk = self._open(self._files.disk, os.O_RDONLY)
         self._target = self._open(self._partial.disk, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._disk)
-        if self._window is not None:
-            self._prepare_memory(self._window)
+        if self._tracking is not None:
+            self._prepare_memory(self._tracking)
 
-    def _prepare_memory(self, window: Window) -> None:
+    def _prepare_memory(self, tracking: WriteTracking) -> None:
         self._ram = Ram(self._machine.pid, self._files.memory)
-        self._dirty_bytes = total(window.begin(self._ram))
-        self.mode = window.mode
+        self._dirty_bytes = total_bytes(tracking.begin(self._ram))
+        self.mode = tracking.mode
         image, base = self._partial.memory, None
-        if window.base is None:
+        if tracking.base is None:
             self._image = self._open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.truncate(self._image, self._files.memory.stat().st_size)
         else:
-            reflink.clone_or_copy(window.base, image)
+            reflink.clone_or_copy(tracking.base, image)
             self._image = self._open(image, os.O_WRONLY)
-            base = self._open(window.base, os.O_RDONLY)
+            base = self._open(tracking.base, os.O_RDONLY)
         self._state = self._open(self._partial.device_state, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._copier = Copier(self._ram, self._image, base)
 
-    async def _copy_in_rounds(self, window: Window) -> None:
-        """Copy written pages while the machine runs, until few remain or it writes faster than they are copied."""
+    async def _copy_in_rounds(self, tracking: WriteTracking) -> None:
+        """Copy written pages while the machine runs, until few remain or rounds no longer reduce their number."""
         self.mode = Memory.LIVE
         while self._rounds < _MAX_ROUNDS:
-            runs = await self._list_round(window)
-            copied_bytes = total(runs)
-            self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, window)
-            if not LIVE_BYTES < self._dirty_bytes < copied_bytes * _MAX_DIRTY_RATIO:
+            runs = await self._take_pages(tracking)
+            copied_bytes = total_bytes(runs)
+            self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, tracking)
+            if not MAX_SINGLE_STOP_BYTES < self._dirty_bytes < copied_bytes * _MAX_DIRTY_RATIO:
                 break
 
-    def _copy_round(self, runs: Runs, window: Window) -> int:
-        """Copy pages. Return the size in bytes of the pages that the machine has written since they were listed."""
+    def _copy_round(self, runs: Runs, tracking: WriteTracking) -> int:
+        """Copy pages, and return the size in bytes of the pages that the machine has written since they were listed."""
         self._copier.copy(runs)
         # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return total(window.list_since_take(self._ram))
+        return total_bytes(tracking.list_since_take(self._ram))
 
-    async def _list_round(self, window: Window) -> Runs:
+    async def _take_pages(self, tracking: WriteTracking) -> Runs:
         only_new, self._rounds = self._rounds > 0, self._rounds + 1
-        if window.can_take_while_running:
-            runs = await asyncio.to_thread(window.take, self._ram, only_new=only_new)
+        if tracking.can_take_while_running:
+            runs = await asyncio.to_thread(tracking.take, self._ram, only_new=only_new)
             async with self._stopped():
                 return runs
         async with self._stopped():
-            return await asyncio.to_thread(window.take, self._ram, only_new=only_new)
+            return await asyncio.to_thread(tracking.take, self._ram, only_new=only_new)
 
-    async def _capture_stopped(self, state: str | None, concurrent_step: Callable[[], Awaitable[None]] | None) -> None:
+    async def _capture_while_stopped(
+        self, state: str | None, concurrent_step: Callable[[], Awaitable[None]] | None
+    ) -> None:
         async with self._stopped() as record_step:
             async with _running_concurrently(concurrent_step):
                 if state is not None:
@@ -136,24 +140,24 @@ class Capture:
                     record_step("devices")
                 reflink.clone_fd(self._disk, self._target)
                 record_step("disk")
-                if self._window is not None:
-                    await self._buffer_pages(self._window)
+                if self._tracking is not None:
+                    await self._buffer_pages(self._tracking)
                     record_step("pages")
             if concurrent_step is not None:
                 record_step("volumes")
 
-    async def _buffer_pages(self, window: Window) -> None:
-        runs = window.take(self._ram, only_new=self._rounds > 0)
+    async def _buffer_pages(self, tracking: WriteTracking) -> None:
+        runs = tracking.take(self._ram, only_new=self._rounds > 0)
         # Switching to a thread costs more than copying a few pages; copying many would block the event loop.
-        if total(runs) <= _MAX_INLINE_BYTES:
+        if total_bytes(runs) <= _MAX_INLINE_BYTES:
             self._copier.buffer(runs)
         else:
             await asyncio.to_thread(self._copier.buffer, runs)
 
-    def _complete_image(self, window: Window) -> None:
+    def _complete_image(self, tracking: WriteTracking) -> None:
         self._copier.write_buffered()
-        self.memory_bytes = self._copier.written
-        self.image_check = window.complete(self._partial.memory, self._partial.memory_directory)
+        self.memory_bytes = self._copier.written_bytes
+        self.image_check = tracking.complete(self._partial.memory, self._partial.memory_directory)
 
     @contextlib.asynccontextmanager
     async def _stopped(self) -> AsyncIterator[Callable[[str], None]]:

@@ -24,13 +24,10 @@ METADATA_NETWORKS = (
 They are blocked, except for an `allow_out` entry that lies within one of them.
 """
 
-AGENT_PORT, CODE_PORT = 49983, 49999
-"""Ports of the agent and of its code interpreter in every sandbox."""
-
 
 @dataclass(frozen=True)
 class EgressRule:
-    """Allow or deny packets from a sandbox to ``networks``. The first matching rule decides."""
+    """A rule that allows or denies packets from a sandbox to ``networks``. The first matching rule decides."""
 
     allow: bool
     networks: tuple[ipaddress.IPv4Network, ...]
@@ -46,9 +43,9 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
     allowed_networks = _parse_networks("allow_out", policy.allow_out)
     denied_networks = _parse_networks("deny_out", policy.deny_out)
-    allowed_metadata = [network for network in allowed_networks if _is_within(network, metadata_networks)]
+    allowed_metadata_networks = [network for network in allowed_networks if _is_within(network, metadata_networks)]
     other_allowed_networks = [network for network in allowed_networks if not _is_within(network, metadata_networks)]
-    servers = [
+    metadata_name_servers = [
         server
         for server in map(ipaddress.IPv4Network, dns)
         if _is_within(server, metadata_networks)
@@ -59,17 +56,17 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     ]
     all_addresses = [ipaddress.IPv4Network("0.0.0.0/0")]
     rules = [
-        _new_rule(True, allowed_metadata),
-        _new_rule(True, servers, dns_only=True),
-        _new_rule(False, metadata_networks),
-        _new_rule(True, other_allowed_networks),
-        _new_rule(False, denied_networks),
-        _new_rule(policy.allow_internet, all_addresses),
+        _make_rule(True, allowed_metadata_networks),
+        _make_rule(True, metadata_name_servers, dns_only=True),
+        _make_rule(False, metadata_networks),
+        _make_rule(True, other_allowed_networks),
+        _make_rule(False, denied_networks),
+        _make_rule(policy.allow_internet, all_addresses),
     ]
     return [rule for rule in rules if rule.networks]
 
 
-def _new_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
+def _make_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
     return EgressRule(allow, tuple(ipaddress.collapse_addresses(networks)), dns_only)
 
 
@@ -84,8 +81,8 @@ def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Netw
             networks.append(ipaddress.IPv4Network(text.strip(), strict=False))
         except ValueError:
             raise Invalid(
-                f"{field}: {text!r} is not an IPv4 address or CIDR. Pass one: sandboxes have no IPv6, and host names "
-                "are not resolved"
+                f"{field}: {text!r} is not an IPv4 address or CIDR block. Use one of these, because sandboxes have "
+                "no IPv6 and host names are not resolved"
             ) from None
     return networks
 

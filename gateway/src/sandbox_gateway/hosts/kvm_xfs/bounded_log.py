@@ -26,15 +26,15 @@ def create_log() -> int:
 
 
 def open_for_writing(log: int) -> int:
-    """Open a log again and return a descriptor that can only write, which QEMU requires for the log of a chardev."""
+    """Reopen a log and return a write-only descriptor, which QEMU requires for the log of a chardev."""
     return os.open(f"/proc/self/fd/{log}", os.O_WRONLY | os.O_CLOEXEC)
 
 
-def stop_appending(writer: int) -> bool:
-    """Let QEMU write to the beginning of a log that it opened to append. Returns False if it has not opened it yet.
+def clear_append_flag(writer: int) -> bool:
+    """Make QEMU write to a log from its beginning. Returns False if QEMU has not opened the log yet.
 
-    A log is as long as it can be, so nothing can be appended to it. QEMU shares its position and flags with ``writer``,
-    the result of ``open_for_writing``.
+    QEMU opens the log with O_APPEND. But the log already has its maximum length, so nothing can be appended to it. QEMU
+    shares its position and flags with ``writer``, a descriptor that ``open_for_writing`` returned.
     """
     flags = fcntl.fcntl(writer, fcntl.F_GETFL)
     if not flags & os.O_APPEND:
@@ -49,7 +49,7 @@ def open_log_of(pid: int) -> int:
 
 
 def read_log(log: int) -> str:
-    """Return the text of a log. Of a log file from an older release, returns only the last ``LOG_BYTES`` bytes."""
+    """Return the text of a log. For a log file from an older release, return only the last ``LOG_BYTES`` bytes."""
     start = max(0, os.fstat(log).st_size - LOG_BYTES)
     return os.pread(log, LOG_BYTES, start).rstrip(b"\0").decode(errors="replace")
 

@@ -1,0 +1,112 @@
+"""Create and remove the directories of objects so that a crash leaves no partial objects.
+
+An object is created in `.partial-<name>`. Renaming that directory into place commits the object. After a crash, the
+object is either complete or a partial directory, which the next ``sweep`` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PARTIAL_PREFIX = ".partial-"
+
+
+def partial_of(final: Path) -> Path:
+    """Return the directory in which ``final`` is created."""
+    return final.with_name(PARTIAL_PREFIX + final.name)
+
+
+def commit(final: Path, *, durable: bool = True) -> None:
+    """Rename the partial directory of ``final`` into place. ``durable``: see ``record_files.write_record``."""
+    partial = partial_of(final)
+    if durable:
+        sync_directory(partial)
+    partial.rename(final)
+    if durable:
+        sync_directory(final.parent)
+
+
+def undo(final: Path) -> None:
+    """Remove ``final``, whether it is committed or not."""
+    partial = partial_of(final)
+    if partial.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:  # The rename succeeded, but a later step failed.
+        remove_durably(final)
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory if it exists. If the process crashes during this, the next sweep removes the rest."""
+    if not directory.exists():
+        return
+    partial = partial_of(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
+    if partial != directory:
+        directory.rename(partial)
+    shutil.rmtree(partial)
+
+
+def remove_durably(directory: Path) -> None:
+    """Durably remove a directory, if it exists, with one rename. Its files may remain until the next sweep."""
+    partial = partial_of(directory)
+    try:
+        directory.rename(partial)
+    except FileNotFoundError:
+        return
+    sync_directory(directory.parent)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def sweep(parent: Path) -> list[str]:
+    """Remove uncommitted entries in ``parent`` and its subdirectories, and return their names."""
+    names = []
+    for entry in _find_partial(parent):
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+        names.append(entry.name)
+    return names
+
+
+def _find_partial(parent: Path) -> list[Path]:
+    """Return the uncommitted entries in ``parent`` and its subdirectories."""
+    partial_entries, subdirectories = [], []
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(PARTIAL_PREFIX):
+                partial_entries.append(parent / entry.name)
+            elif entry.is_dir(follow_symlinks=False):
+                subdirectories.append(entry.path)
+    for directory in subdirectories:
+        partial_entries += [Path(directory, name) for name in os.listdir(directory) if name.startswith(PARTIAL_PREFIX)]  # noqa: PTH208 - faster
+    return partial_entries
+
+
+def list_directories(parent: Path) -> list[Path]:
+    """Return the directories in ``parent`` that are not hidden, sorted by name."""
+    with os.scandir(parent) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return [parent / name for name in names]
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Sync files concurrently, so that the file system can write its log once for several files."""
+    with ThreadPoolExecutor(max_workers=max(1, len(paths))) as pool:
+        list(pool.map(sync_file, paths))
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

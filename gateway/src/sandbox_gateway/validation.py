@@ -1,0 +1,15 @@
+"""Explain why data does not match its model."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+
+def explain(error: ValidationError) -> str:
+    """Return a message that names each invalid key and says what is wrong with it."""
+    parts = []
+    for item in error.errors(include_url=False, include_input=False):
+        location = ".".join(str(step) for step in item["loc"]) or "value"
+        reason = item["msg"].removeprefix("Value error, ")
+        parts.append(f"{location}: {'unknown key' if item['type'] == 'extra_forbidden' else reason}")
+    return "; ".join(parts)
