@@ -12,7 +12,7 @@ from tests.support.gateway import PROGRAM, Gateway
 
 @contextlib.contextmanager
 def companion_gateway(host: KvmXfs, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway with the configuration of ``host``, in which ``sections`` replace the sections of the same names.
+    """Run a gateway with the configuration of ``host``. Each of ``sections`` overrides the section with its name.
 
     Removes the sandboxes of the gateway at the end.
     """

@@ -215,7 +215,7 @@ def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -
         for start, end in ranges:
             start = max(start, position)
             if start < end:
-                page_count += _count_different_pages(old.fileno(), new.fileno(), start, end - start)
+                page_count += _count_changed_pages(old.fileno(), new.fileno(), start, end - start)
                 position = end
     return page_count * _PAGE_BYTES
 
@@ -228,7 +228,7 @@ def _unshared_ranges(image: Path) -> set[tuple[int, int]]:
     }
 
 
-def _count_different_pages(old_fd: int, new_fd: int, offset: int, length: int) -> int:
+def _count_changed_pages(old_fd: int, new_fd: int, offset: int, length: int) -> int:
     old_bytes, new_bytes = (np.frombuffer(os.pread(fd, length, offset), dtype=np.uint8) for fd in (old_fd, new_fd))
     size = min(len(old_bytes), len(new_bytes)) // _PAGE_BYTES * _PAGE_BYTES
     return int((old_bytes[:size] != new_bytes[:size]).reshape(-1, _PAGE_BYTES).any(axis=1).sum())

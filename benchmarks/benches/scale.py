@@ -17,7 +17,7 @@ from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs import record_files
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
-from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.xfs import LoopXfs
@@ -89,7 +89,7 @@ class _Records:
         self._create_images()
         self._platform = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
         self._template = Snapshot(
-            kind=SnapshotKind.TEMPLATE, names=["base"], memory=Memory.FULL, created_at=self._start_time
+            kind=SnapshotKind.TEMPLATE, names=["base"], memory=MemoryMode.FULL, created_at=self._start_time
         )
         self._create_snapshot(self._template)
 
@@ -113,7 +113,7 @@ class _Records:
                 template_id=self._template.id,
                 parent=self.snapshot_ids[-1] if self.snapshot_ids else self._template.id,
                 origin=self._template.id,
-                memory=Memory.SOFT_DIRTY,
+                memory=MemoryMode.SOFT_DIRTY,
                 memory_bytes_written=1 << 20,
                 disk_bytes_unique=1 << 20,
                 pause_ms=10.5,

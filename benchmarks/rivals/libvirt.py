@@ -1,4 +1,4 @@
-"""Run a private libvirt with its own daemon, directories and network, and leave nothing of it on the host.
+"""Run a private libvirt with its own daemon, directories and network, and leave no trace of it on the host.
 
 The daemon runs in its own mount namespace, in which bind mounts replace libvirt's directories, and in its own network
 namespace, in which each machine has its own tap. All guests have the same address, because they are forks of one

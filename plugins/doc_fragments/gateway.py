@@ -39,6 +39,17 @@ options:
       - The module also retries a request for this long while the gateway reports that it is busy.
     type: int
     default: 300
+  check_run:
+    description:
+      - A name that all tasks of one C(ansible-playbook --check) share. With it, each task sees what the tasks before it
+        would have done. The action plugin sets it; do not set it yourself.
+    type: str
+  predict_only:
+    description:
+      - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it
+        for a task with C(check_mode=true), which changes nothing in a real run either; do not set it yourself.
+    type: bool
+    default: false
 requirements:
   - Python 3.8 or newer on the host where the module runs (no other libraries)
 notes:

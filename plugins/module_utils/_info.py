@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import stringify_values
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown, stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
@@ -64,7 +64,10 @@ class Listing:
             for entry in entries
             if names is None or not self._names_of(entry).isdisjoint(names)
         ]
-        return {"changed": False, self.plural: [shape for shape in shapes if shape is not None]}
+        existing_shapes = [shape for shape in shapes if shape is not None]
+        if client.is_planning:
+            existing_shapes = [hide_unknown(shape, client.plan_opened_at) for shape in existing_shapes]
+        return {"changed": False, self.plural: existing_shapes}
 
     def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
         return {str(entry.get("name")), str(entry[self.id_field]), *(entry.get("names") or [])}

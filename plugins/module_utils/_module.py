@@ -29,6 +29,8 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     "ca_path": {"type": "path"},
     "validate_certs": {"type": "bool", "default": True},
     "gateway_timeout": {"type": "int", "default": 300},
+    "check_run": {"type": "str"},
+    "predict_only": {"type": "bool", "default": False},
 }
 
 

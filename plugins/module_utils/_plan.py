@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_BY_KIND, RESERVED_PREFIX
 
@@ -36,6 +37,10 @@ _UNKNOWN_KEYS = {
     "set_timeout": ("end_at",),
 }
 """For each verb, the keys whose new values are unknown until the action has been carried out."""
+
+
+_TIME_KEYS = ("created_at", "started_at", "end_at", "updated_at", "expires_at")
+_MEASURED_KEYS = ("used_mb", "pause_ms", "memory", "memory_bytes_written", "disk_bytes_unique")
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,40 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
             shape.update((key, None) for key in _UNKNOWN_KEYS.get(action.verb, ()) if key in keys)
             result[change.name] = {**shape, **{key: value for key, value in change.after.items() if key in keys}}
     return result
+
+
+def add_ids(
+    predicted: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return predicted shapes with the ids that a plan session gave to new objects, for use in later tasks.
+
+    ``planned``: the shapes of the same objects in the session.
+    """
+    result = {}
+    for name, shape in predicted.items():
+        planned_shape = planned.get(name, {})
+        ids = {key: value for key, value in planned_shape.items() if is_planned_id(value) and shape.get(key) is None}
+        result[name] = {**shape, **ids}
+    return result
+
+
+def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
+    """Return the shape of an object in a plan session with None for what only the run can know.
+
+    These are times after the session began, at ``opened_at``, and measurements of new objects.
+    """
+    is_new = is_planned_id(shape.get("id"))
+    return {
+        key: None
+        if (key in _TIME_KEYS and value is not None and value > opened_at) or (is_new and key in _MEASURED_KEYS)
+        else value
+        for key, value in shape.items()
+    }
+
+
+def is_planned_id(value: Any) -> bool:
+    """Return whether a value is the id of an object that only the run creates."""
+    return isinstance(value, str) and value.startswith(PLANNED_ID_PREFIX)
 
 
 def validate_names(names: Iterable[str], kind: str) -> tuple[str, ...]:

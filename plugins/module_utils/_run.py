@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Plan, diff, predict
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    Action,
+    Plan,
+    add_ids,
+    diff,
+    hide_unknown,
+    predict,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
@@ -31,6 +38,8 @@ def run(
     try:
         gateway_client = client or connect(params)
         try:
+            if check and params.get("check_run"):
+                gateway_client.enter_plan(params["check_run"])
             result = (
                 resource_kind.result(gateway_client, params)
                 if isinstance(resource_kind, Listing)
@@ -65,6 +74,7 @@ class _Run:
         self.client = client
         self.check = check
         self.continue_on_error = bool(params.get("continue_on_error"))
+        self.predict_only = bool(params.get("predict_only"))
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
@@ -78,10 +88,13 @@ class _Run:
             return self._report(shapes)
         if plan.actions:
             self.client.require_version()
-        if self.check:
+        if self.check and (self.predict_only or not self.client.is_planning):
             self.completed_actions = list(plan.actions)
             return self._report(predict(shapes, self.completed_actions))
         self._apply(plan)
+        if self.check:
+            planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
+            return self._report(add_ids(predict(shapes, self.completed_actions), planned_shapes))
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
         return self._report(shapes)
@@ -111,6 +124,8 @@ class _Run:
             return shapes_before
 
     def _report(self, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        if self.client.is_planning:
+            shapes = {name: hide_unknown(shape, self.client.plan_opened_at) for name, shape in shapes.items()}
         names_by_list = self.resource_kind.result_lists(self.want)
         result: dict[str, Any] = {
             "changed": bool(self.completed_actions),

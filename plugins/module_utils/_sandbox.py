@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     MOUNT_OPTIONS,
@@ -81,7 +80,6 @@ SIZE_KEYS = ("cpus", "memory_mb", "disk_mb")
 LIFETIME_TOLERANCE_SECONDS = 10
 """Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
 UNLIMITED = -1
-_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
         # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
         for detail in client.list_all("/sandboxes", name=refs[0]):
             return {refs[0]: sandbox_shape(detail)}
-        detail = client.find(f"/sandboxes/{refs[0]}") if _ID_PATTERN.fullmatch(refs[0]) else None
+        detail = client.find(f"/sandboxes/{refs[0]}") if ID_PATTERN.fullmatch(refs[0]) else None
         return {} if detail is None else {refs[0]: sandbox_shape(detail)}
     shapes: dict[str, dict[str, Any]] = {}
     requested_refs = set(refs)

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 from typing import TYPE_CHECKING, Any
 
+from ansible import constants as C
+from ansible import context
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
 from ansible.plugins.action import ActionBase
@@ -24,12 +28,34 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import failure_
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 
 if TYPE_CHECKING:
+    from ansible.playbook.task import Task
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
 """The name of the connection plugin for sandboxes."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
+
+
+def _is_always_in_check_mode(task: Task) -> bool:
+    """Return whether a task in check mode would be in check mode in a real run too, because a keyword says so.
+
+    Attributes contain inherited values, so this looks at the YAML of the task, its blocks and its play.
+    """
+    levels: list[Any] = [task]
+    while (parent := getattr(levels[-1], "_parent", None)) is not None:
+        levels.append(parent)
+    levels.append(getattr(levels[-1], "_play", None))
+    sources = (level.get_ds() for level in levels if level is not None)
+    return any(isinstance(source, dict) and "check_mode" in source for source in sources)
+
+
+def _make_run_name() -> str:
+    """Return a name that all tasks of this run have in common, and no other run has.
+
+    The main process creates its temporary directory before it forks workers, so all of them know its unique name.
+    """
+    return hashlib.sha256(f"{platform.node()} {C.DEFAULT_LOCAL_TMP}".encode()).hexdigest()
 
 
 class GatewayAction(ActionBase):
@@ -72,6 +98,10 @@ class GatewayAction(ActionBase):
         for option, variable in (("gateway_url", URL_VARIABLE), ("gateway_token", TOKEN_VARIABLE)):
             if args.get(option) is None and os.environ.get(variable) and variable not in environment:
                 args[option] = os.environ[variable]
+        if self._task.check_mode and context.CLIARGS.get("check"):
+            # A single task in check mode, within a real run, must see the changes of that run instead.
+            args["check_run"] = _make_run_name()
+            args["predict_only"] = _is_always_in_check_mode(self._task)
         return args
 
     def _environment(self) -> dict[str, Any]:

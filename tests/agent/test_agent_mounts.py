@@ -1,4 +1,7 @@
-"""POST /mounts mounts volumes. The mounts are real, in a namespace of the test; tmpfs replaces network file systems."""
+"""POST /mounts mounts volumes.
+
+The mounts are real, but in the test's own namespace; tmpfs stands in for network file systems.
+"""
 
 from __future__ import annotations
 

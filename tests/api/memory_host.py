@@ -20,7 +20,7 @@ from typing import Any
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
 _slots = itertools.count()
@@ -336,7 +336,7 @@ class MemoryHost:
         if memory:
             self.mounted[snapshot.id] = dict(machine.mounted)
             self.names[snapshot.id] = dict(machine.names)
-        changes = {"memory": Memory.INCREMENTAL if memory else Memory.NONE, "resources": sandbox.resources}
+        changes = {"memory": MemoryMode.INCREMENTAL if memory else MemoryMode.NONE, "resources": sandbox.resources}
         measurements = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
         return snapshot.model_copy(update=changes | measurements)
 

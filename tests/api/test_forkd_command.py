@@ -122,7 +122,7 @@ def test_the_published_client_spawns_and_kills_a_sandbox(api: httpx.Client, targ
         missing_program_result = sandbox.commands.run("nonsense")
         assert missing_program_result.exit_code == 127 and "not found" in missing_program_result.stderr
         timeout_result = sandbox.commands.run(["sleep", "9"], timeout=1)
-        assert timeout_result.exit_code == 137 and "did not end within 1 s" in timeout_result.stderr
+        assert timeout_result.exit_code == 137 and "did not finish within 1 s" in timeout_result.stderr
         assert sandbox.commands.run([]).stderr.startswith("args: ")
         assert sandbox.eval("1 + 1") == "2" and sandbox.eval("x = 5") == "None" and sandbox.eval("x") == "5"
         with pytest.raises(RuntimeError, match="forkd eval: NameError"):

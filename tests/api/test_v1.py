@@ -13,7 +13,7 @@ import pytest
 from sandbox_gateway.api.forkd import shapes
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
-from sandbox_gateway.records import Memory, Sandbox, Snapshot
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 Json = dict[str, Any]
@@ -109,10 +109,10 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
     assert error_info.value.status == 404 and "not found" in error_info.value.body["error"]
 
 
-@pytest.mark.parametrize("mode", [each for each in Memory if each is not Memory.NONE])
-def test_incremental_captures_report_their_size(mode: Memory) -> None:
+@pytest.mark.parametrize("mode", [each for each in MemoryMode if each is not MemoryMode.NONE])
+def test_incremental_captures_report_their_size(mode: MemoryMode) -> None:
     info = shapes.snapshot_info(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
-    assert info.diff_physical_bytes == (None if mode is Memory.FULL else 4096)
+    assert info.diff_physical_bytes == (None if mode is MemoryMode.FULL else 4096)
 
 
 def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
@@ -330,7 +330,7 @@ def test_exec_returns_output_and_exit_code(api: httpx.Client, sandbox_id: str) -
     missing_program_result = run_command("nonsense")
     assert missing_program_result["exit_code"] == 127 and "not found" in missing_program_result["stderr"]
     timeout_result = run_command("sleep", "5", timeout_secs=0.2)
-    assert timeout_result["exit_code"] == 137 and "did not end within 0.2 s" in timeout_result["stderr"]
+    assert timeout_result["exit_code"] == 137 and "did not finish within 0.2 s" in timeout_result["stderr"]
     for body in ({"args": []}, {"args": "ls"}, {}, {"args": ["x"], "timeout_secs": 0}):
         check_refused(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
     assert "not found" in check_refused(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
@@ -431,7 +431,7 @@ def test_a_branch_without_memory_has_no_diff_sizes(
 
     async def capture_without_memory(*args: Any, **kwargs: Any) -> Snapshot:
         snapshot = await original_capture(*args, **kwargs)
-        return snapshot.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
+        return snapshot.model_copy(update={"memory": MemoryMode.NONE, "memory_bytes_written": 0})
 
     monkeypatch.setattr(memory_gateway.host, "capture", capture_without_memory)
     branch = create_branch(api, sandbox_id, tag="cp", mode="diff")

@@ -6,7 +6,7 @@ import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, InUse, Invalid, NameTaken, NotFound
-from sandbox_gateway.records import Memory, Retention
+from sandbox_gateway.records import MemoryMode, Retention
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.live import Live
 from tests.support.waiting import eventually
@@ -27,7 +27,7 @@ def test_a_snapshot_names_its_source(live: Live, source: str, world: World) -> N
     assert (first_snapshot.parent, second_snapshot.parent) == (sandbox.template_id, first_snapshot.id)
     assert first_snapshot.origin == second_snapshot.origin == sandbox.template_id
     assert live.sandbox(source).head == second_snapshot.id
-    assert (first_snapshot.memory is not Memory.NONE) == world.abilities.memory
+    assert (first_snapshot.memory is not MemoryMode.NONE) == world.abilities.memory
     assert live.engine.snapshots.get("one").description == "the first"
 
 
@@ -35,7 +35,7 @@ def test_a_snapshot_names_its_source(live: Live, source: str, world: World) -> N
 def test_only_changed_pages_are_stored(live: Live, source: str) -> None:
     live.shell(source, "head -c 4000000 /dev/urandom >/run/blob")
     snapshot = live.do(live.engine.snapshots.create(source))
-    assert snapshot.memory in (Memory.WRITTEN, Memory.SOFT_DIRTY, Memory.INCREMENTAL)
+    assert snapshot.memory in (MemoryMode.WRITTEN, MemoryMode.SOFT_DIRTY, MemoryMode.INCREMENTAL)
     assert 4_000_000 < snapshot.memory_bytes_written < 60_000_000
     assert 0 < snapshot.pause_ms < 5000
 
@@ -113,7 +113,7 @@ def test_a_template_in_use_cannot_be_deleted(live: Live, source: str) -> None:
 def test_a_disk_only_snapshot_boots_with_the_written_files(live: Live, source: str) -> None:
     live.shell(source, "echo unsynced >/root/unsynced")
     snapshot = live.do(live.engine.snapshots.create(source, name="disk", memory="none"))
-    assert snapshot.memory is Memory.NONE
+    assert snapshot.memory is MemoryMode.NONE
     assert live.shell(source, "echo thawed >/root/thawed && cat /root/thawed").strip() == "thawed"
     fork = live.do(live.engine.forks.create("disk", ForkSpec()))
     assert live.shell(fork.id, "cat /root/unsynced").strip() == "unsynced"

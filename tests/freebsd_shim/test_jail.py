@@ -25,7 +25,7 @@ def test_creating_a_jail_prints_the_next_jid(shim: Shim) -> None:
     assert shim.create_jail() == "2"
 
 
-def test_jls_prints_jails_like_freebsd(shim: Shim) -> None:
+def test_jls_prints_jails(shim: Shim) -> None:
     assert list_jails(shim) == []
     shim.create_jail()
     assert list_jails(shim) == [{"jid": "1", "name": "sx1", "path": str(shim.root), "dying": "false"}]

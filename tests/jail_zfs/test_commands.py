@@ -36,7 +36,7 @@ def unfreeze(frozen_directory: Path) -> None:
 
 async def test_an_unkillable_command_is_abandoned(frozen_directory: Path) -> None:
     try:
-        with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
+        with pytest.raises(BackendFailed, match=r"did not finish within 0\.5 s and was killed"):
             await asyncio.wait_for(run_async(["touch", str(frozen_directory / "file")], timeout=0.5), 60)
     finally:
         await asyncio.to_thread(unfreeze, frozen_directory)

@@ -80,7 +80,7 @@ class NoVolumeServers:
 
 def make_host(config: Config) -> KvmXfsHost:
     host: Any = KvmXfsHost(config)
-    host._machines = ProcessMachines()
+    host._machines = host._recovery._machines = ProcessMachines()
     host._volumes._servers = NoVolumeServers()
     host._layout.create()
     host._memory_roots.open()

@@ -18,7 +18,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpac
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, SandboxState
+from sandbox_gateway.records import MemoryMode, SandboxState
 from tests.support import session
 from tests.support.live import Live, engines
 from tests.support.waiting import eventually
@@ -73,7 +73,7 @@ def test_a_capture_without_a_pagemap_copies_all_memory(live: Live, monkeypatch: 
     monkeypatch.setattr(listing, "_list_matching_pages", fail)
     snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
-    assert snapshot.memory is Memory.FULL
+    assert snapshot.memory is MemoryMode.FULL
     fork = live.do(live.engine.forks.create("whole", ForkSpec()))
     assert live.shell(fork.id, "cat /run/data").strip() == "data"
 

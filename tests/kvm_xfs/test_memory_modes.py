@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.records import Memory, Snapshot
+from sandbox_gateway.records import MemoryMode, Snapshot
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
@@ -116,26 +116,26 @@ def start_writer(live: Live) -> None:
 @pytest.mark.parametrize(
     ("live", "expected_mode"),
     [
-        ("written", Memory.WRITTEN),
-        ("soft_dirty", Memory.SOFT_DIRTY),
-        ("compare", Memory.COMPARE),
-        ("incremental", Memory.INCREMENTAL),
-        ("full", Memory.FULL),
+        ("written", MemoryMode.WRITTEN),
+        ("soft_dirty", MemoryMode.SOFT_DIRTY),
+        ("compare", MemoryMode.COMPARE),
+        ("incremental", MemoryMode.INCREMENTAL),
+        ("full", MemoryMode.FULL),
     ],
     indirect=["live"],
 )
 def test_captured_image_equals_the_memory(
-    live: Live, source: str, recorder: MemoryRecorder, expected_mode: Memory, monkeypatch: pytest.MonkeyPatch
+    live: Live, source: str, recorder: MemoryRecorder, expected_mode: MemoryMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
-    if expected_mode is Memory.SOFT_DIRTY and not listing.has_soft_dirty_bits():
+    if expected_mode is MemoryMode.SOFT_DIRTY and not listing.has_soft_dirty_bits():
         pytest.skip("this kernel does not support soft-dirty bits")
     start_writer(live)
     for number in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
-        has_nothing_to_compare = number == 0 and expected_mode is Memory.COMPARE
-        assert snapshot.memory is (Memory.INCREMENTAL if has_nothing_to_compare else expected_mode), snapshot.host
+        has_nothing_to_compare = number == 0 and expected_mode is MemoryMode.COMPARE
+        assert snapshot.memory is (MemoryMode.INCREMENTAL if has_nothing_to_compare else expected_mode), snapshot.host
         assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
         assert "degraded" not in snapshot.host
         live.do(live.engine.snapshots.delete(snapshot.id))
@@ -150,7 +150,7 @@ def test_image_of_a_live_capture_equals_the_memory(
     for _ in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
-        assert snapshot.memory is Memory.LIVE, snapshot.host
+        assert snapshot.memory is MemoryMode.LIVE, snapshot.host
         assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
         stop_counts.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
@@ -221,7 +221,7 @@ def test_capture_after_a_failed_capture_is_complete(
             with pytest.raises(GatewayError):
                 capture_source(live)
     snapshot = capture_source(live)
-    assert snapshot.memory is Memory.WRITTEN
+    assert snapshot.memory is MemoryMode.WRITTEN
     assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
 
 
@@ -260,7 +260,7 @@ def test_capture_does_not_use_a_damaged_base(
     assert reason in snapshot.host["degraded"]
     assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
     next_snapshot = capture_source(live)
-    assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (Memory.WRITTEN, False)
+    assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (MemoryMode.WRITTEN, False)
     assert recorder.find_differing_pages(memory_image_path(live, next_snapshot)) == []
 
 
@@ -292,10 +292,10 @@ def test_tracked_writes_are_ignored_after_an_interrupted_capture(
     live = Live(kvm_xfs_world.host(config), config)
     first_snapshot, second_snapshot = capture_source(live), capture_source(live)
     assert (first_snapshot.memory, first_snapshot.host["degraded"]) == (
-        Memory.COMPARE,
+        MemoryMode.COMPARE,
         "an earlier capture was interrupted",
     )
-    assert (second_snapshot.memory, "degraded" in second_snapshot.host) == (Memory.WRITTEN, False)
+    assert (second_snapshot.memory, "degraded" in second_snapshot.host) == (MemoryMode.WRITTEN, False)
     assert recorder.find_differing_pages(memory_image_path(live, second_snapshot)) == []
     live.remove_all()
     live.close()
@@ -311,6 +311,6 @@ def test_capture_without_a_tracker_uses_the_next_best_mode(
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", fail)
     capture_source(live)
     snapshot = capture_source(live)
-    assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
+    assert snapshot.memory in (MemoryMode.SOFT_DIRTY, MemoryMode.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
     assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []

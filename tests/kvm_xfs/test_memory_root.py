@@ -35,7 +35,7 @@ MakeLive = Callable[..., Live]
 
 @pytest.fixture
 def make_live(kvm_xfs_world: KvmXfsWorld, root: LoopXfs) -> Iterator[MakeLive]:
-    """A function that starts gateways. Their machines are removed before the file system of the memory root is."""
+    """A function that starts gateways. Teardown removes their machines before the memory root's file system."""
     with engines(kvm_xfs_world) as make_live:
         yield make_live
 

@@ -12,7 +12,7 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, Snapshot, SnapshotKind
 from tests.kvm_xfs.process_host import make_host
 from tests.support.xfs import LoopXfs
 
@@ -97,7 +97,7 @@ def test_only_operations_on_memory_fail_while_the_root_is_unmounted(
         assert memory_start == bytes(6)
         with pytest.raises(Conflict, match=r"the memory root .* is not available: .*\. Mount it, or"):
             capture(host, cold_fork)
-        assert capture(host, cold_fork, memory=False).memory is Memory.NONE
+        assert capture(host, cold_fork, memory=False).memory is MemoryMode.NONE
         room = asyncio.run(host.room())
         assert room.memory_disk is not None and "not mounted" in room.memory_disk.problem
         scan = asyncio.run(make_host(host._config).scan())

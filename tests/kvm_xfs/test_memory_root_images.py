@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
-from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, Snapshot
 from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20
@@ -165,9 +165,9 @@ def files(layout: Layout) -> InstanceFiles:
     return files
 
 
-@pytest.mark.parametrize("mode", [Memory.COMPARE, Memory.INCREMENTAL])
+@pytest.mark.parametrize("mode", [MemoryMode.COMPARE, MemoryMode.INCREMENTAL])
 def test_captures_to_alternating_file_systems_equal_the_memory(
-    layout: Layout, memory_directory: MemoryDirectory, files: InstanceFiles, mode: Memory
+    layout: Layout, memory_directory: MemoryDirectory, files: InstanceFiles, mode: MemoryMode
 ) -> None:
     source = write_image(memory_directory.snapshots / "start.img", 2)
     held_images.hold(source, files.memory, memory_directory)
@@ -179,7 +179,7 @@ def test_captures_to_alternating_file_systems_equal_the_memory(
             machine.write(random_generator)
             image = (layout.root if target_directory is None else target_directory.snapshots) / f"image-{number}"
             capture(tracking, machine, image, target_directory)
-            assert tracking.mode is (mode if number else Memory.INCREMENTAL)
+            assert tracking.mode is (mode if number else MemoryMode.INCREMENTAL)
             assert image.read_bytes() == machine.memory[:]
             assert tracking.reason == ""
             image.unlink()
@@ -195,13 +195,13 @@ def test_a_new_boot_discards_the_images_of_the_previous_run(
     held_images.hold(write_image(memory_directory.snapshots / "start.img", 4), files.memory, memory_directory)
     with SimulatedMachine(files) as machine:
         machine.write(random.Random(5))
-        tracking = WriteTracking(files, TrackerClient(None), Memory.COMPARE, None)
+        tracking = WriteTracking(files, TrackerClient(None), MemoryMode.COMPARE, None)
         capture(tracking, machine, memory_directory.snapshots / "before.img", memory_directory)
     instances.create_memory_file(files, PAGE_COUNT * PAGE_BYTES // MIB)
     with SimulatedMachine(files) as machine:
         machine.memory[:PAGE_BYTES] = b"x" * PAGE_BYTES
         image = memory_directory.snapshots / "after.img"
-        capture(WriteTracking(files, TrackerClient(None), Memory.COMPARE, None), machine, image, memory_directory)
+        capture(WriteTracking(files, TrackerClient(None), MemoryMode.COMPARE, None), machine, image, memory_directory)
         assert image.read_bytes() == machine.memory[:]
 
 
@@ -209,7 +209,7 @@ def test_an_unmounted_file_system_is_detected_and_nothing_is_written_below_it(
     layout: Layout, root_xfs: LoopXfs, memory_directory: MemoryDirectory
 ) -> None:
     roots = MemoryRoots(layout, root_xfs.mount_point)
-    snapshot = Snapshot(memory=Memory.FULL, resources=Resources(memory_mb=64))
+    snapshot = Snapshot(memory=MemoryMode.FULL, resources=Resources(memory_mb=64))
     memory_directory.record_in(snapshot)
     image = memory_directory.snapshot(snapshot.id)
     with image.open("xb") as file:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, Snapshot, SnapshotKind
 from tests.kvm_xfs.process_host import make_host
 from tests.support.crash import KILLED_EXIT_CODE, StepCounter
 from tests.support.xfs import LoopXfs
@@ -178,7 +178,7 @@ def check(gateway: Gateway, operation: str, when: str) -> None:
     host = make_host(config)
     scan = asyncio.run(host.scan())
     assert not (config.host.state_root / ".damaged").exists(), (when, scan.repaired)
-    snapshots = {each.id: each for each in scan.snapshots if each.memory is not Memory.NONE}
+    snapshots = {each.id: each for each in scan.snapshots if each.memory is not MemoryMode.NONE}
     sandbox_ids = {each.id for each in scan.sandboxes}
     expected_ids = {gateway.first_snapshot.id, gateway.second_snapshot.id, gateway.source.id, gateway.idle_fork.id}
     missing_ids = expected_ids - snapshots.keys() - sandbox_ids

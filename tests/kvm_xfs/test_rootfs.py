@@ -357,7 +357,7 @@ def test_run_logged_passes_each_line_to_the_log(tmp_path: Path) -> None:
     async def collect_lines() -> list[str]:
         lines: list[str] = []
         await rootfs_common.run_logged(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
-        with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
+        with pytest.raises(BackendFailed, match=r"did not finish within 0\.2 s"):
             await rootfs_common.run_logged(["sleep", "30"], lines.append, timeout=0.2)
         return lines
 

@@ -680,7 +680,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvm_volumes, "_DETACH_TIMEOUT_SECONDS", 0.2)
 
 
-async def test_a_server_accepts_running_sandboxes_and_stops_after_the_last(host: VolumeHost) -> None:
+async def test_a_server_accepts_clients_while_their_sandboxes_run_and_stops_with_the_last(host: VolumeHost) -> None:
     volume_one, volume_two = await create_two_volumes(host)
     writer = new_sandbox(
         Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two", read_only=True)

@@ -264,7 +264,7 @@ http.server.HTTPServer(("", 8000), Handler).serve_forever()
 
 
 def fetch_host(server: Server, host: str) -> str:
-    """Return the Host header that the server at ``host`` receives, or "" if the server does not run."""
+    """Return the Host header that the server at ``host`` receives, or "" if the server is not running."""
     response = httpx.get(server.url, headers={"Host": host, "X-API-Key": server.key})
     return response.text if response.status_code == 200 else ""
 

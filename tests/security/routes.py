@@ -67,7 +67,7 @@ class Target:
         """Return the path ``template`` with its parameters replaced by the names of existing objects."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
-        names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build_id}
+        names = {"ref": ref, "volume": "data", "snapshot": "mark", "id": "0" * 32, "build": self.build_id}
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], template)
 
 

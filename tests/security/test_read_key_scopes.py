@@ -16,6 +16,8 @@ from tests.security.routes import METHODS, OVERRIDE_HEADERS, READ_METHODS, SPELL
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 REQUEST_BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
 """A valid body for `exec` and `eval`, and for creating a sandbox."""
+PLANS_PATH = "/plans"
+"""Every key may open plan sessions, because they change nothing."""
 EXEC_ROUTE_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 """Routes to which a key of scope exec may POST, according to docs/api.md."""
 
@@ -37,7 +39,8 @@ def send_attack(
     """Send a request and check the response's status. ``is_allowed``: whether the key's scope permits the request."""
     status, body = caller.request(method, request_target, REQUEST_BODY, **headers)
     details = f"{method} {request_target} {headers}: {status} {body[:200]}"
-    if is_allowed or decode_path(request_target) in OPEN_PATHS:
+    path = decode_path(request_target)
+    if is_allowed or path in OPEN_PATHS or path.startswith(PLANS_PATH):
         assert status < 500, details
     else:
         # 400: the server itself rejected an invalid request.
@@ -58,13 +61,32 @@ def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str)
     assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
 
 
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "unknown"])
+def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
+    """A read-only key may send every request below a plan session, so no route may ignore the session."""
+    caller = Caller(target.gateway, READ_HEADERS)
+    _, body = caller.request("POST", PLANS_PATH, json.dumps({"run": f"an attack on every route, {is_open}"}).encode())
+    open_id = json.loads(body)["planID"]
+    plan_path = f"{PLANS_PATH}/{open_id if is_open else 'f' * 32}"
+    for route in list_routes(target):
+        if not route.template.startswith(PLANS_PATH):
+            for request_body in (REQUEST_BODY, b"{}"):
+                status, body = caller.request(route.method, plan_path + route.path, request_body)
+                assert status < 500, f"{route}: {body}"
+                assert is_open or status in (400, 404) or route.method == "GET", f"{route}: {status} {body}"
+                assert not any(secret in body for secret in target.secrets), route
+    caller.request("DELETE", f"{PLANS_PATH}/{open_id}")
+    caller.close()
+    assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
+
+
 def test_a_read_key_cannot_read_secrets(target: Target) -> None:
     caller = Caller(target.gateway, READ_HEADERS)
     for route in list_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
                 status, body = caller.request("GET", route.path + query)
-                assert status in (200, 400), f"{route}: {body}"
+                assert status in (200, 400) or route.template == "/plans/{id}", f"{route}: {body}"
                 assert not any(secret in body for secret in target.secrets), route
     caller.close()
 

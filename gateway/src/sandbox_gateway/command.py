@@ -121,4 +121,4 @@ def missing_program_message(program: str) -> str:
 
 
 def _timeout_message(argv: Sequence[str], timeout: float) -> str:
-    return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not end within {timeout:g} s and was stopped"
+    return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not finish within {timeout:g} s and was killed"

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
@@ -31,9 +32,24 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME_REGEX = re.compile(NAME_PATTERN)
 
 
-def new_id() -> str:
+PLANNED_PREFIX = "00000000"
+"""The beginning of the ids of objects that exist only in a plan session. No other id begins like this."""
+
+
+def random_id() -> str:
     """Create a random id of 12 hexadecimal digits (48 bits)."""
-    return secrets.token_hex(6)
+    while (id := secrets.token_hex(6)).startswith(PLANNED_PREFIX):
+        pass
+    return id
+
+
+id_source: ContextVar[Callable[[], str]] = ContextVar("id_source", default=random_id)
+"""The function that creates ids in the current context. In a plan session, ids are numbered instead of random."""
+
+
+def new_id() -> str:
+    """Create the id of a new object: 12 hexadecimal digits."""
+    return id_source.get()()
 
 
 def now() -> datetime:
@@ -245,7 +261,7 @@ class SnapshotKind(StrEnum):
     """The capture from which clones are forked; hidden, and removed with its last fork."""
 
 
-class Memory(StrEnum):
+class MemoryMode(StrEnum):
     """The method by which a snapshot's memory was captured.
 
     Every method except NONE and FULL compares pages with an earlier image. The new image starts as a clone of the
@@ -310,7 +326,7 @@ class Snapshot(_Record):
     """The number of forks to keep ready."""
     doomed: bool = False
     """Whether it was deleted with ``when=unused``. It is then hidden, and is removed with its last user."""
-    memory: Memory = Memory.NONE
+    memory: MemoryMode = MemoryMode.NONE
     memory_bytes_written: int = 0
     disk_bytes_unique: int = 0
     pause_ms: float = 0.0

@@ -266,7 +266,7 @@ def record_interface(interface: str, exists: bool) -> None:
 
 
 def destroy_interface(change: InterfaceChange) -> None:
-    """Destroy a cloned interface, and the other end of an epair. See if_clone_destroy()."""
+    """Destroy a cloned interface. Destroying one end of an epair also destroys the other. See if_clone_destroy()."""
     link = change.link()
     if not link.driver:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout, Me
 from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
-from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, Snapshot, SnapshotKind
 
 MIB = 1 << 20
 
@@ -55,7 +55,7 @@ class Store:
 
     def capture(self, kind: SnapshotKind = SnapshotKind.SNAPSHOT, *, commit: bool = True) -> Snapshot:
         """Create the files of a snapshot with memory."""
-        snapshot = Snapshot(kind=kind, memory=Memory.FULL, resources=Resources(memory_mb=64))
+        snapshot = Snapshot(kind=kind, memory=MemoryMode.FULL, resources=Resources(memory_mb=64))
         if directory := self.roots.directory_for_capture():
             directory.record_in(snapshot)
         files = self.snapshots.partial_files(snapshot)

@@ -17,7 +17,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, Kind, de
 from sandbox_gateway.hosts.kvm_xfs import record_files
 from sandbox_gateway.records import (
     FORMAT,
-    Memory,
+    MemoryMode,
     NewerFormat,
     Record,
     Sandbox,
@@ -194,7 +194,7 @@ def test_a_damaged_record_is_not_mistaken_for_a_newer_one(changes: dict[str, Any
 def test_every_memory_mode_of_the_last_release_is_known() -> None:
     modes = ["none", "full", "incremental", "compare", "soft_dirty", "written", "live"]
     assert [parse_record(Snapshot, _OLD_RECORDS[Snapshot] | {"memory": mode}).memory for mode in modes] == [
-        Memory(mode) for mode in modes
+        MemoryMode(mode) for mode in modes
     ]
 
 

@@ -6,14 +6,14 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Request
 
+from sandbox_gateway.api.plan_sessions import select_engine
 from sandbox_gateway.engine.engine import Engine
 
 MAX_REF_LENGTH = 128
 
 
 async def _get_engine(request: Request) -> Engine:
-    engine: Engine = request.app.state.engine
-    return engine
+    return select_engine(request)
 
 
 EngineDep = Annotated[Engine, Depends(_get_engine)]

@@ -22,10 +22,10 @@ def respond(fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with ``fields`` as a JSON object. Bytes are decoded as UTF-8, with invalid ones replaced."""
     if sum(len(value) for value in fields.values() if isinstance(value, Output)) <= _MAX_UNSPLIT_BYTES:
         return Response(b"".join(_encode_object(fields)), media_type="application/json")
-    return StreamingResponse(_yield_in_pieces(_encode_object(fields)), media_type="application/json")
+    return StreamingResponse(_merge_into_chunks(_encode_object(fields)), media_type="application/json")
 
 
-async def _yield_in_pieces(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _merge_into_chunks(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     buffer = bytearray()
     for piece in pieces:
         buffer += piece

@@ -147,7 +147,7 @@ def exec_(
         sys.stdout.flush()
         sys.stderr.write(result["stderr"])
     if result["timedOut"]:
-        render.print_note(f"sandboxctl: the program did not end within {timeout} and was stopped")
+        render.print_note(f"sandboxctl: the program did not finish within {timeout} and was killed")
         raise typer.Exit(_EXIT_TIMED_OUT)
     raise typer.Exit(_exit_code(result["exitCode"]))
 
@@ -159,7 +159,7 @@ def pause(
         bool, typer.Option("--no-memory", help="Store the disk only: the sandbox boots when it is resumed.")
     ] = False,
 ) -> None:
-    """Pause sandboxes, and store their memory on the disk."""
+    """Pause sandboxes and save their memory to disk."""
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx)

@@ -321,7 +321,7 @@ class AgentClient:
                             _get_object(event, "end").get("exitCode", 0), *_EXIT_CODE_RANGE
                         )
         except TimeoutError:
-            raise Timeout(f"the command did not end within {seconds:g} s: increase its timeout") from None
+            raise Timeout(f"the command did not finish within {seconds:g} s: increase its timeout") from None
         except (OSError, h11.RemoteProtocolError) as error:
             raise BackendFailed(
                 f"the connection to the sandbox was lost during the command: {error}. Check that the sandbox is "

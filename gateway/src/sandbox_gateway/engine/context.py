@@ -17,10 +17,10 @@ from sandbox_gateway.tasks import BackgroundTasks
 class Context:
     """The shared state and services of all groups of operations."""
 
-    def __init__(self, host: Host, config: Config) -> None:
+    def __init__(self, host: Host, config: Config, index: Index | None = None) -> None:
         self.host = host
         self.config = config
-        self.index = Index()
+        self.index = index or Index()
         self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
         self.secret = Secret()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 Key = tuple[datetime, str]
@@ -13,8 +13,11 @@ Key = tuple[datetime, str]
 class CreationOrder:
     """The keys of objects, oldest first. Adding the newest key does not move the others."""
 
-    def __init__(self) -> None:
-        self._keys: list[Key] = []
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = sorted(keys)
+
+    def copy(self) -> CreationOrder:
+        return CreationOrder(self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -13,6 +13,7 @@ from sandbox_gateway.engine.commands import Commands
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.expiry import Expiry
 from sandbox_gateway.engine.forks import Forks
+from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.loads import Loads
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
@@ -38,19 +39,22 @@ log = Logger("engine")
 
 
 class Engine:
-    """The groups of operations. Each group uses only the groups that are passed to its constructor.
+    """All operations, in groups. Each group uses only the groups that are passed to its constructor.
 
-    The API calls ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments`` and ``commands``.
-    It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``references``, ``agents``, ``room``,
-    ``prewarm``, ``machines`` and ``loads``.
+    The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``
+    and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``references``, ``agents``,
+    ``room``, ``prewarm``, ``machines`` and ``loads``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
     """
 
-    def __init__(self, host: Host, config: Config) -> None:
+    def __init__(
+        self, host: Host, config: Config, *, index: Index | None = None, agents_class: type[Agents] = Agents
+    ) -> None:
+        """Create an engine. ``index`` and ``agents_class`` are for plan sessions: see ``plans.sessions``."""
         # The state of all groups.
-        context = Context(host, config)
+        context = Context(host, config, index)
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
 
@@ -60,7 +64,7 @@ class Engine:
         self.references = references = References(context)
         removal = Removal(context)
         collector = Collector(context, references, removal)
-        self.agents = agents = Agents(context)
+        self.agents = agents = agents_class(context)
         self.room = room = RoomKeeper(context, locking)
         self.prewarm = prewarm = PrewarmPool(context, agents, room)
 

@@ -7,7 +7,7 @@ from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.spec import ForkSpec, Unset
 from sandbox_gateway.engine.timeouts import end_time
 from sandbox_gateway.errors import Invalid, Unsupported
-from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.records import MemoryMode, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
 _MAX_COUNT = 1000
 
@@ -73,7 +73,7 @@ def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resourc
             f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's "
             f"{snapshot_resources.disk_mb} MiB: request at least {snapshot_resources.disk_mb} MiB"
         )
-    if snapshot.memory is Memory.NONE or spec.cold_start:
+    if snapshot.memory is MemoryMode.NONE or spec.cold_start:
         return False
     if resources != snapshot_resources and not can_resize:
         raise Unsupported(

@@ -23,6 +23,8 @@ from sandbox_gateway.records import (
     compact,
 )
 
+_GROUPS = ("expiring", "retained", "prewarmed", "collectable")
+"""The attributes of ``Index`` that contain the ids of a group of snapshots."""
 _Record = TypeVar("_Record", bound=Record)
 
 
@@ -68,6 +70,18 @@ class Index:
         self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
         self._pins: Counter[str] = Counter()
+
+    def copy(self) -> Index:
+        """Return an index with the same records, without the names and objects that current requests hold.
+
+        Records are shared: an operation saves a changed copy of a record instead of changing it.
+        """
+        copy = Index()
+        for name in ("sandboxes", "snapshots", "volumes", "volume_snapshots", *_GROUPS, "_entries", "_names"):
+            setattr(copy, name, getattr(self, name).copy())
+        copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
+        copy._users = {id: users.copy() for id, users in self._users.items()}
+        return copy
 
     def load(
         self,

@@ -28,7 +28,7 @@ from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind, new_id
 from sandbox_gateway.tasks import clean_up
 
 _CHECK_INTERVAL_SECONDS = 1.0
@@ -89,7 +89,7 @@ class PrewarmPool:
     async def set_target(self, ref: str, count: int) -> Level:
         """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
         snapshot = self._index.snapshot(ref)
-        self.check_count(snapshot.memory is not Memory.NONE, count)
+        self.check_count(snapshot.memory is not MemoryMode.NONE, count)
         if snapshot.prewarm != count:
             snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
         self._backoff.forget([snapshot.id])

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("engine")
@@ -39,7 +39,7 @@ class Replacement:
         new_sandbox.instance, new_sandbox.host, new_sandbox.started_at = new_id(), {}, now()
         new_sandbox.state, new_sandbox.state_reason, new_sandbox.pause_snapshot = SandboxState.RUNNING, "", ""
         async with self._collector.pinned_then_collected(snapshot), self._locking.shared_mounts(new_sandbox):
-            with_memory = not from_disk and snapshot.memory is not Memory.NONE
+            with_memory = not from_disk and snapshot.memory is not MemoryMode.NONE
             await self._machines.fork(snapshot, new_sandbox, with_memory=with_memory)
             return await finish_despite_cancellation(self._take_over(old_sandbox, new_sandbox))
 

@@ -15,7 +15,7 @@ from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind
 from sandbox_gateway.tasks import clean_up
 
 _PROBE_INTERVAL_SECONDS = 0.5
@@ -117,6 +117,6 @@ class TemplateBuilder:
             recipe=build.recipe,
         )
         template = await self._captures.capture_state(sandbox, template, memory=True)
-        contents = "memory and disk" if template.memory is not Memory.NONE else "disk"
+        contents = "memory and disk" if template.memory is not MemoryMode.NONE else "disk"
         build.log(f"captured {contents} in {template.pause_ms:.0f} ms")
         return template

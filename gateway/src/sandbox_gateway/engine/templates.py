@@ -39,6 +39,10 @@ class Templates:
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
+    def copy_builds(self, other: Templates) -> None:
+        """Also list the builds of another engine, which runs them."""
+        self._builds.update(other._builds)
+
     def get(self, ref: str) -> Snapshot:
         return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
 

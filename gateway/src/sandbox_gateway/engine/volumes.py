@@ -81,9 +81,15 @@ class Volumes:
                     "request a larger size"
                 )
             if size_mb > volume.size_mb:
-                await finish_despite_cancellation(self._host.grow_volume(volume, size_mb))
-                self._events.publish("volume.grown", volumeID=volume.name, sizeMB=volume.size_mb)
+                volume = await finish_despite_cancellation(self._grow(volume, size_mb))
             return volume
+
+    async def _grow(self, volume: Volume, size_mb: int) -> Volume:
+        grown_volume = volume.model_copy(deep=True)
+        await self._host.grow_volume(grown_volume, size_mb)
+        self._index.put(grown_volume)
+        self._events.publish("volume.grown", volumeID=volume.name, sizeMB=size_mb)
+        return grown_volume
 
     async def delete(self, ref: str, with_snapshots: bool = False) -> None:
         """Remove a volume that no sandbox mounts. Raises InUse, which lists all users, if it is in use.

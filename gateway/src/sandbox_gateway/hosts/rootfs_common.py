@@ -250,7 +250,7 @@ async def run_logged(
             await process.wait()
     except TimeoutError:
         raise BackendFailed(
-            f"{argv[0]} did not end within {timeout:g} s and was stopped: build the template again"
+            f"{argv[0]} did not finish within {timeout:g} s and was killed: build the template again"
         ) from None
     finally:
         if process.returncode is None:

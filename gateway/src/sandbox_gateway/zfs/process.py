@@ -61,7 +61,7 @@ def execute(
     except subprocess.TimeoutExpired:
         _kill(process)
         raise ZFSGenericError(
-            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not end within {seconds:g} s and was stopped"
+            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not finish within {seconds:g} s and was killed"
         ) from None
     except BaseException:
         _kill(process)

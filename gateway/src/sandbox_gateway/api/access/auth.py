@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,6 +26,13 @@ OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
 """The beginning of the paths with which E2B's clients access the files of volumes."""
 _EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_PLANS_PATH = "/plans"
+_PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
+"""A path with the id of a plan session, followed by the path of a request in that session.
+
+The id is in the path instead of a header, because a proxy may remove a header, and the request would reach the host.
+"""
+_PLAN_KEY = "sandbox_gateway.plan"
 _CALLER_KEY = "sandbox_gateway.caller"
 _LOCAL_KEY = "sandbox_gateway.local"
 _request_numbers = itertools.count()
@@ -167,6 +175,12 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def plan_of(scope: Scope) -> str:
+    """Return the id of the plan session of a request, or "" if it has none."""
+    plan_id: str = scope.get(_PLAN_KEY, "")
+    return plan_id
+
+
 def is_identified(scope: Scope) -> bool:
     """Return whether a request has a valid key or came over the unix socket. Routes without access control use this."""
     return _CALLER_KEY in scope
@@ -180,13 +194,16 @@ def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
-def required_permission(method: str, path: str) -> Permission:
-    """Return the permission that a control-plane request requires."""
-    if method in ("GET", "HEAD", "OPTIONS"):
+def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
+    """Return the permission that a control-plane request requires. ``in_plan``: it belongs to a plan session."""
+    if method in ("GET", "HEAD", "OPTIONS") or in_plan or path == _PLANS_PATH or path.startswith(f"{_PLANS_PATH}/"):
         return Permission.READ
-    if method == "POST" and _EXEC_PATHS.fullmatch(path):
-        return Permission.EXEC
-    return Permission.ADMIN
+    return Permission.EXEC if runs_code(method, path) else Permission.ADMIN
+
+
+def runs_code(method: str, path: str) -> bool:
+    """Return whether a request runs a command or code in a sandbox."""
+    return method == "POST" and _EXEC_PATHS.fullmatch(path) is not None
 
 
 class AuthMiddleware:
@@ -199,6 +216,9 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             caller = identify(scope, self.keys)
+            if match := _PLAN_REQUEST_PATTERN.fullmatch(scope["path"]):
+                scope[_PLAN_KEY], scope["path"] = match.groups()
+                scope["raw_path"] = quote(scope["path"]).encode()
             requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
             if scope["path"].startswith(_VOLUME_FILES_PREFIX):
                 # The client sends the token of the volume, not a key, and would read a 404 as a missing path.
@@ -206,10 +226,11 @@ class AuthMiddleware:
                     "the gateway does not support direct access to the files of a volume: mount the volume in a "
                     "sandbox, and use the file calls of the sandbox"
                 )
-            if scope["path"] not in OPEN_PATHS:
+            in_plan = _PLAN_KEY in scope
+            if in_plan or scope["path"] not in OPEN_PATHS:
                 if caller is None:
                     raise unauthorized_error(scope, self.keys)
-                require_permission(caller, required_permission(scope["method"], scope["path"]))
+                require_permission(caller, required_permission(scope["method"], scope["path"], in_plan=in_plan))
         await self.app(scope, receive, send)
 
 

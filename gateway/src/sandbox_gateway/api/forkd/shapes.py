@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Timeout
 from sandbox_gateway.engine.agent_client import EvalResult, ExecResult
-from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
 
 FORKD_AGENT_PORT = 8888
 """The port of forkd's agent in a sandbox."""
@@ -183,14 +183,14 @@ def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     )
     if snapshot.kind is SnapshotKind.SNAPSHOT:
         info.branched_from, info.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
-    if snapshot.memory not in (Memory.NONE, Memory.FULL):
+    if snapshot.memory not in (MemoryMode.NONE, MemoryMode.FULL):
         info.diff_physical_bytes = snapshot.memory_bytes_written
         info.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
     return info
 
 
 def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
-    has_memory = snapshot.memory is not Memory.NONE
+    has_memory = snapshot.memory is not MemoryMode.NONE
     return SnapshotDetail(
         **snapshot_info(snapshot, files).model_dump(),
         memory_logical_bytes=snapshot.resources.memory_mb * _MIB if has_memory else 0,
@@ -204,7 +204,7 @@ def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
     """Return the fields of ``ExecInfo`` for a result. ``seconds`` is the timeout of the command."""
     stderr = result.stderr
     if result.timed_out:
-        stderr += f"the command did not end within {seconds:g} s and was killed\n".encode()
+        stderr += f"the command did not finish within {seconds:g} s and was killed\n".encode()
     return {"stdout": result.stdout, "stderr": stderr, "exit_code": result.exit_code}
 
 

@@ -47,7 +47,9 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     """Reject keys that configure a sandbox in CubeSandbox: a caller that sets one expects it to take effect."""
     for key, remedy in _REFUSED_METADATA.items():
         if key in value:
-            raise ValueError(f"the key {key!r} is not supported, because metadata changes no settings: {remedy}")
+            raise ValueError(
+                f"the key {key!r} is not supported, because metadata does not configure sandboxes: {remedy}"
+            )
     return value
 
 
@@ -387,6 +389,11 @@ class CreateVolume(NativeBody):
         max_length=2 * MAX_REF_LENGTH + 1,
         description="VOLUME@SNAPSHOT, or the id of a volume's snapshot.",
     )
+
+
+class OpenPlan(NativeBody):
+    run: Annotated[str, Field(min_length=16, max_length=128)]
+    """A name that only this run uses. All its tasks find the session with it."""
 
 
 class GrowVolume(NativeBody):

@@ -215,6 +215,14 @@ class BuildStarted(Shape):
     digest: str
 
 
+class PlanShape(Shape):
+    """A plan session."""
+
+    plan_id: str = Field(description="Requests below `/plans/{planID}` are carried out in the session.")
+    opened_at: datetime
+    objects: int = Field(description="Number of ids that the session has created.")
+
+
 class VolumeUserShape(Shape):
     """A sandbox that mounts a volume."""
 

@@ -36,7 +36,7 @@ from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 log = Logger("jail_zfs")
@@ -212,7 +212,7 @@ class JailZfsHost:
         if memory:
             raise Unsupported("a jail host captures only files, not memory: set memory to 'none'")
         self._register.require_running(sandbox)
-        snapshot.memory = Memory.NONE
+        snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": self._disks.expected_name(sandbox, snapshot)}
         async with self._volumes.paused_writers(sandbox, volumes):

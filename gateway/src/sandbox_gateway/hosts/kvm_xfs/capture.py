@@ -23,7 +23,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, total_bytes
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.records import Memory
+from sandbox_gateway.records import MemoryMode
 
 MAX_SINGLE_STOP_BYTES = 16 << 20
 """Larger dirty sets are copied in rounds before the last stop."""
@@ -50,7 +50,7 @@ class Capture:
         self._tracking = tracking
         self._stack = contextlib.ExitStack()
         self._rounds = 0
-        self.mode = Memory.NONE
+        self.mode = MemoryMode.NONE
         self.memory_bytes = 0
         self.image_check: ImageCheck | None = None
         self.stops_ms: list[float] = []
@@ -105,7 +105,7 @@ class Capture:
 
     async def _copy_in_rounds(self, tracking: WriteTracking) -> None:
         """Copy written pages while the machine runs, until few remain or rounds no longer reduce their number."""
-        self.mode = Memory.LIVE
+        self.mode = MemoryMode.LIVE
         while self._rounds < _MAX_ROUNDS:
             runs = await self._take_pages(tracking)
             copied_bytes = total_bytes(runs)

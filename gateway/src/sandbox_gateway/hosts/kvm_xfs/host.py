@@ -43,7 +43,7 @@ from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
-    Memory,
+    MemoryMode,
     Mount,
     NetworkPolicy,
     Sandbox,
@@ -79,7 +79,7 @@ class KvmXfsHost:
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
         best_mode = config.kvm_xfs.memory_mode
         self._write_tracking = WriteTrackingRegistry(
-            self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode)
+            self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else MemoryMode(best_mode)
         )
         self._recovery = KvmRecovery(
             self._layout, quarantine, self._memory_roots, self._snapshots, self._volumes, self._machines
@@ -206,7 +206,7 @@ class KvmXfsHost:
         memory_roots.require_held_image(files.memory)
         return self._memory_roots.directory_for_capture()
 
-    def _report_degraded_mode(self, reason: str, mode: Memory) -> None:
+    def _report_degraded_mode(self, reason: str, mode: MemoryMode) -> None:
         """Log a warning that captures do not use the best memory mode, once per reason."""
         if reason not in self._reported_reasons:
             self._reported_reasons.add(reason)

@@ -1,4 +1,4 @@
-"""Preserve the memory images that machines use, even after the snapshots of these images have been removed.
+"""Keep the memory images that machines use, even after the snapshots they belong to have been removed.
 
 Hard links preserve the images. ``link`` is a path in the directory of a machine. For an image in a memory root, the
 hard link is in that root, and ``link`` is a symbolic link to it. Otherwise, ``link`` is the hard link.

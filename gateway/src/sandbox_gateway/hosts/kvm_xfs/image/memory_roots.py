@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.image import held_images
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Memory, Snapshot, new_id
+from sandbox_gateway.records import MemoryMode, Snapshot, new_id
 from sandbox_gateway.validation import explain
 
 log = Logger("kvm_xfs")
@@ -75,7 +75,7 @@ class MemoryRoots:
     def memory_problem(self, snapshot: Snapshot) -> str:
         """Return why the memory of a snapshot cannot be restored now, as a clause, or "" if it can."""
         memory_directory = MemoryDirectory.of_snapshot(snapshot)
-        if snapshot.memory is Memory.NONE or memory_directory is None:
+        if snapshot.memory is MemoryMode.NONE or memory_directory is None:
             return ""
         if problem := _find_problem(memory_directory):
             return problem

@@ -1,4 +1,4 @@
-"""Clone files that share extents (FICLONE), and list the extents of files (FIEMAP).
+"""Clone files so that the copies share their extents (FICLONE), and list the extents of files (FIEMAP).
 
 Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/uapi/linux/fiemap.h.
 """

@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_director
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
+from sandbox_gateway.records import MemoryMode, Snapshot, SnapshotKind
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -105,7 +105,7 @@ class Snapshots:
         """Return the paths of a snapshot's directory and memory files, for display."""
         files = self.files(snapshot)
         paths = {"dir": str(files.directory)}
-        if snapshot.memory is not Memory.NONE:
+        if snapshot.memory is not MemoryMode.NONE:
             paths |= {"memory": str(files.memory), "vmstate": str(files.device_state)}
         return paths
 
@@ -155,7 +155,7 @@ def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
     if snapshot.id != files.directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
     min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
-    if snapshot.memory is not Memory.NONE:
+    if snapshot.memory is not MemoryMode.NONE:
         min_sizes[files.device_state] = 1
         if files.memory_directory is None:  # An image in a memory root may be unavailable, which is no damage.
             min_sizes[files.memory] = snapshot.resources.memory_mb << 20

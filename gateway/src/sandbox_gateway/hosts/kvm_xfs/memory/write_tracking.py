@@ -22,18 +22,24 @@ from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, no_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.records import Memory
+from sandbox_gateway.records import MemoryMode
 
-MODES_BEST_FIRST = (Memory.WRITTEN, Memory.SOFT_DIRTY, Memory.COMPARE, Memory.INCREMENTAL, Memory.FULL)
+MODES_BEST_FIRST = (
+    MemoryMode.WRITTEN,
+    MemoryMode.SOFT_DIRTY,
+    MemoryMode.COMPARE,
+    MemoryMode.INCREMENTAL,
+    MemoryMode.FULL,
+)
 """The memory modes, best first. A capture uses the first mode that works."""
 
-_LISTERS = {Memory.WRITTEN: listing.list_written_pages, Memory.SOFT_DIRTY: listing.list_soft_dirty_pages}
+_LISTERS = {MemoryMode.WRITTEN: listing.list_written_pages, MemoryMode.SOFT_DIRTY: listing.list_soft_dirty_pages}
 
 
 class WriteTrackingRegistry:
     """Manages the write tracking of all running machines. ``best`` is the best mode that captures may use."""
 
-    def __init__(self, tracker: TrackerClient, best: Memory) -> None:
+    def __init__(self, tracker: TrackerClient, best: MemoryMode) -> None:
         self._tracker = tracker
         self._best = best
         self._machines: WeakKeyDictionary[Machine, WriteTracking] = WeakKeyDictionary()
@@ -52,7 +58,7 @@ class WriteTracking:
     """
 
     def __init__(
-        self, files: InstanceFiles, tracker: TrackerClient, best: Memory, boot_check: ImageCheck | None
+        self, files: InstanceFiles, tracker: TrackerClient, best: MemoryMode, boot_check: ImageCheck | None
     ) -> None:
         self._boot = files.memory
         self._last = files.last_memory
@@ -65,12 +71,12 @@ class WriteTracking:
         """Whether the marks and ``_unsaved`` cover every page that differs from the latest image."""
         self._unsaved = no_runs()
         """Pages whose marks were taken by a capture that has not completed."""
-        self._marks: Memory | None = None
+        self._marks: MemoryMode | None = None
         """The kind of marks in use."""
         self._can_trust_marks = False
         self._has_started_tracking = False
         """Whether this gateway, not an earlier one, started the tracking."""
-        self.mode = Memory.FULL
+        self.mode = MemoryMode.FULL
         self.base: Path | None = None
         """The base of the capture. None: an empty image."""
         self.reason = ""
@@ -88,18 +94,18 @@ class WriteTracking:
         if self._marks is not None and self._can_trust_marks:
             self.mode = self._marks
         elif self.base == self._last:
-            self.mode = Memory.COMPARE
-        elif self.base is not None and self._is_allowed(Memory.INCREMENTAL):
-            self.mode = Memory.INCREMENTAL
+            self.mode = MemoryMode.COMPARE
+        elif self.base is not None and self._is_allowed(MemoryMode.INCREMENTAL):
+            self.mode = MemoryMode.INCREMENTAL
         else:
-            self.mode, self.base = Memory.FULL, None
+            self.mode, self.base = MemoryMode.FULL, None
         if self._marks is not None and not self._marks_are_complete:
             self._set_reason("an earlier capture was interrupted")
         try:
             return self._list_pages(ram, take=False)
         except OSError as error:
             self._set_reason(f"the kernel does not report the written pages ({error.strerror})")
-            self.mode, self.base, self._marks, self._can_trust_marks = Memory.FULL, None, None, False
+            self.mode, self.base, self._marks, self._can_trust_marks = MemoryMode.FULL, None, None, False
             return ram.all_pages()
 
     @property
@@ -110,7 +116,7 @@ class WriteTracking:
     @property
     def can_take_while_running(self) -> bool:
         """Whether marks can be taken while the machine runs, because they are listed and taken in one atomic step."""
-        return self._marks is Memory.WRITTEN
+        return self._marks is MemoryMode.WRITTEN
 
     def take(self, ram: Ram, *, only_new: bool = False) -> Runs:
         """Return the pages that may differ from the base, and take their marks.
@@ -150,23 +156,23 @@ class WriteTracking:
         self._unsaved, self._marks_are_complete = no_runs(), True
         return check
 
-    def _is_allowed(self, mode: Memory) -> bool:
+    def _is_allowed(self, mode: MemoryMode) -> bool:
         return MODES_BEST_FIRST.index(mode) >= MODES_BEST_FIRST.index(self._best)
 
     def _set_reason(self, reason: str) -> None:
         self.reason = self.reason or reason
 
-    def _start_marks(self, ram: Ram) -> Memory | None:
+    def _start_marks(self, ram: Ram) -> MemoryMode | None:
         """Make the kernel mark written pages. Return the kind of marks, or None if none is available."""
-        if self._is_allowed(Memory.WRITTEN):
+        if self._is_allowed(MemoryMode.WRITTEN):
             try:
                 self._track(ram)
-                return Memory.WRITTEN
+                return MemoryMode.WRITTEN
             except OSError as error:
                 self._set_reason(str(error))
-        if self._is_allowed(Memory.SOFT_DIRTY):
+        if self._is_allowed(MemoryMode.SOFT_DIRTY):
             if listing.has_soft_dirty_bits():
-                return Memory.SOFT_DIRTY
+                return MemoryMode.SOFT_DIRTY
             self._set_reason("the kernel does not support soft-dirty bits")
         return None
 
@@ -187,7 +193,7 @@ class WriteTracking:
 
     def _choose_base(self) -> bool:
         """Set ``base`` to an intact image, or None. Return whether it is the latest image, to which the marks refer."""
-        if self._is_allowed(Memory.COMPARE) and self._has_capture():
+        if self._is_allowed(MemoryMode.COMPARE) and self._has_capture():
             damage = self._find_damage_in_last_image()
             if not damage:
                 self.base = self._last
@@ -213,4 +219,4 @@ class WriteTracking:
         if self._can_trust_marks:
             return marked_runs
         # List pages only after the marks were taken, so that a page written in between is listed or marked again.
-        return ram.all_pages() if self.mode is Memory.FULL else listing.list_anonymous_pages(ram)
+        return ram.all_pages() if self.mode is MemoryMode.FULL else listing.list_anonymous_pages(ram)

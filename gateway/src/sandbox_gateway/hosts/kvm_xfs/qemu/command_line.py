@@ -14,7 +14,7 @@ TCG_KERNEL_ARGUMENTS = "tsc=reliable"
 Otherwise the kernel would compare it with other clocks twice a second and at the start of each fork. Under TCG these
 clocks are slow to read, so the kernel would consider the counter unstable and print warnings.
 """
-LINE_NAME = "sandbox.agent"
+AGENT_PORT_NAME = "sandbox.agent"
 _TB_SIZE_MB = 64
 _CONSOLE_FDSET = 1
 """The number of QEMU's descriptor set (fdset) for the copy of the console."""
@@ -86,7 +86,7 @@ def build_arguments(
         "-device", f"vmgenid,guid={spec.generation}",
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
-        "-device", f"virtserialport,chardev=line,nr=1,name={LINE_NAME}",
+        "-device", f"virtserialport,chardev=line,nr=1,name={AGENT_PORT_NAME}",
         "-chardev", f"ringbuf,id=console,size=65536{_console_log_options(console_fd)}", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"

@@ -1,0 +1,51 @@
+"""Routes of plan sessions, in which a check run sees what its earlier tasks would have done.
+
+A request whose path begins with the path of a session, such as ``POST /plans/ID/sandboxes``, is carried out in that
+session instead of on the host.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+
+from sandbox_gateway.api.access.auth import caller_of
+from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
+
+router = APIRouter(tags=["plans"])
+PlanId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a plan session.")]
+
+
+@router.post("/plans", summary="Open the plan session of a run, or find it if it is open")
+async def open_session(request: Request, body: requests.OpenPlan) -> shapes.PlanShape:
+    return _shape(_sessions(request).open(_owner(request), body.run))
+
+
+@router.get("/plans", summary="List the plan sessions of this key")
+async def index(request: Request) -> list[shapes.PlanShape]:
+    return [_shape(each) for each in _sessions(request).list(_owner(request))]
+
+
+@router.get("/plans/{id}", summary="Show a plan session")
+async def show(request: Request, id: PlanId) -> shapes.PlanShape:
+    return _shape(_sessions(request).get(_owner(request), id))
+
+
+@router.delete("/plans/{id}", status_code=204, summary="End a plan session")
+async def delete(request: Request, id: PlanId) -> None:
+    await _sessions(request).close(_owner(request), id)
+
+
+def _sessions(request: Request) -> PlanSessions:
+    sessions: PlanSessions = request.app.state.plans
+    return sessions
+
+
+def _owner(request: Request) -> str:
+    return caller_of(request.scope).name
+
+
+def _shape(session: PlanSession) -> shapes.PlanShape:
+    return shapes.PlanShape(plan_id=session.id, opened_at=session.opened_at, objects=session.id_count)

@@ -1,0 +1,36 @@
+"""The agent of a sandbox in a plan session. There is no machine, so it accepts every request and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sandbox_gateway.engine.agent_client import AgentClient, ExecResult, Identity
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.hosts.base import Endpoint
+from sandbox_gateway.records import Sandbox
+
+
+class PlannedAgent(AgentClient):
+    async def identify(self, identity: Identity, *, seconds: float, end_reason: Callable[[], str]) -> None:
+        pass
+
+    async def call(self, path: str, body: dict[str, Any] | None, **limits: Any) -> dict[str, Any]:
+        return {"frozen": True} if path == "/freeze" else {}
+
+    async def exec(self, args: list[str], **options: Any) -> ExecResult:
+        """Report success. Only template builds call this: a plan session refuses commands of clients."""
+        return ExecResult(exit_code=0, stdout=b"", stderr=b"", timed_out=False)
+
+    async def run_shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
+        return 0
+
+    async def start_in_background(self, command: str) -> None:
+        pass
+
+
+class PlannedAgents(Agents):
+    """The agents of all sandboxes, also of those that really run: a plan session sends nothing to any of them."""
+
+    def client(self, sandbox: Sandbox) -> AgentClient:
+        return PlannedAgent(Endpoint(""), self.access_token(sandbox))

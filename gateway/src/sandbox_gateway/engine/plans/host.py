@@ -1,0 +1,196 @@
+"""The host of a plan session: it changes nothing, and answers questions about unchanged objects from the real host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import Conflict
+from sandbox_gateway.hosts.base import (
+    Endpoint,
+    GuestMount,
+    Load,
+    Log,
+    Room,
+    Scan,
+    Usage,
+    VolumeState,
+)
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+
+_STOPPED = "the plan stops it"
+
+
+class PlannedHost:
+    """A ``hosts.base.Host`` without machines. ``engine``: the engine of the gateway, which is only read.
+
+    An *instance* is real if the gateway's index has it; all other instances exist only in the session.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._real = engine.host
+        self.kind = self._real.kind
+        self.abilities = replace(self._real.abilities, can_stall=False)
+        self.boot_seconds = self._real.boot_seconds
+        self.resume_seconds = self._real.resume_seconds
+        self._started: set[str] = set()
+        """The instances that the session has started."""
+        self._stopped: set[str] = set()
+        """The real instances that the session has stopped."""
+
+    # -- the host ---------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def scan(self) -> Scan:
+        return Scan()
+
+    async def room(self) -> Room:
+        return await self._real.room()
+
+    async def find_stalled(self) -> set[str]:
+        return set()
+
+    async def resume_stalled(self, sandbox: Sandbox) -> None:
+        pass
+
+    def guest_digest(self) -> str:
+        return self._real.guest_digest()
+
+    def name_servers(self) -> list[str]:
+        return self._real.name_servers()
+
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        pass
+
+    # -- machines ---------------------------------------------------------------------------------------------------
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
+        self._started.add(sandbox.instance)
+
+    async def flush_fork(self, fork: Sandbox) -> None:
+        pass
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        sandbox.instance, sandbox.host = fork.instance, fork.host
+
+    async def boot(self, sandbox: Sandbox) -> None:
+        self._started.add(sandbox.instance)
+        self._stopped.discard(sandbox.instance)
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        self._started.discard(sandbox.instance)
+        self._stopped.add(sandbox.instance)
+
+    async def discard(self, sandbox: Sandbox) -> None:
+        await self.stop(sandbox)
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        await self.stop(sandbox)
+
+    async def save(self, sandbox: Sandbox) -> None:
+        pass
+
+    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
+        pass
+
+    def end_reason(self, sandbox: Sandbox) -> str:
+        if sandbox.instance in self._started:
+            return ""
+        return _STOPPED if sandbox.instance in self._stopped else self._real.end_reason(sandbox)
+
+    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+        """Return the endpoint of a real instance. Raises Conflict for others: only a run gives them an address."""
+        if sandbox.instance in self._started:
+            raise Conflict(f"sandbox {sandbox.name} exists only in the plan")
+        return self._real.endpoint(sandbox)
+
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        """Return whether a real instance has diverged from its real head.
+
+        Raises Conflict if the plan has changed one of them, because only a run can tell then.
+        """
+        real = self._engine.index.sandboxes.get(sandbox.id)
+        if real is None or (real.instance, real.head) != (sandbox.instance, head.id):
+            raise Conflict(f"whether sandbox {sandbox.name} has diverged is only known after the run")
+        return await self._engine.sandboxes.has_diverged(real.id)
+
+    async def usage(self, sandbox: Sandbox) -> Usage:
+        return await self._real.usage(sandbox) if self._is_real(sandbox) else Usage(disk_bytes=0, memory_bytes=0)
+
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        return await self._real.loads([each for each in sandboxes if self._is_real(each)])
+
+    async def console(self, sandbox: Sandbox) -> str:
+        return await self._real.console(sandbox) if self._is_real(sandbox) else ""
+
+    def _is_real(self, sandbox: Sandbox) -> bool:
+        return sandbox.instance not in self._started and sandbox.instance not in self._stopped
+
+    # -- snapshots --------------------------------------------------------------------------------------------------
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+        return base
+
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
+    ) -> Snapshot:
+        captured_memory = MemoryMode.FULL if memory else MemoryMode.NONE
+        return snapshot.model_copy(update={"memory": captured_memory, "resources": sandbox.resources})
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        pass
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        pass
+
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._real.files_of(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
+
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return self._real.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
+
+    def _has_snapshot(self, snapshot: Snapshot) -> bool:
+        return snapshot.id in self._engine.index.snapshots
+
+    # -- volumes ----------------------------------------------------------------------------------------------------
+
+    async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
+        pass
+
+    async def grow_volume(self, volume: Volume, size_mb: int) -> None:
+        volume.size_mb = size_mb
+
+    async def remove_volume(self, volume: Volume) -> None:
+        pass
+
+    async def volume_state(self, volume: Volume) -> VolumeState:
+        """Return the state of a real volume. Raises Conflict for others: only a run can measure them."""
+        if volume.id not in self._engine.index.volumes:
+            raise Conflict(f"volume {volume.name} exists only in the plan")
+        return await self._real.volume_state(volume)
+
+    async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        pass
+
+    async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        pass
+
+    async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        pass
+
+    async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
+        pass
+
+    async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        pass
+
+    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+        return []

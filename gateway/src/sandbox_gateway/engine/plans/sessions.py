@@ -1,0 +1,155 @@
+"""Open, find and end plan sessions. Their number, size and life are limited, and they are lost with the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.agent import PlannedAgents
+from sandbox_gateway.engine.plans.host import PlannedHost
+from sandbox_gateway.errors import Gone, NotFound, OverQuota
+from sandbox_gateway.records import PLANNED_PREFIX, now
+
+MAX_SESSIONS = 32
+MAX_SESSIONS_PER_KEY = 8
+MAX_IDS = 10_000
+"""Maximum number of ids that a session creates. An object needs one or two."""
+IDLE_SECONDS = 900.0
+"""A session ends when it has not been used for this long."""
+MIN_IDLE_SECONDS = 30.0
+"""If there are too many sessions, one that has not been used for this long ends to make place for a new one."""
+_MAX_ENDED_IDS = 10_000
+
+
+@dataclass
+class PlanSession:
+    """The changes that one run would make. ``owner``: the name of the API key that opened it."""
+
+    id: str
+    owner: str
+    engine: Engine
+    opened_at: datetime = field(default_factory=now)
+    used_at: float = 0.0
+    """The time of the last request in this session, by the event loop's clock."""
+    id_count: int = 0
+
+    def new_id(self) -> str:
+        """Return the next id of an object that exists only in this session. Raises OverQuota."""
+        if self.id_count >= MAX_IDS:
+            raise OverQuota(
+                f"the plan would create more than {MAX_IDS} objects: split the play, or run parts of it with --limit"
+            )
+        self.id_count += 1
+        return f"{PLANNED_PREFIX}{self.id_count:04x}"
+
+
+class PlanSessions:
+    """The plan sessions of a gateway, oldest use first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sessions: dict[str, PlanSession] = {}
+        self._ended_ids: dict[str, None] = {}
+        """Ids of sessions that have ended. Their runs must not continue with new sessions, which would know nothing."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, owner: str, run: str) -> PlanSession:
+        """Return the session of a run, and open it if it does not exist. ``run``: a name that only this run uses.
+
+        All tasks of a run find their session with the same two values. Raises OverQuota, and Gone if the session has
+        ended.
+        """
+        id = hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
+        self._end_idle()
+        if id in self._sessions:
+            return self.get(owner, id)
+        if id in self._ended_ids:
+            raise Gone(
+                "the plan session of this run has ended, because it was idle or other runs needed its place: start the "
+                "check run again"
+            )
+        self._make_place(owner)
+        self._sessions[id] = PlanSession(id, owner, self._copy_engine(), used_at=asyncio.get_running_loop().time())
+        return self.get(owner, id)
+
+    def _make_place(self, owner: str) -> None:
+        """End the session that was unused for the longest time if no other can be opened. Raises OverQuota."""
+        owned_sessions = [each for each in self._sessions.values() if each.owner == owner]
+        if len(owned_sessions) >= MAX_SESSIONS_PER_KEY:
+            self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
+        if len(self._sessions) >= MAX_SESSIONS:
+            self._end_oldest([*self._sessions.values()], f"{MAX_SESSIONS} plan sessions for this gateway")
+
+    def _end_oldest(self, sessions: Sequence[PlanSession], limit: str) -> None:
+        if sessions[0].used_at > asyncio.get_running_loop().time() - MIN_IDLE_SECONDS:
+            raise OverQuota(
+                f"the limit of {limit} has been reached: wait until another check run has ended, or end a session with "
+                "DELETE /plans/{id}"
+            )
+        self._end(sessions[0])
+
+    def get(self, owner: str, id: str) -> PlanSession:
+        """Return a session, which stays open for another ``IDLE_SECONDS``. Raises NotFound."""
+        self._end_idle()
+        session = self._find(owner, id)
+        session.used_at = asyncio.get_running_loop().time()
+        self._sessions[id] = self._sessions.pop(id)
+        self._schedule()
+        return session
+
+    def list(self, owner: str) -> list[PlanSession]:
+        self._end_idle()
+        return [each for each in self._sessions.values() if each.owner == owner]
+
+    async def close(self, owner: str, id: str) -> None:
+        """End a session. Raises NotFound."""
+        await self._end(self._find(owner, id))
+
+    def _find(self, owner: str, id: str) -> PlanSession:
+        session = self._sessions.get(id)
+        if session is None or session.owner != owner:
+            message = (
+                f"plan session {id[:80]!r} not found: it ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway was "
+                "restarted. Start the check run again"
+            )
+            raise NotFound("plan", id[:80], message=message)
+        return session
+
+    def _copy_engine(self) -> Engine:
+        engine = Engine(
+            PlannedHost(self._engine), self._engine.config, index=self._engine.index.copy(), agents_class=PlannedAgents
+        )
+        engine.secret.key = self._engine.secret.key
+        engine.templates.copy_builds(self._engine.templates)
+        return engine
+
+    def _schedule(self) -> None:
+        """Schedule the end of the session that was not used for the longest time."""
+        if self._timer is None and self._sessions:
+            loop = asyncio.get_running_loop()
+            oldest = next(iter(self._sessions.values()))
+            self._timer = loop.call_at(oldest.used_at + IDLE_SECONDS, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._end_idle()
+        self._schedule()
+
+    def _end_idle(self) -> None:
+        deadline = asyncio.get_running_loop().time() - IDLE_SECONDS
+        for session in [each for each in self._sessions.values() if each.used_at <= deadline]:
+            self._end(session)
+
+    def _end(self, session: PlanSession) -> asyncio.Task[None]:
+        del self._sessions[session.id]
+        self._ended_ids[session.id] = None
+        if len(self._ended_ids) > _MAX_ENDED_IDS:
+            del self._ended_ids[next(iter(self._ended_ids))]
+        return self._engine.background.start(session.engine.background.cancel())

@@ -1,0 +1,238 @@
+"""Test plan sessions with an in-memory host: later requests see what earlier ones would do, and nothing happens."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_gateway.engine.plans import sessions
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+
+PLANNED_ID = re.compile("0{8}[0-9a-f]{4}")
+
+
+@pytest.fixture
+def run() -> str:
+    """The name of a run."""
+    return f"run {secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def plan_as(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str | None], httpx.Client]]:
+    """A function that opens a plan session with a key, and returns a client whose requests belong to it."""
+    with contextlib.ExitStack() as stack:
+
+        def open_plan(key: str | None) -> httpx.Client:
+            client, plan_client = (stack.enter_context(memory_gateway.client(key)) for _ in range(2))
+            response = client.post("/plans", json={"run": run})
+            assert response.status_code == 200, response.text
+            plan_path = f"/plans/{response.json()['planID']}"
+            stack.callback(client.delete, plan_path)
+            plan_client.base_url = plan_client.base_url.copy_with(path=plan_path)
+            return plan_client
+
+        yield open_plan
+
+
+@pytest.fixture
+def plan(plan_as: Callable[[str | None], httpx.Client]) -> httpx.Client:
+    """A client whose requests belong to a plan session."""
+    return plan_as(None)
+
+
+def plan_id_of(client: httpx.Client) -> str:
+    return client.base_url.path.strip("/").rpartition("/")[2]
+
+
+def list_everything(client: httpx.Client) -> dict[str, Any]:
+    return {
+        path: client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates", "/lineage")
+    }
+
+
+def test_later_requests_see_what_earlier_ones_planned(
+    api: httpx.Client, sandbox: dict[str, Any], plan: httpx.Client, memory_gateway: MemoryGateway
+) -> None:
+    everything_before, fork_count = list_everything(api), memory_gateway.host.fork_count
+    response = plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
+    assert response.status_code == 201, response.text
+    snapshot = response.json()
+    response = plan.post("/snapshots/mark/fork", json={"names": ["a", "b", "c"]})
+    assert response.status_code == 201, response.text
+    forks = response.json()["sandboxes"]
+    assert [each["name"] for each in forks] == ["a", "b", "c"]
+    assert plan.post("/sandboxes/one/rollback", json={"snapshotID": "mark"}).is_success
+    assert plan.get("/sandboxes/one").json()["snapshotID"] == snapshot["snapshotID"]
+    refusal = plan.delete("/snapshots/mark")
+    assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use"), refusal.text
+    assert plan.delete("/sandboxes/b").status_code == 204
+    assert {each["name"] for each in plan.get("/sandboxes").json()} == {"one", "a", "c"}
+    assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), "planned ids can be told from real ones"
+    assert list_everything(api) == everything_before
+    assert memory_gateway.host.fork_count == fork_count
+    assert plan.post("/sandboxes/one/pause").is_success and plan.post("/sandboxes/a/pause").is_success
+    assert plan.get("/sandboxes/a").json()["state"] == "paused"
+    assert plan.post("/sandboxes/a/resume", json={}).is_success
+    assert plan.get("/sandboxes/a").json()["state"] == "running"
+    assert list_everything(api) == everything_before
+
+
+def test_templates_and_volumes_are_planned(
+    api: httpx.Client, plan_as: Callable[[str | None], httpx.Client], sandbox: dict[str, Any]
+) -> None:
+    api.post("/volumes", json={"name": "data", "sizeMB": 100})
+    plan = plan_as(None)
+    everything_before = list_everything(api)
+    build = plan.post("/templates", json={"name": "web", "setup": ["true"], "readyProbe": "true"}).json()
+    plan.get(f"/templates/{build['templateID']}/builds/{build['buildID']}/logs", params={"follow": True})
+    assert plan.post("/sandboxes", json={"templateID": "web", "name": "two"}).status_code == 201
+    assert plan.patch("/volumes/data", json={"sizeMB": 200}).json()["sizeMB"] == 200
+    assert plan.post("/volumes/data/snapshots", json={"name": "v1"}).status_code == 201
+    assert plan.post("/volumes", json={"name": "copy", "fromSnapshot": "data@v1", "sizeMB": 200}).status_code == 201
+    assert plan.post("/sandboxes/two/volumes", json={"name": "copy", "path": "/mnt"}).status_code == 201
+    refusal = plan.delete("/volumes/copy")
+    assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use")
+    assert plan.get("/volumes/data").json()["sizeMB"] == 200
+    assert list_everything(api) == everything_before
+    assert api.delete("/volumes/data").status_code == 204
+
+
+def test_facts_that_only_a_run_knows_are_left_out(sandbox: dict[str, Any], plan: httpx.Client) -> None:
+    assert plan.get("/sandboxes/one").json()["address"] == sandbox["address"]
+    fork = plan.post("/sandboxes/one/clone", json={"name": "a"}).json()
+    assert "address" not in fork
+    assert plan.get("/sandboxes/a", params={"diverged": True}).json().get("diverged") is None
+
+
+def test_a_session_publishes_no_events_and_counts_no_starts(
+    api: httpx.Client, sandbox: dict[str, Any], plan: httpx.Client
+) -> None:
+    def read_starts() -> list[str]:
+        return [line for line in api.get("/metrics").text.splitlines() if "_starts_total" in line]
+
+    starts_before = read_starts()
+    plan.post("/sandboxes/one/fork", json={"names": ["a", "b"]})
+    assert read_starts() == starts_before
+
+
+def test_all_tasks_of_a_run_share_a_session_and_runs_do_not(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], plan: httpx.Client, run: str
+) -> None:
+    plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
+    with memory_gateway.client() as client:
+        assert client.post("/plans", json={"run": run}).json()["planID"] == plan_id_of(plan)
+        other_id = client.post("/plans", json={"run": f"another {run}"}).json()["planID"]
+        assert len(client.get("/plans").json()) == 2
+        assert client.get(f"/plans/{plan_id_of(plan)}/snapshots/mark").status_code == 200
+        assert client.get(f"/plans/{other_id}/snapshots/mark").status_code == 404
+        client.delete(f"/plans/{other_id}")
+
+
+def test_a_run_cannot_continue_after_its_session_has_ended(
+    memory_gateway: MemoryGateway, plan: httpx.Client, run: str
+) -> None:
+    with memory_gateway.client() as client:
+        assert client.delete(f"/plans/{plan_id_of(plan)}").status_code == 204
+        response = client.post("/plans", json={"run": run})
+    assert (response.status_code, response.json()["kind"]) == (410, "gone"), response.text
+
+
+def test_a_key_with_any_scope_can_plan_and_sees_no_tokens(
+    sandbox: dict[str, Any], plan_as: Callable[[str | None], httpx.Client], api: httpx.Client
+) -> None:
+    reader = plan_as(READ_KEY)
+    assert reader.get("/sandboxes/one").json().get("envdAccessToken") is None
+    fork = reader.post("/sandboxes/one/clone", json={"name": "a"})
+    assert fork.status_code == 201, fork.text
+    assert fork.json().get("envdAccessToken") is None
+    assert api.get("/sandboxes/a").status_code == 404
+
+
+@pytest.mark.parametrize("key", [ADMIN_KEY, EXEC_KEY])
+def test_a_session_belongs_to_its_key(
+    plan_as: Callable[[str | None], httpx.Client], memory_gateway: MemoryGateway, key: str
+) -> None:
+    plan_id = plan_id_of(plan_as(READ_KEY))
+    with memory_gateway.client(key) as other:
+        assert other.get(f"/plans/{plan_id}").status_code == 404
+        assert other.delete(f"/plans/{plan_id}").status_code == 404
+        assert other.get("/plans").json() == []
+        response = other.get(f"/plans/{plan_id}/sandboxes")
+        assert (response.status_code, response.json()["kind"]) == (404, "not_found")
+        assert "Start the check run again" in response.json()["message"]
+
+
+def test_no_route_acts_on_the_host_if_the_session_is_unknown(
+    api: httpx.Client, memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
+    """A read-only key may send every request below a plan session, so no route may ignore the session."""
+    routes = [
+        (method.upper(), re.sub(r"\{[^}]*\}", "one", path))
+        for path, item in api.get("/openapi.json").json()["paths"].items()
+        for method in item
+        if method != "get" and not path.startswith("/plans")
+    ]
+    assert len(routes) > 30
+    everything_before = list_everything(api)
+    with memory_gateway.client(READ_KEY) as reader:
+        for method, path in routes:
+            response = reader.request(method, f"/plans/{'0' * 32}{path}", json={})
+            assert response.status_code in (400, 404), (method, path, response.text)
+    assert list_everything(api) == everything_before
+
+
+@pytest.mark.parametrize("route", ["/sandboxes/one/exec", "/v1/sandboxes/one/exec", "/v1/sandboxes/one/eval"])
+def test_commands_are_refused(sandbox: dict[str, Any], plan: httpx.Client, route: str) -> None:
+    response = plan.post(route, json={"args": ["write", "k", "v"], "code": "1"})
+    assert (response.status_code, response.json()["kind"]) == (400, "unsupported"), response.text
+
+
+def test_the_number_of_sessions_is_limited(
+    memory_gateway: MemoryGateway, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memory_gateway.client(READ_KEY) as client:
+        ids = [
+            client.post("/plans", json={"run": f"{run} {number}"}).json()["planID"]
+            for number in range(sessions.MAX_SESSIONS_PER_KEY)
+        ]
+        response = client.post("/plans", json={"run": f"{run} more"})
+        assert (response.status_code, response.json()["kind"]) == (413, "over_quota"), response.text
+        monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
+        assert client.get(f"/plans/{ids[0]}").status_code == 200
+        new_id = client.post("/plans", json={"run": f"{run} more"}).json()["planID"]
+        open_ids = {each["planID"] for each in client.get("/plans").json()}
+        assert open_ids == {new_id, ids[0], *ids[2:]}, "the session that was unused for the longest time has ended"
+        for each in open_ids:
+            client.delete(f"/plans/{each}")
+        assert client.get("/plans").json() == []
+
+
+def test_the_size_of_a_session_is_limited(
+    sandbox: dict[str, Any], plan: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_IDS", 2)
+    assert plan.post("/sandboxes/one/snapshots", json={"name": "s1"}).status_code == 201
+    assert plan.post("/sandboxes/one/snapshots", json={"name": "s2"}).status_code == 201
+    response = plan.post("/sandboxes/one/snapshots", json={"name": "s3"})
+    assert (response.status_code, response.json()["kind"]) == (413, "over_quota"), response.text
+
+
+def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "IDLE_SECONDS", 0.2)
+    with memory_gateway.client() as client:
+        plan_id = client.post("/plans", json={"run": "an-idle-run-of-a-play"}).json()["planID"]
+        assert client.get(f"/plans/{plan_id}").status_code == 200
+        time.sleep(0.5)
+        assert client.get(f"/plans/{plan_id}").status_code == 404
+
+
+@pytest.mark.parametrize("body", [{}, {"run": "short"}, {"run": "x" * 129}, {"run": 7}])
+def test_an_invalid_run_is_refused(api: httpx.Client, body: dict[str, Any]) -> None:
+    assert api.post("/plans", json=body).status_code == 400

@@ -1,0 +1,122 @@
+"""Test that a whole play can be dry-run: each task in check mode sees what the earlier ones would have done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.plans import sessions
+from sandbox_gateway.errors import Forbidden, NotFound
+from tests.api.memory_gateway import MemoryGateway
+from tests.collection.runner import RESULT_LIST_KEYS, Result, Target, Task
+
+MARK = "known-after-apply-"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path_factory.mktemp("plans"), log={"level": "warning"})
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture
+def target(gateway: MemoryGateway, tmp_path: Path) -> Iterator[Target]:
+    yield Target(gateway.unix_url, tmp_path)
+    gateway.clear()
+
+
+def step(module: str, **options: Any) -> Task:
+    return {f"grove.sandbox.{module}": options, "register": module}
+
+
+PLAY = (
+    step("sandbox", name="box", template="base", metadata={"team": "red"}),
+    step("sandbox_snapshot", name="before", sandbox="box"),
+    step("sandbox_fork", snapshot="before", count=3, name_prefix="try"),
+    step("sandbox", name="{{ sandbox_fork.sandboxes[0].id }}", metadata={"winner": "yes"}),
+    step("sandbox_snapshot", name="after", sandbox="try-1", when="{{ true }}"),
+    step("sandbox_rollback", sandbox="box", snapshot="after", unless_clean=False),
+    step("sandbox_info"),
+    step("sandbox_snapshot_info"),
+    step("sandbox", name=["try-2", "try-3"], state="absent"),
+    step("sandbox_snapshot", name="before", state="absent"),
+    step("sandbox_volume", name="data", size_mb=64, snapshots=["monday"]),
+    step("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
+    step("sandbox_template", name="base", state="absent"),
+    step("sandbox", name="box", state="paused"),
+)
+
+
+def test_a_play_is_predicted_as_a_whole(gateway: MemoryGateway, target: Target) -> None:
+    with gateway.client() as client:
+        before = [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")]
+        predicted = target.play(*PLAY, options=("--check", "--diff"))
+        assert [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")] == before
+    actual = target.play(*PLAY, options=("--diff",))
+    for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+        assert_predicts(prediction, result, f"task {number}")
+
+
+def assert_predicts(predicted: Result, actual: Result, task: str) -> None:
+    assert bool(predicted.get("failed")) == bool(actual.get("failed")), (task, predicted, actual)
+    assert predicted["changed"] == actual["changed"], (task, predicted, actual)
+    for key in ("diff", "outcomes", "failure", *RESULT_LIST_KEYS):
+        assert_matches(predicted.get(key), actual.get(key), f"{task}: {key}")
+
+
+def assert_matches(predicted: Any, actual: Any, where: str) -> None:
+    """Compare values. None, and the mark of an id that only a run creates, stand for an unknown value."""
+    if predicted is None or (isinstance(predicted, str) and MARK in predicted):
+        return
+    if isinstance(predicted, dict):
+        assert isinstance(actual, dict), (where, predicted, actual)
+        assert_matches([*predicted], [*actual], f"{where}: keys")
+        for (key, value), actual_value in zip(predicted.items(), actual.values(), strict=True):
+            assert_matches(value, actual_value, f"{where}.{key}")
+    elif isinstance(predicted, list):
+        assert len(predicted) == len(actual), (where, predicted, actual)
+        for number, value in enumerate(predicted):
+            assert_matches(value, actual[number], f"{where}[{number}]")
+    else:
+        assert predicted == actual, (where, predicted, actual)
+
+
+def test_a_task_that_is_always_in_check_mode_plans_nothing(gateway: MemoryGateway, target: Target) -> None:
+    box = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
+    for always in ({**box, "check_mode": True}, {"block": [box], "check_mode": True}):
+        first, second = target.play(always, box, options=("--check",))
+        assert first["changed"] and second["changed"], "the second task saw a change that no run would have made"
+    first, second = target.play(box, box, options=("--check",))
+    assert first["changed"] and not second["changed"]
+
+
+def test_sessions_of_ended_runs_make_place_for_new_ones(
+    gateway: MemoryGateway, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_KEY", 2)
+    box = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
+    for _ in range(4):
+        (result,) = target.play(box, options=("--check",))
+        assert result["changed"] and not result.get("failed"), result
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_without_plan_sessions_each_task_is_predicted_alone(
+    gateway: MemoryGateway, target: Target, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """An older gateway does not know the route, and refuses it without looking for it if the key may only read."""
+    error = Forbidden("the key 'looker' has scope read") if status == 403 else NotFound("route", "POST /plans")
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sessions.PlanSessions, "open", refuse)
+    results = target.play(PLAY[0], PLAY[1], options=("--check", "--diff"))
+    assert results[0]["changed"] and not results[0].get("failed")
+    assert results[1]["failure"]["kind"] == "not_found", "the sandbox does not exist yet"

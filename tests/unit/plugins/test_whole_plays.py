@@ -1,0 +1,92 @@
+"""Test, with generated plays, that a plan session predicts whole plays: each task sees what earlier ones would do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _template
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX, Client
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandbox_gateway.records import Sandbox, Snapshot
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
+from tests.collection.runner import RESULT_LIST_KEYS
+from tests.unit.plugins.test_plans import run_task, tasks
+
+_runs = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _no_poll_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
+
+
+class BusyHost(MemoryHost):
+    """A host whose guests write all the time. A plan cannot know whether a guest will have written until the run."""
+
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path_factory.mktemp("plays"), BusyHost(), log={"level": "error"})
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+@settings(deadline=None)
+@given(st.lists(tasks, max_size=4), st.lists(tasks, min_size=1, max_size=12))
+def test_a_plan_predicts_a_whole_play(
+    gateway: MemoryGateway,
+    history: list[tuple[str, dict[str, Any]]],
+    play: list[tuple[str, dict[str, Any]]],
+) -> None:
+    gateway.clear()
+    client, planner = Client(gateway.unix_url), Client(gateway.unix_url)
+    try:
+        run_task(client, "volume", {"name": ["data", "cache"], "snapshots": ["one"]})
+        run_task(
+            client, "sandbox", {"name": ["a"], "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}
+        )
+        for kind, params in history:
+            run_task(client, kind, params)
+        assert planner.enter_plan(f"generated-play-{next(_runs):06}")
+        predicted = [run_task(planner, kind, params, check=True) for kind, params in play]
+        actual = [run_task(client, kind, params) for kind, params in play]
+        planner.delete(f"/plans/{planner._plan_id}")
+    finally:
+        client.close()
+        planner.close()
+    for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+        assert_predicted(prediction, result, f"task {number}, {play[number][0]}")
+
+
+def assert_predicted(predicted: dict[str, Any], actual: dict[str, Any], task: str) -> None:
+    assert bool(predicted.get("failed")) == bool(actual.get("failed")), (task, predicted.get("msg"), actual.get("msg"))
+    for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
+        assert_matches(predicted.get(key), actual.get(key), f"{task}: {key}")
+
+
+def assert_matches(predicted: Any, actual: Any, where: str) -> None:
+    """Compare values. None, and the mark of an id that only a run creates, stand for an unknown value."""
+    if predicted is None or (isinstance(predicted, str) and PLANNED_ID_PREFIX in predicted):
+        return
+    if isinstance(predicted, dict):
+        assert isinstance(actual, dict), (where, predicted, actual)
+        assert_matches([*predicted], [*actual], f"{where}, keys")
+        for (key, value), actual_value in zip(predicted.items(), actual.values(), strict=True):
+            if key != "diverged":  # Whether a guest writes in the meantime, only the run can know.
+                assert_matches(value, actual_value, f"{where}.{key}")
+    elif isinstance(predicted, list):
+        assert isinstance(actual, list) and len(predicted) == len(actual), (where, predicted, actual)
+        for number, value in enumerate(predicted):
+            assert_matches(value, actual[number], f"{where}[{number}]")
+    else:
+        assert predicted == actual, (where, predicted, actual)
