@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX, Client
 
 from tests.support import session
 
@@ -146,3 +147,30 @@ def assert_matches(expected: Any, actual: Any) -> None:
                 assert_matches(value, actual[key])
     else:
         assert expected == actual
+
+
+def check_plan(planned: Result, actual: Result, task: str, *, unknown_keys: Container[str] = ()) -> None:
+    """Check that a task in a plan session had the result of the run, except for unknown values.
+
+    These are None, the ids of new objects, and the values of ``unknown_keys``.
+    """
+    assert bool(planned.get("failed")) == bool(actual.get("failed")), (task, planned, actual)
+    for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
+        _check_planned_value(planned.get(key), actual.get(key), f"{task}: {key}", unknown_keys)
+
+
+def _check_planned_value(planned: Any, actual: Any, where: str, unknown_keys: Container[str]) -> None:
+    if planned is None or (isinstance(planned, str) and PLANNED_ID_PREFIX in planned):
+        return
+    if isinstance(planned, dict):
+        assert isinstance(actual, dict), (where, planned, actual)
+        _check_planned_value([*planned], [*actual], f"{where}, keys", unknown_keys)
+        for (key, value), actual_value in zip(planned.items(), actual.values(), strict=True):
+            if key not in unknown_keys:
+                _check_planned_value(value, actual_value, f"{where}.{key}", unknown_keys)
+    elif isinstance(planned, list):
+        assert isinstance(actual, list) and len(planned) == len(actual), (where, planned, actual)
+        for number, value in enumerate(planned):
+            _check_planned_value(value, actual[number], f"{where}[{number}]", unknown_keys)
+    else:
+        assert planned == actual, (where, planned, actual)

@@ -11,9 +11,7 @@ import pytest
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.errors import Forbidden, NotFound
 from tests.api.memory_gateway import MemoryGateway
-from tests.collection.runner import RESULT_LIST_KEYS, Result, Target, Task
-
-MARK = "known-after-apply-"
+from tests.collection.runner import Target, Task, check_plan
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +57,7 @@ def test_a_play_is_predicted_as_a_whole(gateway: MemoryGateway, target: Target) 
         assert [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")] == before
     actual = target.play(*PLAY, options=("--diff",))
     for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
-        assert_predicts(prediction, result, f"task {number}")
-
-
-def assert_predicts(predicted: Result, actual: Result, task: str) -> None:
-    assert bool(predicted.get("failed")) == bool(actual.get("failed")), (task, predicted, actual)
-    assert predicted["changed"] == actual["changed"], (task, predicted, actual)
-    for key in ("diff", "outcomes", "failure", *RESULT_LIST_KEYS):
-        assert_matches(predicted.get(key), actual.get(key), f"{task}: {key}")
-
-
-def assert_matches(predicted: Any, actual: Any, where: str) -> None:
-    """Compare values. None, and the mark of an id that only a run creates, stand for an unknown value."""
-    if predicted is None or (isinstance(predicted, str) and MARK in predicted):
-        return
-    if isinstance(predicted, dict):
-        assert isinstance(actual, dict), (where, predicted, actual)
-        assert_matches([*predicted], [*actual], f"{where}: keys")
-        for (key, value), actual_value in zip(predicted.items(), actual.values(), strict=True):
-            assert_matches(value, actual_value, f"{where}.{key}")
-    elif isinstance(predicted, list):
-        assert len(predicted) == len(actual), (where, predicted, actual)
-        for number, value in enumerate(predicted):
-            assert_matches(value, actual[number], f"{where}[{number}]")
-    else:
-        assert predicted == actual, (where, predicted, actual)
+        check_plan(prediction, result, f"task {number}")
 
 
 def test_a_task_that_is_always_in_check_mode_plans_nothing(gateway: MemoryGateway, target: Target) -> None:

@@ -1,8 +1,9 @@
-"""Fixtures for the tests of the KVM/XFS host: a Debian root file system, which is built once per run."""
+"""Fixtures for the tests of the KVM/XFS host: a Debian root file system, built once per run, and XFS file systems."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.recipes import Recipe
 from tests.support import session
+from tests.support.xfs import LoopXfs
 
 
 @dataclass
@@ -50,3 +52,21 @@ def debian_rootfs(need_root: None) -> BuiltRootfs:
 @pytest.fixture(scope="session")
 def template_kernel(debian_rootfs: BuiltRootfs) -> Path:
     return debian_rootfs.kernel
+
+
+@pytest.fixture(scope="module")
+def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
+    """The file system of the state root."""
+    directory = tmp_path_factory.mktemp("state")
+    with LoopXfs(directory / "image", directory / "mount", size_mb=512) as xfs:
+        yield xfs
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
+def root_xfs(
+    request: pytest.FixtureRequest, need_root: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LoopXfs]:
+    """The file system of the memory root."""
+    directory = tmp_path_factory.mktemp("root")
+    with LoopXfs(directory / "image", directory / "mount", size_mb=512, reflink=request.param) as xfs:
+        yield xfs

@@ -6,7 +6,6 @@ import mmap
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,6 @@ from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20
 PAGE_COUNT = 4096
-
-
-@pytest.fixture(scope="module")
-def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
-    directory = tmp_path_factory.mktemp("state")
-    with LoopXfs(directory / "image", directory / "mount", size_mb=512) as xfs:
-        yield xfs
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
-def root_xfs(
-    request: pytest.FixtureRequest, need_root: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LoopXfs]:
-    directory = tmp_path_factory.mktemp("root")
-    with LoopXfs(directory / "image", directory / "mount", size_mb=512, reflink=request.param) as xfs:
-        yield xfs
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -115,22 +115,6 @@ OPERATIONS: dict[str, Callable[[Gateway], Awaitable[None]]] = {
         "reboot",
     )
 }
-
-
-@pytest.fixture(scope="module")
-def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
-    directory = tmp_path_factory.mktemp("state")
-    with LoopXfs(directory / "image", directory / "mount", size_mb=512) as xfs:
-        yield xfs
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
-def root_xfs(
-    request: pytest.FixtureRequest, need_root: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LoopXfs]:
-    directory = tmp_path_factory.mktemp("root")
-    with LoopXfs(directory / "image", directory / "mount", size_mb=512, reflink=request.param) as xfs:
-        yield xfs
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
-from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX, Client
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.collection.runner import RESULT_LIST_KEYS
+from tests.collection.runner import check_plan
 from tests.unit.plugins.test_plans import run_task, tasks
 
 _runs = itertools.count()
@@ -65,28 +65,5 @@ def test_a_plan_predicts_a_whole_play(
         client.close()
         planner.close()
     for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
-        assert_predicted(prediction, result, f"task {number}, {play[number][0]}")
-
-
-def assert_predicted(predicted: dict[str, Any], actual: dict[str, Any], task: str) -> None:
-    assert bool(predicted.get("failed")) == bool(actual.get("failed")), (task, predicted.get("msg"), actual.get("msg"))
-    for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
-        assert_matches(predicted.get(key), actual.get(key), f"{task}: {key}")
-
-
-def assert_matches(predicted: Any, actual: Any, where: str) -> None:
-    """Compare values. None, and the mark of an id that only a run creates, stand for an unknown value."""
-    if predicted is None or (isinstance(predicted, str) and PLANNED_ID_PREFIX in predicted):
-        return
-    if isinstance(predicted, dict):
-        assert isinstance(actual, dict), (where, predicted, actual)
-        assert_matches([*predicted], [*actual], f"{where}, keys")
-        for (key, value), actual_value in zip(predicted.items(), actual.values(), strict=True):
-            if key != "diverged":  # Whether a guest writes in the meantime, only the run can know.
-                assert_matches(value, actual_value, f"{where}.{key}")
-    elif isinstance(predicted, list):
-        assert isinstance(actual, list) and len(predicted) == len(actual), (where, predicted, actual)
-        for number, value in enumerate(predicted):
-            assert_matches(value, actual[number], f"{where}[{number}]")
-    else:
-        assert predicted == actual, (where, predicted, actual)
+        # Whether a guest writes in the meantime, only the run can know.
+        check_plan(prediction, result, f"task {number}, {play[number][0]}", unknown_keys=("diverged",))

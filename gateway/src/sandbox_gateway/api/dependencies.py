@@ -6,14 +6,29 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Request
 
-from sandbox_gateway.api.plan_sessions import select_engine
+from sandbox_gateway.api.access.auth import caller_of, plan_of, runs_code
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.sessions import PlanSessions
+from sandbox_gateway.errors import Unsupported
+from sandbox_gateway.records import id_source
 
 MAX_REF_LENGTH = 128
 
 
 async def _get_engine(request: Request) -> Engine:
-    return select_engine(request)
+    """Return the engine for a request: that of its plan session, if it has one. Raises NotFound, Unsupported."""
+    plan_id = plan_of(request.scope)
+    if not plan_id:
+        engine: Engine = request.app.state.engine
+        return engine
+    if runs_code(request.method, request.scope["path"]):
+        raise Unsupported(
+            "a plan session runs no commands, because its sandboxes have no machines: run commands only outside it"
+        )
+    sessions: PlanSessions = request.app.state.plans
+    session = sessions.get(caller_of(request.scope).name, plan_id)
+    id_source.set(session.new_id)
+    return session.engine
 
 
 EngineDep = Annotated[Engine, Depends(_get_engine)]

@@ -10,8 +10,8 @@ from fastapi import Depends, Request
 
 from sandbox_gateway.api.access.auth import Permission, caller_of
 from sandbox_gateway.api.access.ports import traffic_token
+from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.native import shapes
-from sandbox_gateway.api.plan_sessions import select_engine
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
@@ -169,8 +169,8 @@ def ids_of(ref: str, engine: Engine) -> set[str]:
         return {ref}
 
 
-async def _get_view(request: Request) -> View:
-    return View(select_engine(request), request.app.state.config, caller_of(request.scope).permission)
+async def _get_view(request: Request, engine: EngineDep) -> View:
+    return View(engine, request.app.state.config, caller_of(request.scope).permission)
 
 
 ViewDep = Annotated[View, Depends(_get_view)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Conflict
@@ -33,7 +32,7 @@ class PlannedHost:
         self._engine = engine
         self._real = engine.host
         self.kind = self._real.kind
-        self.abilities = replace(self._real.abilities, can_stall=False)
+        self.abilities = self._real.abilities
         self.boot_seconds = self._real.boot_seconds
         self.resume_seconds = self._real.resume_seconds
         self._started: set[str] = set()

@@ -57,9 +57,6 @@ class PlanSessions:
         """Ids of sessions that have ended. Their runs must not continue with new sessions, which would know nothing."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def open(self, owner: str, run: str) -> PlanSession:
         """Return the session of a run, and open it if it does not exist. ``run``: a name that only this run uses.
 
@@ -69,15 +66,15 @@ class PlanSessions:
         id = hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
         self._end_idle()
         if id in self._sessions:
-            return self.get(owner, id)
+            return self._touch(self._sessions[id])
         if id in self._ended_ids:
             raise Gone(
                 "the plan session of this run has ended, because it was idle or other runs needed its place: start the "
                 "check run again"
             )
         self._make_place(owner)
-        self._sessions[id] = PlanSession(id, owner, self._copy_engine(), used_at=asyncio.get_running_loop().time())
-        return self.get(owner, id)
+        self._sessions[id] = PlanSession(id, owner, self._copy_engine())
+        return self._touch(self._sessions[id])
 
     def _make_place(self, owner: str) -> None:
         """End the session that was unused for the longest time if no other can be opened. Raises OverQuota."""
@@ -98,9 +95,11 @@ class PlanSessions:
     def get(self, owner: str, id: str) -> PlanSession:
         """Return a session, which stays open for another ``IDLE_SECONDS``. Raises NotFound."""
         self._end_idle()
-        session = self._find(owner, id)
+        return self._touch(self._find(owner, id))
+
+    def _touch(self, session: PlanSession) -> PlanSession:
         session.used_at = asyncio.get_running_loop().time()
-        self._sessions[id] = self._sessions.pop(id)
+        self._sessions[session.id] = self._sessions.pop(session.id)
         self._schedule()
         return session
 

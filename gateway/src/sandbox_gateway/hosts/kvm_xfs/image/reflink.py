@@ -5,10 +5,12 @@ Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/u
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,15 +50,8 @@ def clone_fd(source: int, target: int) -> None:
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
     """Create ``target``, which must not exist, with all extents of ``source``. On failure, ``target`` is removed."""
-    with source.open("rb") as origin:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        try:
-            clone_fd(origin.fileno(), descriptor)
-        except BaseException:
-            target.unlink()
-            raise
-        finally:
-            os.close(descriptor)
+    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
+        clone_fd(origin.fileno(), descriptor)
 
 
 def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
@@ -65,20 +60,26 @@ def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
     The files share extents if their file systems allow that. Otherwise the data is copied; holes remain holes.
     Raises OSError.
     """
-    with source.open("rb") as origin:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with source.open("rb") as origin, _new_file(target, mode) as descriptor:
         try:
-            try:
-                fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED_ERRNOS:
-                    raise
-                _copy_data(origin.fileno(), descriptor)
-        except BaseException:
-            target.unlink()
-            raise
-        finally:
-            os.close(descriptor)
+            fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED_ERRNOS:
+                raise
+            _copy_data(origin.fileno(), descriptor)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, mode: int) -> Iterator[int]:
+    """Create a file, which must not exist, and yield its descriptor. Remove the file on failure."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        yield descriptor
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _copy_data(source: int, target: int) -> None:
