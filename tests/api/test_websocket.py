@@ -242,6 +242,7 @@ def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox
     for reply, status, body in (
         (make_reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
         (chunked_response + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
+        (make_reply("403 Forbidden", b"x" * 60_000), 403, b"x" * 60_000),
     ):
         with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)

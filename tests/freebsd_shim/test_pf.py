@@ -17,6 +17,8 @@ rdr pass on em0 inet proto tcp from any to 192.0.2.9 port 8080 -> 10.0.0.5 port 
 block drop quick from 10.0.0.5 to { 10.0.0.0/8, 192.168.1.7/16 }
 block in proto { tcp, udp } from 10.0.0.5 to any port 53
 pass in quick on ! em0 inet proto tcp from any to 10.0.0.5 port 8000:8010
+pass in quick inet from 10.0.0.5 to any keep state (max-src-states 9 source-track)
+pass in quick inet from 10.0.0.6 to any keep state (source-track rule)
 pass out no state
 pass
 """
@@ -31,6 +33,8 @@ pass
         "block drop in inet proto tcp from 10.0.0.5 to any port = 53\n"
         "block drop in inet proto udp from 10.0.0.5 to any port = 53\n"
         "pass in quick on ! em0 inet proto tcp from any to 10.0.0.5 port 8000:8010 flags S/SA keep state\n"
+        "pass in quick inet from 10.0.0.5 to any flags S/SA keep state (source-track global, max-src-states 9)\n"
+        "pass in quick inet from 10.0.0.6 to any flags S/SA keep state (source-track rule)\n"
         "pass out all no state\n"
         "pass all flags S/SA keep state\n"
     )
@@ -75,6 +79,20 @@ def test_states_are_killed_by_source_and_target(shim: Shim) -> None:
         'anchor "sbx',
         "pass from { 10.0.0.1, 10.0.0.2 to any",
         "pass $nope",
+        "pass keep state ()",
+        "pass keep state (source-track global,)",
+        "pass keep state (source-track everywhere)",
+        "pass keep state (max-src-states)",
+        "pass keep state (max-src-states 5",
+        "pass keep state (max-src-states many)",
+        "pass keep state (max-src-states 5, max-src-states 6)",
+        "pass keep state (max-src-states 0)",
+        "pass keep state (max-src-states 4294967296)",
+        "pass keep state (source-track, source-track rule)",
+        "pass keep state (max_src_states 5)",
+        "pass (max-src-states 5)",
+        "pass no state (max-src-states 5)",
+        "pass keep state (max-src-states 5) no state",
     ],
 )
 def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
@@ -97,8 +115,17 @@ def test_rules_in_the_wrong_order_are_refused(shim: Shim) -> None:
     shim.check_fails(1, f"stdin:2: {message}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
 
 
+STATE_RULES = (
+    "pass keep state (max 5)",
+    "pass keep state (tcp.closed 5)",
+    "pass in quick inet all keep state (source-track rule, max-src-states 5)",
+    "pass in inet all keep state (max-src-states 5)",
+)
+
+
 def test_an_unsupported_rule_is_not_a_syntax_error(shim: Shim) -> None:
-    for rule in ("table <bad> { 10.0.0.1 }", "pass log all", "match in all", "pass route-to (em0 10.0.0.1) all"):
+    rules = ("table <bad> { 10.0.0.1 }", "pass log all", "match in all", "pass route-to (em0 10.0.0.1) all")
+    for rule in (*rules, *STATE_RULES):
         assert shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n").returncode == 70
 
 

@@ -69,14 +69,14 @@ def _restart_daemon(pid_file: Path, directory: Path) -> None:
 def check_dead_daemon(directory: Path) -> None:
     lock_directory = directory / "locks"
     try:
-        ZfsStorage("tank/grove", lock_directory=lock_directory).open()
+        ZfsStorage("tank/grove", state_root=lock_directory).open()
     except BackendFailed as error:
         assert "zfs-fuse daemon is running" in error.message, error.message
         assert "start it" in error.message, error.message
     else:
         raise AssertionError("the storage was opened without a daemon")
     with _private_pool(directory) as pid_file:
-        storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+        storage = ZfsStorage(_POOL_NAME, state_root=lock_directory)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         sandbox = Sandbox(name="web")
@@ -101,7 +101,7 @@ def check_dead_daemon(directory: Path) -> None:
                 raise AssertionError("the operation succeeded without a daemon")
         storage.close()
         _restart_daemon(pid_file, directory)
-        restarted_storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+        restarted_storage = ZfsStorage(_POOL_NAME, state_root=lock_directory)
         restarted_storage.open()
         scan = restarted_storage.scan()
         assert ([s.id for s in scan.sandboxes], [s.id for s in scan.snapshots]) == ([sandbox.id], [base.id]), scan
@@ -115,13 +115,13 @@ def check_killed_daemon(directory: Path) -> None:
     lock_directory = directory / "locks"
     rng = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
     with _private_pool(directory) as pid_file:
-        storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+        storage = ZfsStorage(_POOL_NAME, state_root=lock_directory)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         storage.close()
         acknowledged_objects: dict[str, str] = {}
         for _ in range(5):
-            storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+            storage = ZfsStorage(_POOL_NAME, state_root=lock_directory)
             storage.open()
             storage.scan()
             writer = threading.Thread(target=_create_until_failure, args=(storage, base.id, acknowledged_objects))
@@ -148,7 +148,7 @@ def _create_until_failure(storage: ZfsStorage, base_id: str, acknowledged_object
 
 
 def _check_objects(lock_directory: Path, acknowledged_objects: dict[str, str]) -> None:
-    storage = ZfsStorage(_POOL_NAME, lock_directory=lock_directory)
+    storage = ZfsStorage(_POOL_NAME, state_root=lock_directory)
     storage.open()
     scan = storage.scan()
     ids = {record.id for record in (*scan.sandboxes, *scan.snapshots)}

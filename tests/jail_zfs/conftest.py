@@ -42,7 +42,7 @@ def lock_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def storage(root: str, lock_directory: Path) -> Iterator[ZfsStorage]:
-    storage = ZfsStorage(root, lock_directory=lock_directory)
+    storage = ZfsStorage(root, state_root=lock_directory)
     storage.open()
     storage.scan()
     yield storage

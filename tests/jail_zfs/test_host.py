@@ -85,6 +85,8 @@ def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
     rules = {line for line in run_shim("rctl").split() if f":{jail_name}:" in line}
     assert rules == {
         f"jail:{jail_name}:maxproc:deny=1000",
+        f"jail:{jail_name}:nthr:deny=4000",
+        f"jail:{jail_name}:openfiles:deny=31695",
         f"jail:{jail_name}:vmemoryuse:deny={64 << 20}",
         f"jail:{jail_name}:pcpu:deny=200",
     }

@@ -82,8 +82,10 @@ def test_an_invalid_mount_table_is_refused(text: str) -> None:
 
 
 def test_rctl_rules_are_formatted_and_usage_is_parsed() -> None:
-    assert format_rules("sbx-1", Resources(cpus=2, memory_mb=256), 100) == [
+    assert format_rules("sbx-1", Resources(cpus=2, memory_mb=256), 100, 100_000) == [
         "jail:sbx-1:maxproc:deny=100",
+        "jail:sbx-1:nthr:deny=400",
+        "jail:sbx-1:openfiles:deny=25000",
         "jail:sbx-1:vmemoryuse:deny=268435456",
         "jail:sbx-1:pcpu:deny=200",
     ]

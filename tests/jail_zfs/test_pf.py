@@ -28,6 +28,7 @@ SERVER_PROGRAM = (
     "while True:\n"
     "    c, peer = s.accept(); c.sendall(peer[0].encode()); c.close()\n"
 )
+STATE_LIMIT = "keep state (source-track global, max-src-states 4096)"
 METADATA_NETWORKS = ("100.100.100.200/32", "168.63.129.16/32", "169.254.0.0/16", "192.0.0.192/32")
 CLIENT_PROGRAM = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
 KEEP_OPEN_PROGRAM = (
@@ -210,9 +211,9 @@ def test_rules_are_formatted() -> None:
         "block return in quick on sbxbr inet from 10.231.0.7 to 224.0.0.0/4",
         "block return in quick on sbxbr inet from 10.231.0.7 to 255.255.255.255",
         *(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}" for network in METADATA_NETWORKS),
-        "pass in quick on sbxbr inet from 10.231.0.7 to 192.0.2.1/32",
+        f"pass in quick on sbxbr inet from 10.231.0.7 to 192.0.2.1/32 {STATE_LIMIT}",
         "block return in quick on sbxbr inet from 10.231.0.7 to 10.0.0.0/8",
-        "pass in quick on sbxbr inet from 10.231.0.7 to any",
+        f"pass in quick on sbxbr inet from 10.231.0.7 to any {STATE_LIMIT}",
     ]
     closed_rules = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
     assert closed_rules[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"

@@ -162,7 +162,7 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
 
 
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
-    head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":2')
+    head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":3')
     findings = Tree().add(dataset_name(VOLUME), {HEAD: head}).interpret()
     assert list(findings.marks.newer) == [dataset_name(VOLUME)]
     assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])

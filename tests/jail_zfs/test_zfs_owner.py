@@ -23,10 +23,10 @@ def _change_owner(root: str, **changes: object) -> None:
 
 def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, lock_directory: Path) -> None:
     with pytest.raises(Conflict, match="another gateway on this machine"):
-        ZfsStorage(root, lock_directory=lock_directory).open()
+        ZfsStorage(root, state_root=lock_directory).open()
     assert storage.scan().repaired == [], "the first gateway no longer works"
     storage.close()
-    second_storage = ZfsStorage(root, lock_directory=lock_directory)
+    second_storage = ZfsStorage(root, state_root=lock_directory)
     assert second_storage.open() == []
     second_storage.close()
     assert zfs.local_props(root) == {}
@@ -36,7 +36,7 @@ def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tm
     program = (
         "import sys, pathlib\n"
         "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
-        "ZfsStorage(sys.argv[1], lock_directory=pathlib.Path(sys.argv[2])).open()\n"
+        "ZfsStorage(sys.argv[1], state_root=pathlib.Path(sys.argv[2])).open()\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -44,9 +44,9 @@ def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tm
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other_gateway:
         assert other_gateway.stdout is not None and other_gateway.stdout.readline() == "open\n"
         with pytest.raises(Conflict, match=f"is still running .process {other_gateway.pid} of host"):
-            ZfsStorage(root, lock_directory=tmp_path / "two").open()
+            ZfsStorage(root, state_root=tmp_path / "two").open()
         other_gateway.kill()
-    storage = ZfsStorage(root, lock_directory=tmp_path / "two")
+    storage = ZfsStorage(root, state_root=tmp_path / "two")
     assert storage.open() == [
         f"{root}: taken over from process {other_gateway.pid} of host {os.uname().nodename}, which has ended"
     ]
@@ -66,7 +66,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
         "import sys, pathlib\n"
         "from sandbox_gateway import zfs\n"
         "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
-        "storage = ZfsStorage(sys.argv[1], lock_directory=pathlib.Path(sys.argv[2]))\n"
+        "storage = ZfsStorage(sys.argv[1], state_root=pathlib.Path(sys.argv[2]))\n"
         "storage.open()\n"
         "zfs.lzc_snapshot([sys.argv[1] + '@late'])\n"
     )
@@ -74,9 +74,9 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
     with subprocess.Popen(argv, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as gateway:
         eventually((tmp_path / "began").exists)
         with pytest.raises(Conflict, match="another gateway on this machine"):
-            ZfsStorage(root, lock_directory=lock_directory).open()
+            ZfsStorage(root, state_root=lock_directory).open()
         gateway.kill()
-    successor = ZfsStorage(root, lock_directory=lock_directory)
+    successor = ZfsStorage(root, state_root=lock_directory)
     assert "which has ended" in successor.open()[0]
     assert zfs.lzc_exists(f"{root}@late"), "the startup did not wait for the command"
     successor.close()
@@ -84,7 +84,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
 
 def test_an_owner_from_an_earlier_boot_is_replaced(root: str, lock_directory: Path) -> None:
     _change_owner(root, kernel="another", pid=1, host="elsewhere")
-    storage = ZfsStorage(root, lock_directory=lock_directory)
+    storage = ZfsStorage(root, state_root=lock_directory)
     assert "ended with its machine" in storage.open()[0]
     storage.close()
 
@@ -92,12 +92,12 @@ def test_an_owner_from_an_earlier_boot_is_replaced(root: str, lock_directory: Pa
 def test_an_owner_in_another_container_is_respected(root: str, lock_directory: Path) -> None:
     _change_owner(root, host="elsewhere", pid=1)
     with pytest.raises(Conflict, match=f"zfs inherit sandbox:owner {root}"):
-        ZfsStorage(root, lock_directory=lock_directory).open()
+        ZfsStorage(root, state_root=lock_directory).open()
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
 def test_an_invalid_owner_is_replaced(root: str, lock_directory: Path, text: str) -> None:
     zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, text)
-    storage = ZfsStorage(root, lock_directory=lock_directory)
+    storage = ZfsStorage(root, state_root=lock_directory)
     assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

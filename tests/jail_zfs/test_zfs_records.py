@@ -45,7 +45,7 @@ def test_a_record_survives_a_round_trip(record: Record, generation: int) -> None
     assert list(props)[-1] == HEAD
     for prop, value in props.items():
         assert format_property_assignment(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
-    assert decode(props, _kinds[type(record)]) == (generation, record)
+    assert decode(props, _kinds[type(record)]) == (generation, record, "")
     for other_kind in set(_kinds.values()) - {_kinds[type(record)]}:
         with pytest.raises(ValueError, match="expected the record"):
             decode(props, other_kind)
@@ -72,6 +72,21 @@ def test_changed_parts_are_detected() -> None:
     props[f"{HEAD}.1.1"] = "y" * 8000
     with pytest.raises(ValueError, match="checksum"):
         decode(props, "snapshot")
+
+
+def test_an_environment_is_never_encoded() -> None:
+    sandbox = Sandbox(name="a", env={"KEY": "s3cret"})
+    with pytest.raises(ValueError, match="must be in a file"):
+        encode(sandbox, 1)
+    file_name = f"{sandbox.id}.{'0' * 16}"
+    props = encode(sandbox, 1, file_name)
+    assert not any("s3cret" in value or "KEY" in value for value in props.values())
+    assert decode(props, "sandbox") == (1, sandbox.model_copy(update={"env": {}}), file_name)
+    assert json.loads(props[HEAD])["v"] == 2, "a release that reads only version 1 would lose the environment"
+    for damaged_name in ("../../etc/passwd", f"{file_name}/", 1, None):
+        damaged_head = json.dumps(json.loads(props[HEAD]) | {"secrets": damaged_name})
+        with pytest.raises(ValueError, match="invalid name of a file"):
+            decode({HEAD: damaged_head}, "sandbox")
 
 
 def test_an_oversized_record_is_refused_and_a_remedy_is_named() -> None:

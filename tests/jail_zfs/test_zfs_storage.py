@@ -333,7 +333,7 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
 def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    partial_props = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
+    partial_props = encode(sandbox.model_copy(update={"metadata": {"A": "x" * 30_000}}), 2)
     for prop, value in partial_props.items():
         if prop != HEAD:
             zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
@@ -398,7 +398,7 @@ def _write_megabytes(path: Path, megabytes: int) -> None:
 
 def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, lock_directory: Path) -> None:
     with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small_pool:
-        storage = ZfsStorage(small_pool.name, lock_directory=lock_directory)
+        storage = ZfsStorage(small_pool.name, state_root=lock_directory)
         storage.open()
         base = _create_base(storage)
         sandbox, captured_sandbox = _create_sandbox(storage, base, "fills"), _create_sandbox(storage, base, "keeps")
@@ -442,10 +442,10 @@ def test_concurrent_operations_leave_nothing_behind(storage: ZfsStorage) -> None
 
 def test_an_unusable_root_dataset_is_reported(root: str, lock_directory: Path) -> None:
     with pytest.raises(BackendFailed, match=re.escape(f"zfs create {root}/no")):
-        ZfsStorage(f"{root}/no", lock_directory=lock_directory).open()
+        ZfsStorage(f"{root}/no", state_root=lock_directory).open()
     pools.run("zfs", "create", "-o", "mountpoint=none", f"{root}/nowhere")
     with pytest.raises(BackendFailed, match="zfs set mountpoint"):
-        ZfsStorage(f"{root}/nowhere", lock_directory=lock_directory).open()
+        ZfsStorage(f"{root}/nowhere", state_root=lock_directory).open()
 
 
 def test_a_record_is_one_line_of_readable_json(storage: ZfsStorage) -> None:

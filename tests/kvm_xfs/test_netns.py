@@ -25,7 +25,7 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT, connect
+from sandbox_gateway.hosts.connect import AGENT_PORT, connect
 from sandbox_gateway.hosts.kvm_xfs.network import links, namespaces
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
@@ -299,20 +299,6 @@ async def test_the_host_reaches_every_port_of_the_guest() -> None:
         data, sender = server.recvfrom(10)
         server.sendto(data + b"pong", sender)
         assert client.recvfrom(10)[0] == b"pingpong"
-
-
-async def test_only_the_gateway_reaches_agents() -> None:
-    async with world() as w:
-        slot = await w.pool.take(OPEN_POLICY)
-        guest = w.add_guest(slot)
-        for port in (8000, AGENT_PORT, CODE_PORT):
-            w.close_at_end(guest.listen(port))
-        assert can_connect_as(NOBODY_UID, slot.host_address, 8000)
-        assert not can_connect_as(NOBODY_UID, slot.host_address, AGENT_PORT)
-        assert not can_connect_as(NOBODY_UID, slot.host_address, CODE_PORT)
-        for port in (AGENT_PORT, CODE_PORT):
-            assert not can_connect_as(0, slot.host_address, port), "root can connect without the mark"
-            w.close_at_end(await connect(slot.host_address, port))
 
 
 def can_connect_as(uid: int, address: str, port: int) -> bool:

@@ -236,7 +236,7 @@ def test_the_script_starts_the_gateway_with_the_daemon_command(freebsd_host: Fre
         text=True,
         check=True,
     )
-    enabled, command, path = run.stdout.splitlines()
+    enabled, command, environment_variables = run.stdout.splitlines()
     assert enabled == "sandbox_gateway_enable=YES"
     pid_file, config_file = freebsd_host.directory / "run/gateway.pid", freebsd_host.directory / "etc/config.toml"
     program = "/usr/local/sandbox-gateway/venv/bin/sandbox-gateway"
@@ -254,7 +254,8 @@ def test_the_script_starts_the_gateway_with_the_daemon_command(freebsd_host: Fre
         str(config_file),
     ]
     assert shlex.split(command)[1:] == arguments
-    assert "/usr/local/bin" in path
+    path, watchdog_timeout = environment_variables.split(" ")
+    assert "/usr/local/bin" in path and watchdog_timeout == "WATCHDOG_USEC=60000000"
 
 
 def test_the_service_is_started_once_and_stopped(freebsd_host: FreeBSDHost) -> None:

@@ -62,7 +62,8 @@ _NFT_RULES_PATTERN = re.compile(
 )
 _PF_RULES_PATTERN = re.compile(
     rf"((pass|block drop|block return) (in|out) quick on [a-z0-9-]+ inet6?( proto (tcp|udp))?"
-    rf"( all| from (! )?{_PREFIX_PATTERN} to (any|\(self\)|{_PREFIX_PATTERN}))( port 53)?\n)+"
+    rf"( all| from (! )?{_PREFIX_PATTERN} to (any|\(self\)|{_PREFIX_PATTERN}))( port 53)?"
+    r"( keep state \(source-track global, max-src-states 4096\))?\n)+"
 )
 # Arbitrary texts, and texts that resemble addresses.
 _address_strategy = (

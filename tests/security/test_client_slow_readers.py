@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from sandbox_gateway.api import output
+from sandbox_gateway.api.data_plane import heads
 from tests.api.inside import (
+    AGENT_PORT,
     PORT,
     eventually,
     make_reply,
@@ -18,10 +25,13 @@ from tests.api.inside import (
     port_host,
     raw_connection,
     raw_service,
+    read_response,
     request_head,
 )
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
+from tests.security.hostile import make_endless_sender
+from tests.support import waiting
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 CLIENT_COUNT = 20
@@ -78,6 +88,40 @@ def test_many_slow_clients_do_not_delay_others(
     eventually(lambda: not service.open_connection_count)
 
 
+def test_many_slow_clients_share_the_memory_for_reads(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total_bytes = 128 << 10
+    monkeypatch.setattr(heads, "_TOTAL_READ_BYTES", total_bytes)
+    monkeypatch.setattr(heads, "_MIN_READ_BYTES", 1 << 10)
+    flood, sent_bytes = make_endless_sender(b"x" * 65536, limit=1 << 40)
+    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
+
+    def is_stalled() -> bool:
+        sent_bytes_before = sent_bytes[0]
+        time.sleep(0.5)
+        return 0 < sent_bytes[0] == sent_bytes_before
+
+    with (
+        raw_service(memory_gateway, sandbox, ENDLESS_RESPONSE, then=flood) as service,
+        contextlib.ExitStack() as stack,
+    ):
+        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
+        for reader in readers:
+            assert reader.recv(1) == b"H"
+        waiting.eventually(is_stalled)
+        streams = [each for each in heads._streams if each._transport.get_extra_info("peername")[1] == PORT]
+        assert len(streams) == CLIENT_COUNT
+        # Connections that were opened when there were fewer of them hold more than their share.
+        assert sum(len(each._unread) + count_buffered_bytes(each) for each in streams) < 4 * total_bytes
+    eventually(lambda: not service.open_connection_count)
+
+
+def count_buffered_bytes(stream: heads.CountingStream) -> int:
+    """Return the number of bytes that anyio has buffered for a stream."""
+    return sum(map(len, stream._transport.get_protocol().read_queue))
+
+
 def test_slow_services_do_not_delay_others(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
@@ -102,6 +146,59 @@ def test_slow_services_do_not_delay_others(
         # A client that disconnects also ends its request.
         eventually(lambda: service.open_connection_count == CLIENT_COUNT // 2)
     eventually(lambda: not service.open_connection_count)
+
+
+EXEC_BODY = b'{"args": ["x"], "code": "x"}'
+EXEC_HEADERS = ("Host: gateway", KEY, "Content-Type: application/json", f"Content-Length: {len(EXEC_BODY)}")
+OUTPUT = b"\0" * (2 << 20)
+"""The output of each command. Encoded as JSON, it is larger than all buffers of a connection."""
+OUTPUT_FIELDS = {"exitCode": 0, "stdout": base64.b64encode(OUTPUT).decode(), "exit_code": 0, "error": ""}
+RESPONSE_WITH_OUTPUT = make_reply(body=json.dumps({**OUTPUT_FIELDS, "result": OUTPUT.decode()}).encode())
+
+
+@pytest.mark.parametrize("route", ["/sandboxes/{}/exec", "/v1/sandboxes/{}/exec", "/v1/sandboxes/{}/eval"])
+def test_output_that_no_client_reads_is_limited_in_total(
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    sandbox: dict[str, Any],
+    route: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients run commands with large output by the id and the name of a sandbox, and do not read the responses."""
+    monkeypatch.setattr(output, "MAX_UNSENT_BYTES_PER_SANDBOX", 5 << 20)
+    monkeypatch.setattr(output, "MAX_UNSENT_BYTES", 7 << 20)
+    other_sandbox = create_sandbox(api, name="other")
+    with contextlib.ExitStack() as stack:
+        for each in (sandbox, other_sandbox):
+            stack.enter_context(raw_service(memory_gateway, each, RESPONSE_WITH_OUTPUT, port=AGENT_PORT))
+
+        def run(ref: str) -> socket.socket:
+            request = request_head(f"POST {route.format(ref)}", *EXEC_HEADERS)
+            connection = stack.enter_context(raw_connection(memory_gateway, request + EXEC_BODY))
+            assert connection.recv(9, socket.MSG_PEEK | socket.MSG_WAITALL) == b"HTTP/1.1 "
+            return connection
+
+        def read_refusal(connection: socket.socket) -> str:
+            head = connection.recv(65536, socket.MSG_PEEK)
+            assert b"\r\nretry-after: 1\r\n" in head
+            status, error = read_response(connection)
+            assert (status, error["kind"]) == (429, "busy")
+            message: str = error["message"]
+            return message
+
+        connections = [run(sandbox["sandboxID"]), run(sandbox["name"])]
+        assert f"the output of sandbox {sandbox['sandboxID']}" in read_refusal(run(sandbox["name"]))
+        connections.append(run("other"))
+        assert "the output of all sandboxes together" in read_refusal(run("other"))
+        # A client that reads its response receives all of it, and one that disconnects frees its share.
+        response = b""
+        while not response.endswith(b"\r\n0\r\n\r\n"):
+            response += connections[0].recv(1 << 20)
+        assert response.startswith(b"HTTP/1.1 200 ") and response.count(rb"\u0000") == len(OUTPUT)
+        connections[1].close()
+        eventually(lambda: list(output._unsent_bytes) == [other_sandbox["sandboxID"]])
+        assert run("one").recv(12) == b"HTTP/1.1 200"
+    eventually(lambda: not output._unsent_bytes)
 
 
 def test_event_listeners_that_never_read_use_little_memory(memory_gateway: MemoryGateway, api: httpx.Client) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import InvalidStatus
 from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_CONTROL_FRAMES, ClientFragmentProtocol, FragmentProtocol
-from tests.api.inside import PORT, Service, port_host
-from tests.api.memory_gateway import ADMIN_KEY
-from tests.api.test_websocket import Handler, RecordingService
+from tests.api.inside import PORT, Service, port_host, raw_service
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.api.test_websocket import Handler, RecordingService, open_websocket
+from tests.security.hostile import LoopMonitor, make_endless_sender
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
@@ -162,6 +164,42 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon_and_sandbox: 
             client.send(b"y")
             assert client.recv(timeout=60) == b"y"
         daemon.check_health()
+
+
+REFUSAL_HEAD = b"HTTP/1.1 403 Forbidden\r\n"
+LONG_REFUSALS = {
+    "a long body in tiny chunks": b"Transfer-Encoding: chunked\r\n\r\nf0000\r\n" + b"x" * 0xF0000 + b"\r\n",
+    "a body without an end": b"\r\n" + b"x" * 100_000,
+    "a long body": b"Content-Length: 1000000\r\n\r\n" + b"x" * 100_000,
+    "long headers": b"a: %s\r\n" % (b"b" * 1000) * 100,
+}
+
+
+@pytest.mark.parametrize("case", LONG_REFUSALS)
+def test_a_long_refusal_of_a_handshake_does_not_delay_others(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], case: str
+) -> None:
+    """The service never closes the connection. Each of the tiny chunks once took as long as copying the whole body."""
+    responses = []
+
+    def open_refused_websocket() -> None:
+        with pytest.raises(InvalidStatus) as error_info:
+            open_websocket(memory_gateway, sandbox, open_timeout=50)
+        responses.append(error_info.value.response)
+
+    flood, _ = make_endless_sender(b"1\r\nx\r\n" * 10_000)
+    with (
+        raw_service(memory_gateway, sandbox, REFUSAL_HEAD + LONG_REFUSALS[case], then=flood),
+        LoopMonitor(memory_gateway) as loop_monitor,
+    ):
+        threads = [threading.Thread(target=open_refused_websocket) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [response.status_code for response in responses] == [502] * 10
+    assert all(b"longer than 65536 bytes" in response.body for response in responses)
+    assert loop_monitor.longest < 0.2
 
 
 def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:

@@ -101,13 +101,14 @@ def test_jail_rules_allow_explicitly_listed_metadata_addresses() -> None:
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
     rule_lines = jail_rules(bridge, bridge.epair(7), policy, [AZURE_ADDRESS]).splitlines()
     condition = "quick on sbxbr inet"
+    state = "keep state (source-track global, max-src-states 4096)"
     block_index = rule_lines.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")
     for rule in (
-        f"pass in {condition} from 10.231.0.7 to 169.254.170.2/32",
-        f"pass in {condition} proto udp from 10.231.0.7 to {AZURE_ADDRESS}/32 port 53",
+        f"pass in {condition} from 10.231.0.7 to 169.254.170.2/32 {state}",
+        f"pass in {condition} proto udp from 10.231.0.7 to {AZURE_ADDRESS}/32 port 53 {state}",
     ):
         assert rule_lines.index(rule) < block_index
-    assert rule_lines.index(f"pass in {condition} from 10.231.0.7 to any") > block_index
+    assert rule_lines.index(f"pass in {condition} from 10.231.0.7 to any {state}") > block_index
 
 
 # --- tables that all namespaces share --------------------------------------------------------------------------

@@ -1,25 +1,32 @@
 """Root in a sandbox attacks the server of its volume.
 
-The tests check which privileges a compromised server has, and that it neither reveals nor serves other volumes. Tests
-in ``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
+The tests check which privileges a compromised server has, that it neither reveals nor serves other volumes, and that it
+cannot harm the gateway. Tests in ``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
+from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
 from tests.kvm_xfs.test_netns import run_inside
 from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
@@ -224,3 +231,118 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
         backoffs += [current_server.backoff_seconds()]
         assert backoffs == [0, 1, 2, 30, 0]
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
+
+
+def plant_links(directory: Path, target: Path) -> None:
+    for name in (launcher.CONFIG_FILE, f"{launcher.CONFIG_FILE}.new"):
+        (directory / name).unlink(missing_ok=True)
+        (directory / name).symlink_to(target)
+
+
+async def test_a_server_cannot_make_the_gateway_write_through_a_link(xfs_root: Path, tmp_path: Path) -> None:
+    """The server's seccomp filter allows it to create links in its own root."""
+    host_file = tmp_path / "file"
+    host_file.write_text("unchanged")
+    async with setup(xfs_root) as s:
+        volume, (slot, guest), (other_slot, other_guest) = (
+            await s.create_volume(),
+            await s.create_guest(),
+            await s.create_guest(),
+        )
+        await volume.serve({slot: False})
+        pid = volume.pid
+        plant_links(Path(f"/proc/{pid}/fd/{launcher.ROOT_FD}"), host_file)
+        await volume.serve({slot: False, other_slot: False})
+        assert host_file.read_text() == "unchanged"
+        assert volume.pid == pid
+        assert volume.mount_volume(guest) == volume.mount_volume(other_guest)
+
+
+async def test_a_server_that_prevents_the_gateways_writes_is_replaced(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
+        volume, (slot, guest), (other_slot, other_guest) = (
+            await s.create_volume(),
+            await s.create_guest(),
+            await s.create_guest(),
+        )
+        await volume.serve({slot: False})
+        pid = volume.pid
+        await asyncio.to_thread(Path(f"/proc/{pid}/fd/{launcher.ROOT_FD}/{launcher.CONFIG_FILE}.new").mkdir)
+        await volume.serve({slot: False, other_slot: False})
+        assert volume.pid != pid
+        assert volume.mount_volume(guest) == volume.mount_volume(other_guest)
+
+
+@contextlib.contextmanager
+def process_with_descriptor(path: Path, descriptor: int, flags: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process in which ``descriptor`` refers to ``path``, as a compromised process can arrange with dup2(2)."""
+    script = f"import os; os.dup2(os.open({str(path)!r}, {flags}), {descriptor}); print(flush=True); input()"
+    command = [sys.executable, "-I", "-S", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_server_cannot_choose_the_directory_to_which_the_gateway_writes(tmp_path: Path) -> None:
+    with process_with_descriptor(tmp_path, launcher.ROOT_FD, os.O_RDONLY) as process:
+        server = ServerProcess("volume", process.pid, ServerSettings("", 0, {}), pidfd=os.pidfd_open(process.pid))
+        with pytest.raises(BackendFailed, match="has closed its root directory"):
+            server.configure("text")
+        os.close(server.pidfd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gateway_does_not_read_a_file_that_replaces_a_log(tmp_path: Path) -> None:
+    """With O_PATH, a process can open even files that it may not read."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_text("secret")
+    for directory in (None, tmp_path):
+        with process_with_descriptor(secret_file, 2, os.O_PATH) as process, pytest.raises(OSError):
+            read_log(open_log_of(process.pid, directory))
+
+
+@contextlib.asynccontextmanager
+async def compromised_server(reply: Iterable[bytes]) -> AsyncIterator[tuple[str, int]]:
+    """Answer each connection with ``reply``. Yields the address and port."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read(4096)
+            for part in reply:
+                writer.write(part)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ([struct.pack(">I", 1 << 31 | (4 << 20) + 1)], "longer than"),
+        ([struct.pack(">I", 1 << 30), *[bytes(1 << 20)] * 8], "longer than"),
+        ([struct.pack(">I", 1 << 20) + bytes(1 << 20)] * 8, "longer than"),
+        ([struct.pack(">I", 0) * 10_000] * 10, "fragments"),
+        ([(struct.pack(">I", 1) + b"x") * 10_000] * 10, "fragments"),
+    ],
+    ids=["length", "endless", "many-long-fragments", "empty-fragments", "short-fragments"],
+)
+async def test_a_long_reply_of_a_server_is_refused(reply: list[bytes], problem: str) -> None:
+    async with compromised_server(reply) as (address, port):
+        with pytest.raises(EOFError, match=problem):
+            await rpc.call(address, port, 100003, 0)
+
+
+async def test_a_reply_in_fragments_is_complete() -> None:
+    result = os.urandom(3 << 20)
+    data = struct.pack(">6I", 1, 1, 0, 0, 0, 0) + result
+    pieces = [data[start : start + 60_000] for start in range(0, len(data), 60_000)]
+    last = len(pieces) - 1
+    reply = [struct.pack(">I", len(each) | (index == last) << 31) + each for index, each in enumerate(pieces)]
+    async with compromised_server(reply) as (address, port):
+        assert await rpc.call(address, port, 100003, 0) == result

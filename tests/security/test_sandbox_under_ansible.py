@@ -21,6 +21,7 @@ from tests.support.liar import (
     END_STREAM_FLAG,
     START_FRAME,
     FakeGateway,
+    make_facts_response,
     make_frame,
     make_output_frame,
     make_response,
@@ -219,6 +220,42 @@ def test_results_are_not_evaluated_as_templates(
         core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks}
     )
     assert f"ok={len(tasks)}" in output, output
+    assert output.count("variable_start_string") > len(expressions), output
+    assert not hostile_templates.mark.exists(), output
+
+
+@pytest.mark.parametrize("uses_cache", [False, True], ids=["uncached", "cached"])
+def test_facts_are_not_evaluated_as_templates(
+    core: str, hostile_templates: HostileTemplates, tmp_path: Path, uses_cache: bool
+) -> None:
+    """Covers facts that `setup` and other modules return from a sandbox, and cached facts."""
+    facts = {**hostile_templates.texts, "nested": [dict(hostile_templates.texts)]}
+    fake_gateway = FakeGateway({"guest": make_facts_response(**facts, **{hostile_templates.texts["braces"]: "name"})})
+    values = [*hostile_templates.texts, "nested", "nested[0].header", "nested[0]['braces']"]
+    expressions = [f"{scope}{value}" for value in values for scope in ("", "ansible_facts.", "hostvars.guest.")]
+    expressions += ["ansible_facts", "ansible_facts.values() | join('')", "header ~ braces", "ansible_facts.header[0:]"]
+    tasks: list[dict[str, Any]] = [
+        *({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}} for value in expressions),
+        *({"ansible.builtin.debug": {"var": value}} for value in expressions),
+        {"ansible.builtin.set_fact": {"again": "{{ ansible_facts }}"}},
+        {"ansible.builtin.debug": {"msg": "{{ again.header }}{{ again.nested }}"}},
+    ]
+    environment = {
+        "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
+        "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
+    }
+    inventory = tmp_path / "hosts.yml"
+    with fake_gateway.serve():
+        variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
+        inventory.write_text(json.dumps({"all": {"hosts": {"guest": variables}}}))
+        setup_play = {"hosts": "guest", "tasks": [{"ansible.builtin.setup": {}}, {"ansible.builtin.ping": {}}]}
+        play = {"hosts": "guest", "tasks": tasks}
+        if uses_cache:
+            ansible_core_versions.run_plays(core, tmp_path, inventory, setup_play, **environment)
+            output = ansible_core_versions.run_plays(core, tmp_path, inventory, play, **environment)
+        else:
+            output = ansible_core_versions.run_plays(core, tmp_path, inventory, setup_play, play)
+    assert f"ok={len(tasks) if uses_cache else len(tasks) + 2}" in output, output
     assert output.count("variable_start_string") > len(expressions), output
     assert not hostile_templates.mark.exists(), output
 

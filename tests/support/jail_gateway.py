@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support import jail_world
-from tests.support.gateway import Gateway
+from tests.support.gateway import PROGRAM, Gateway
 from tests.support.jail_world import JailZfsWorld
 
 
 @contextmanager
-def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
+def jail_gateway(
+    world: JailZfsWorld, scratch: Path, *, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]
+) -> Iterator[Gateway]:
     """Run a gateway on ``world`` with the world's template. At the end, remove everything that it created.
 
     ``scratch``: the directory for the gateway's files outside its dataset.
@@ -26,7 +28,7 @@ def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any])
         "network": {key: config_values["network"][key] for key in ("prefix", "subnet")},
     }
     merged_sections = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
-    gateway = Gateway(scratch, merged_sections, jail_world.shim_environment())
+    gateway = Gateway(scratch, merged_sections, jail_world.shim_environment(), program=program)
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:

@@ -232,7 +232,7 @@ class JailZfsWorld:
         assert mounts == expected_mounts, (when, mounts, expected_mounts)
         for kind in ("jails", "epairs", "anchors", "identities"):
             assert len(traces[kind]) == len(running_sandboxes), (when, kind, traces[kind])
-        assert len(traces["limits"]) == 3 * len(running_sandboxes), (when, traces["limits"])
+        assert len(traces["limits"]) == 5 * len(running_sandboxes), (when, traces["limits"])
 
     def writable_directory(self, config: Config) -> Path:
         return self.mount_point(config)

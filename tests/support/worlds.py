@@ -197,7 +197,9 @@ class KvmXfsWorld:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
-        machine_pids = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
+        machine_pids = [
+            process.pid for process in list_running(config.host.state_root / "sandboxes", config.network.prefix)
+        ]
         serving_directory = config.host.state_root / "serving"
         for pid in [
             *machine_pids,

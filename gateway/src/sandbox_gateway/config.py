@@ -175,7 +175,11 @@ class JailZfs(_Section):
         2, ge=0, le=60, description="How long to wait for a removed jail that is still `dying`, in seconds."
     )
     processes: int = Field(
-        1000, ge=8, le=1_000_000, description="Maximum number of processes in a sandbox (`rctl` `maxproc`)."
+        1000,
+        ge=8,
+        le=1_000_000,
+        description="Maximum number of processes in a sandbox (`rctl` `maxproc`). It can have four times as many "
+        "threads.",
     )
 
 

@@ -32,7 +32,7 @@ NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME_REGEX = re.compile(NAME_PATTERN)
 
 
-PLANNED_PREFIX = "00000000"
+PLANNED_PREFIX = "5e5510ff"
 """The beginning of the ids of objects that exist only in a plan session. No other id begins like this."""
 
 
@@ -79,6 +79,8 @@ class _Part(BaseModel):
 
 class _Record(_Part):
     format: int = FORMAT
+    generation: int = Field(default=0, ge=0)
+    """The number of changes since the object was created, by which a saved plan detects changes by others."""
 
     @model_validator(mode="before")
     @classmethod

@@ -24,6 +24,7 @@ usage: ifconfig [-j jail] [-DkLmn] [-f type:format] interface [address_family]
 NAME_SIZE = 16  # IFNAMSIZ, with the final NUL
 FAMILIES = {"ether", "link", "lladdr", "inet", "inet6"}
 CLONERS = ("bridge", "epair")
+CREATION_ATTEMPTS = 10
 
 # Parameters of basic_cmds[], ifbridge.c and ifgroup.c that the shim supports and that have an argument.
 PARAMETERS_WITH_ARGUMENT = {
@@ -223,11 +224,11 @@ def set_mtu(change: InterfaceChange, index: int, value: str) -> None:
 # ---- cloning: ifclone.c, sys/net/if_clone.c, sys/net/if_epair.c, sys/net/if_bridge.c ------------------------------
 
 
-def create_interface(change: InterfaceChange) -> None:
-    driver = change.name.rstrip("0123456789")
-    digits = change.name[len(driver) :]
-    if driver not in CLONERS:
-        raise base.err(1, f"SIOCIFCREATE2 ({change.name})", errno.EINVAL)
+def create_free_interface(change: InterfaceChange, driver: str, digits: str) -> tuple[list[str], int]:
+    """Create an interface with the unit ``digits`` or, if it is empty, the first free one.
+
+    Returns the names of its ends, and its unit.
+    """
     links = change.net.list_links()
     used_units = {link.unit for link in links if link.driver == driver}
     existing_names = {link.name for link in links}
@@ -244,6 +245,22 @@ def create_interface(change: InterfaceChange) -> None:
         change.net.create_veth(*new_names)
     else:
         change.net.create_link(new_names[0], "bridge")
+    return new_names, unit
+
+
+def create_interface(change: InterfaceChange) -> None:
+    driver = change.name.rstrip("0123456789")
+    digits = change.name[len(driver) :]
+    if driver not in CLONERS:
+        raise base.err(1, f"SIOCIFCREATE2 ({change.name})", errno.EINVAL)
+    for attempt in range(CREATION_ATTEMPTS):
+        try:
+            new_names, unit = create_free_interface(change, driver, digits)
+            break
+        except FileExistsError:
+            # All test runs share the machine's names, and another one may just have taken this one.
+            if digits or attempt == CREATION_ATTEMPTS - 1:
+                raise
     for name, end in zip(new_names, "ab", strict=False):
         link = change.net.find_link(name)
         assert link is not None

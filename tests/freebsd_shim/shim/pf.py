@@ -11,6 +11,7 @@ import _socket
 from shim import base
 
 Rule = dict  # what, direction, drop, quick, on, af, proto, source, sport, target, dport, state, flags, to, toport, …
+UINT_MAX = 0xFFFFFFFF
 
 # Keywords of pf.conf(5) that the shim does not support. They are not reported as syntax errors.
 UNSUPPORTED_KEYWORDS = set(
@@ -18,7 +19,10 @@ UNSUPPORTED_KEYWORDS = set(
     "tag tagged probability rtable received-on max-mss set-tos allow-opts fragment icmp-type icmp6-type dnpipe dnqueue "
     "return-rst return-icmp return-icmp6 ether include synproxy modulate static-port bitmask random source-hash "
     "sticky-address once divert-to divert-reply timeout limit optimization ruleset-optimization state-policy hostid "
-    "require-order fingerprints debug loginterface reassemble no-df tos max max-src-nodes overload".split()
+    "require-order fingerprints debug loginterface reassemble no-df tos max max-src-nodes max-src-conn "
+    "max-src-conn-rate overload no-sync sloppy if-bound floating pflow tcp.first tcp.opening tcp.established "
+    "tcp.closing tcp.finwait tcp.closed udp.first udp.single udp.multiple icmp.first icmp.error other.first "
+    "other.single other.multiple src.track".split()
 )
 KEYWORDS = set(
     "in out quick on inet inet6 proto from to port all any keep no state flags label pass block drop return nat rdr "
@@ -220,10 +224,17 @@ def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> lis
     rule["quick"] = bool(tokens.take("quick"))
     rules = parse_match(rule, tokens)
     state, flags = "keep" if action == "pass" else "", ""
+    is_state_set, limit = False, {}
     while tokens.peek():
         word = tokens.next()
         if word in ("keep", "no") and tokens.take("state"):
-            state = word
+            if is_state_set:
+                raise tokens.syntax_error("modulate or keep cannot be redefined")
+            state, is_state_set = word, True
+            if word == "keep" and tokens.take("("):
+                if action == "block":
+                    raise base.unsupported("state options of block rules")
+                limit = parse_state_options(tokens)
         elif word == "flags":
             flags = tokens.next()
             if flags not in ("S/SA", "any"):
@@ -234,9 +245,44 @@ def parse_filter_rule(ruleset: Ruleset, action: str, tokens: TokenStream) -> lis
             tokens.position -= 1
             raise tokens.syntax_error()
     for each in rules:
+        if limit.get("max_src_states") and not (
+            limit["source_track"] == "global" and each["quick"] and each["af"] == "inet"
+        ):
+            raise base.unsupported("max-src-states without global, quick and inet")
+        each |= limit
         each["state"] = "" if action == "block" else state
         each["flags"] = flags or ("S/SA" if each["state"] == "keep" and each["proto"] in ("", "tcp") else "")
     return rules
+
+
+def parse_state_options(tokens: TokenStream) -> dict[str, object]:
+    """Parse ``source-track [rule|global], max-src-states n)``. See state_opt_item and pfrule in parse.y."""
+    scope, limit = "", 0
+    while True:
+        word = tokens.next()
+        if word == "source-track":
+            if scope:
+                raise tokens.syntax_error("state option 'source-track' multiple definitions")
+            scope = tokens.take("rule", "global") or "default"
+        elif word == "max-src-states":
+            number = tokens.next()
+            if not number.isdigit():
+                raise tokens.syntax_error()
+            if int(number) > UINT_MAX:
+                raise tokens.syntax_error("only positive values permitted")
+            if limit:
+                raise tokens.syntax_error("state option 'max-src-states' multiple definitions")
+            limit = int(number)
+            if not limit:
+                raise tokens.syntax_error("'max-src-states' must be > 0")
+        else:
+            tokens.position -= 1
+            raise tokens.syntax_error()
+        if tokens.take(")"):
+            break
+        tokens.take(",")
+    # Without "rule", PFRULE_RULESRCTRACK is not set, so the states are counted globally.
+    return {"source_track": "rule" if scope == "rule" else "global", "max_src_states": limit}
 
 
 def parse_translation(kind: str, is_negated: bool, tokens: TokenStream) -> list[Rule]:
@@ -433,6 +479,10 @@ def format_rule(rule: Rule, numeric: bool) -> str:
         words.append(f"flags {rule['flags']}")
     if rule.get("state"):
         words.append(f"{rule['state']} state")
+    if rule.get("source_track"):
+        options = [f"source-track {rule['source_track']}"]
+        options += [f"max-src-states {rule['max_src_states']}"] if rule["max_src_states"] else []
+        words.append(f"({', '.join(options)})")
     if rule.get("to"):
         words += ["->", rule["to"]] + (["port", rule["toport"]] if rule["toport"] else [])
         words += ["round-robin"] if rule["to"].startswith("(") else []

@@ -17,6 +17,7 @@ from shim import base, pf
 BLOCK, KEEP, RETURN, REDIRECTED = 0x40000000, 0x20000000, 0x10000000, 0x08000000
 STATE_IN, STATE_OUT = 0x40000000, 0x20000000
 ALL_MARK_BITS = BLOCK | KEEP | RETURN | REDIRECTED
+SOURCES = "pf_sources"
 NFT_PATHS = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
 
 
@@ -94,11 +95,17 @@ def format_filter_rules(rules: list[pf.Rule], direction: str) -> list[str]:
             action = (f"ct mark set ct mark or {state_bit:#x} " if rule["state"] == "keep" else "") + "accept"
         else:
             action = mark_statement(KEEP if rule["state"] == "keep" else 0)
+        actions = [limit_statement(rule), action] if rule.get("max_src_states") else [action]
         if rule["flags"] == "S/SA" and rule["proto"] == "":
-            lines.append(" ".join([*matches, "meta l4proto != tcp", action]))
+            lines += [" ".join([*matches, "meta l4proto != tcp", each]) for each in actions]
         syn_match = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
-        lines.append(" ".join([*matches, *syn_match, action]))
+        lines += [" ".join([*matches, *syn_match, each]) for each in actions]
     return lines
+
+
+def limit_statement(rule: pf.Rule) -> str:
+    """Drop packets that would exceed the limit of a rule's states. See pf_insert_src_node() and pf_create_state()."""
+    return f"add @{SOURCES} {{ ip saddr ct count over {rule['max_src_states']} }} drop"
 
 
 def mark_statement(bits: int) -> str:
@@ -166,7 +173,8 @@ def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
         for key, hook, lines in chains
         if lines
     )
-    return f"{header}table inet {name} {{\n{body}}}\n" if body else header
+    sources = f"  set {SOURCES} {{ type ipv4_addr; size 65535; flags dynamic; }}\n" if f"@{SOURCES} " in body else ""
+    return f"{header}table inet {name} {{\n{sources}{body}}}\n" if body else header
 
 
 def format_filter_chain(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]

@@ -17,6 +17,7 @@ VARIABLES = {
     "kern.osrelease": ("release", "ro"),
     "kern.osreldate": ("knob", "ro"),
     "kern.racct.enable": ("knob", "tunable"),
+    "kern.maxfiles": ("state:126781", "rw"),
     "kern.logsigexit": ("state:1", "rw"),
     "kern.hostname": ("hostname", "ro"),
     "hw.ncpu": ("ncpu", "ro"),

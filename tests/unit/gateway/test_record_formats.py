@@ -133,13 +133,15 @@ def _write_manifest(directory: Path, record: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", _OLD_RECORDS)
 def test_a_record_of_the_last_release_is_read_and_saved_in_this_format(kind: type[Record], tmp_path: Path) -> None:
     record = record_files.read_record(_write_manifest(tmp_path, _OLD_RECORDS[kind]), kind)
-    assert decode(_make_property(_KINDS[kind], _OLD_RECORDS[kind]), _KINDS[kind]) == (7, record)
-    expected = {**_OLD_RECORDS[kind], "format": FORMAT}
+    assert decode(_make_property(_KINDS[kind], _OLD_RECORDS[kind]), _KINDS[kind]) == (7, record, "")
+    expected = {**_OLD_RECORDS[kind], "format": FORMAT, "generation": 0}
     if kind is Sandbox:
         expected["network"] = {**expected["network"], "mask_request_host": ""}
     record_files.write_record(tmp_path, record)
     assert json.loads((tmp_path / "manifest.json").read_text()) == expected
-    assert json.loads(encode(record, 8)[HEAD])["record"] == expected
+    env = expected.pop("env", {})
+    secret_file = f"{'0' * 12}.{'0' * 16}" if env else ""
+    assert json.loads(encode(record, 8, secret_file)[HEAD])["record"] == expected
 
 
 def test_the_former_name_of_the_timeout_is_converted() -> None:
@@ -177,8 +179,8 @@ def test_a_record_that_only_a_newer_release_can_read_is_not_treated_as_damaged(c
 
 
 def test_properties_with_a_newer_encoding_are_not_treated_as_damaged() -> None:
-    with pytest.raises(NewerFormat, match="its encoding has version 2, but this release reads only version 1"):
-        decode(_make_property("volume", _OLD_RECORDS[Volume], version=2), "volume")
+    with pytest.raises(NewerFormat, match="its encoding has version 3, but this release reads versions up to 2"):
+        decode(_make_property("volume", _OLD_RECORDS[Volume], version=3), "volume")
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,33 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.records import AnyRecord, Sandbox, Snapshot
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 Fields = Mapping[str, Any]
 
 
-async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
+async def save_sandbox(
+    context: Context, id: str, *, only_if: Fields | None = None, is_counted: bool = True, **changes: Any
+) -> Sandbox:
     """Commit ``changes`` to a sandbox's record and return the new record. On failure, the index keeps the old record.
 
     ``only_if``: field values that the current record must have; otherwise, the record is returned unchanged.
+    ``is_counted``: whether the record's generation moves.
     """
-    return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
+    return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes, is_counted))
 
 
-async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Snapshot:
+async def save_snapshot(
+    context: Context, id: str, *, only_if: Fields | None = None, is_counted: bool = True, **changes: Any
+) -> Snapshot:
     """Commit ``changes`` to a snapshot's record, like ``save_sandbox``."""
-    return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes))
+    return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes, is_counted))
+
+
+def changed_copy(record: AnyRecord, *, is_counted: bool = True, **changes: Any) -> AnyRecord:
+    """Return a copy of a record with ``changes``, as its next generation if ``is_counted``."""
+    return record.model_copy(update={**changes, "generation": record.generation + is_counted}, deep=True)
 
 
 def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
@@ -38,23 +48,23 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
     return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
 
 
-async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
+async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Sandbox:
     async with record_locked(context, context.index.sandbox(id)):
         current_record = context.index.sandbox(id)
         if not _has_values(current_record, only_if):
             return current_record
-        new_record = current_record.model_copy(update=changes, deep=True)
+        new_record = changed_copy(current_record, is_counted=is_counted, **changes)
         await context.host.save(new_record)
         context.index.put(new_record)
         return new_record
 
 
-async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
+async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Snapshot:
     async with record_locked(context, context.index.any_snapshot(id)):
         current_record = context.index.any_snapshot(id)
         if not _has_values(current_record, only_if):
             return current_record
-        new_record = current_record.model_copy(update=changes, deep=True)
+        new_record = changed_copy(current_record, is_counted=is_counted, **changes)
         await context.host.save_snapshot(new_record)
         if id in context.index.snapshots:  # it may have been removed during the save
             context.index.put(new_record)

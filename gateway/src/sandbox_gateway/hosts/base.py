@@ -258,9 +258,9 @@ class Host(Protocol):
         """
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Atomically replace the contents of the volume with those of the snapshot. The volume keeps its current size.
+        """Atomically replace the contents of the volume with those of the snapshot, and commit the volume's record.
 
-        Sandboxes that mount the volume see the change.
+        The volume keeps its current size. Sandboxes that mount the volume see the change.
         """
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:

@@ -1,13 +1,17 @@
-"""Notify the service manager (systemd) that the gateway is ready, stopping, or still alive."""
+"""Notify the service manager (systemd) that the gateway is ready, stopping, or still alive.
+
+Service managers without such notifications, such as FreeBSD's daemon(8), restart the gateway if it exits.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 _EXTENSION_INTERVAL_SECONDS = 10.0
 _EXTENSION_SECONDS = 60.0
@@ -26,29 +30,40 @@ def notify(state: str) -> None:
 
 @contextlib.asynccontextmanager
 async def watchdog_notified() -> AsyncIterator[None]:
-    """Inside this context, send keepalives at intervals of half the watchdog timeout.
+    """Inside this context, show the watchdog at intervals of half its timeout that the event loop runs.
 
-    If the event loop hangs, the service manager kills the process with SIGABRT. On this signal, the process prints the
-    stack of each thread.
+    If the event loop hangs, the process prints the stack of each thread and ends. The service manager sends SIGABRT for
+    that. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread of this process exits with status 1.
     """
-    interval = _watchdog_seconds() / 2
-    if not interval:
+    seconds = _watchdog_seconds()
+    if not seconds:
         yield
         return
-    faulthandler.enable()
-    async with _notify_repeatedly("WATCHDOG=1", interval):
-        yield
+    if os.environ.get("NOTIFY_SOCKET"):
+        faulthandler.enable()
+        async with _repeated(lambda: notify("WATCHDOG=1"), seconds / 2):
+            yield
+        return
+    # This thread is written in C, so it also runs if a call never releases the GIL.
+    restart_timer = functools.partial(faulthandler.dump_traceback_later, seconds, exit=True)
+    restart_timer()
+    try:
+        async with _repeated(restart_timer, seconds / 2):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.asynccontextmanager
 async def start_timeout_extended() -> AsyncIterator[None]:
     """Inside this context, repeatedly extend the start timeout, because a start with many sandboxes is slow."""
-    async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 1e6:.0f}", _EXTENSION_INTERVAL_SECONDS):
+    state = f"EXTEND_TIMEOUT_USEC={_EXTENSION_SECONDS * 1e6:.0f}"
+    async with _repeated(lambda: notify(state), _EXTENSION_INTERVAL_SECONDS):
         yield
 
 
 def _watchdog_seconds() -> float:
-    """Return the service manager's watchdog timeout in seconds, or 0 if it does not watch this process."""
+    """Return the watchdog timeout in seconds, or 0 if the service manager does not request a watchdog."""
     microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not (microseconds.isascii() and microseconds.isdigit()) or pid not in ("", str(os.getpid())):
         return 0
@@ -56,11 +71,13 @@ def _watchdog_seconds() -> float:
 
 
 @contextlib.asynccontextmanager
-async def _notify_repeatedly(state: str, interval: float) -> AsyncIterator[None]:
+async def _repeated(action: Callable[[], None], interval: float) -> AsyncIterator[None]:
+    """Inside this context, call ``action`` every ``interval`` seconds."""
+
     async def repeat() -> None:
         while True:
             await asyncio.sleep(interval)
-            notify(state)
+            action()
 
     task = asyncio.create_task(repeat())
     try:

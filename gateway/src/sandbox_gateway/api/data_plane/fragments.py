@@ -9,15 +9,21 @@ import struct
 from collections.abc import Generator
 
 from websockets.client import ClientProtocol
-from websockets.exceptions import PayloadTooBig, ProtocolError
+from websockets.exceptions import InvalidHandshake, PayloadTooBig, ProtocolError
 from websockets.frames import CTRL_OPCODES, CloseCode, Frame, Opcode, apply_mask  # type: ignore[attr-defined]
-from websockets.protocol import SERVER, Protocol
+from websockets.protocol import CONNECTING, SERVER, Protocol
 from websockets.server import ServerProtocol
 
 MAX_FRAGMENT_BYTES = 16 << 10
 """Maximum bytes of a fragment; a multiple of four, the length of a mask. Larger frames are split."""
 MAX_CONTROL_FRAMES = 32
 """Maximum number of control frames handled per turn of the event loop: one read may contain thousands."""
+MAX_HANDSHAKE_BYTES = 64 << 10
+"""Maximum size of a service's response to a handshake, including the body of a refusal."""
+MAX_HANDSHAKE_READ_BYTES = 1 << 10
+"""Maximum bytes of that response parsed per turn of the event loop, because `websockets` copies the whole body for each
+of its chunks.
+"""
 _FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
 _LENGTH_FORMATS = {126: "!H", 127: "!Q"}
 
@@ -121,7 +127,23 @@ class ServerFragmentProtocol(ServerProtocol, FragmentProtocol):
 
 
 class ClientFragmentProtocol(ClientProtocol, FragmentProtocol):
-    """The gateway's end of a connection to a service."""
+    """The gateway's end of a connection to a service.
+
+    A response to the handshake that is longer than ``MAX_HANDSHAKE_BYTES`` sets ``handshake_exc`` and is not parsed.
+    """
+
+    _remaining_handshake_bytes = MAX_HANDSHAKE_BYTES
+
+    def receive_data(self, data: bytes | bytearray) -> None:
+        if self.state is CONNECTING and self.handshake_exc is None:
+            self._remaining_handshake_bytes -= len(data)
+            if self._remaining_handshake_bytes < 0:
+                self.handshake_exc = InvalidHandshake(
+                    f"its response to the handshake is longer than {MAX_HANDSHAKE_BYTES} bytes"
+                )
+                self.send_eof()
+                self.parser = self.discard()
+        super().receive_data(data)
 
 
 def send_fragment(protocol: Protocol, frame: Frame) -> None:

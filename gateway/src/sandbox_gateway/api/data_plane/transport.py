@@ -77,4 +77,5 @@ class _Backend(httpcore.AnyIOBackend):
         except BaseException:
             await anyio.aclose_forcefully(stream)
             raise
-        return CountingStream(AnyIOStream(stream))
+        # anyio has no option for the size of reads.
+        return CountingStream(AnyIOStream(stream), stream._transport)  # type: ignore[attr-defined]

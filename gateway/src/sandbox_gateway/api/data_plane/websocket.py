@@ -23,6 +23,7 @@ from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import (
     MAX_FRAGMENT_BYTES,
+    MAX_HANDSHAKE_READ_BYTES,
     ClientFragmentProtocol,
     ServerFragmentProtocol,
     send_fragment,
@@ -155,8 +156,12 @@ class _ServiceConnection(ClientConnection):
     protocol: ClientFragmentProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
+        transport.max_size = MAX_HANDSHAKE_READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
+
+    async def handshake(self, *args: Any, **more: Any) -> None:
+        await super().handshake(*args, **more)
+        self.transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
 
     async def next_fragment(self) -> Frame:
         """Return the next fragment. Raises ConnectionClosed."""
@@ -180,7 +185,8 @@ class _ServiceConnection(ClientConnection):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        has_invalid_response = self.response is None and self.protocol.handshake_exc is not None
+        if has_invalid_response or self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
         if self.protocol.has_reached_control_limit:
             self.transport.pause_reading()

@@ -126,8 +126,10 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     The exit code is 127 if the program does not exist, 126 if it cannot be executed, and 137 if it was killed at its
     timeout. In these cases, `stderr` contains the reason.
     """
-    result = await cancel_on_disconnect(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
-    return output.respond(shapes.exec_fields(result, body.timeout_secs))
+    sandbox_id = engine.sandboxes.get(ref).id
+    work = engine.commands.exec(sandbox_id, body.args, timeout=body.timeout_secs)
+    result = await cancel_on_disconnect(request, work)
+    return output.respond(sandbox_id, shapes.exec_fields(result, body.timeout_secs))
 
 
 @router.post(
@@ -140,8 +142,10 @@ async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: Engine
 
     Snapshots with memory contain this state, and so do the sandboxes made from them.
     """
-    result = await cancel_on_disconnect(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
-    return output.respond(shapes.eval_fields(result))
+    sandbox_id = engine.sandboxes.get(ref).id
+    work = engine.commands.eval(sandbox_id, body.code, timeout=body.timeout_secs)
+    result = await cancel_on_disconnect(request, work)
+    return output.respond(sandbox_id, shapes.eval_fields(result))
 
 
 @router.post("/v1/sandboxes/{ref}/ping", summary="Check that the sandbox's agent answers")

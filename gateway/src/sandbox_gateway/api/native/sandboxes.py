@@ -184,8 +184,9 @@ async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> No
     summary="Run a program to completion and return its output",
 )
 async def execute(request: Request, ref: Ref, body: requests.Exec, engine: EngineDep) -> Response:
+    sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.exec(
-        ref,
+        sandbox_id,
         body.args,
         env=body.env,
         cwd=body.cwd,
@@ -193,7 +194,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         timeout=body.timeout,
         stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(shapes.exec_fields(await cancel_on_disconnect(request, work)))
+    return output.respond(sandbox_id, shapes.exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(

@@ -80,7 +80,7 @@ class Disks:
 
     async def remove_record(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record."""
-        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.remove_record, sandbox))
 
     async def discard(self, instance: str) -> None:
         """Remove or retire an instance's dataset.

@@ -58,7 +58,7 @@ class JailZfsHost:
         self._scanned = False
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
-        self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state_root)
+        self._storage = ZfsStorage(config.jail_zfs.dataset, state_root=state_root)
         self._network = JailNetwork(self._run, config)
         # jails and their mounts
         self._register = MachineRegister(self._network.bridge)

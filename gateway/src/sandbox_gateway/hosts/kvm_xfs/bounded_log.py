@@ -9,8 +9,10 @@ process's standard error. The kernel frees the memory when the process ends.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 LOG_BYTES = 1 << 16
@@ -43,9 +45,33 @@ def clear_append_flag(writer: int) -> bool:
     return True
 
 
-def open_log_of(pid: int) -> int:
-    """Open the log of a running process and return the descriptor. Raises OSError."""
-    return os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_log_of(pid: int, directory: Path | None = None) -> int:
+    """Open the log of a running process and return the descriptor. Raises OSError.
+
+    ``directory``: that of a machine, whose log is a file if an older release started it.
+    """
+    # O_PATH: a guest that controls the process can make its standard error refer to any file, even one that only root
+    # may read, or whose opening has an effect.
+    descriptor = os.open(f"/proc/{pid}/fd/2", os.O_PATH | os.O_CLOEXEC)
+    try:
+        if _is_in_memory(descriptor):
+            # O_NONBLOCK: the process may hold a lease, for which the kernel would make this open wait.
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)
+    if directory is None:
+        raise OSError(errno.EPERM, f"the standard error of process {pid} is not a log")
+    return os.open(directory / _OLD_LOG, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_in_memory(descriptor: int) -> bool:
+    """Return whether a descriptor refers to a memfd. Nobody can open those of other users."""
+    memory_file = os.memfd_create("", os.MFD_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        return stat.S_ISREG(status.st_mode) and status.st_dev == os.fstat(memory_file).st_dev
+    finally:
+        os.close(memory_file)
 
 
 def read_log(log: int) -> str:

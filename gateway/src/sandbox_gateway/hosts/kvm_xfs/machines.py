@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict, Timeout, Unsupported
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.kvm_xfs import bounded_log
+from sandbox_gateway.hosts.kvm_xfs import bounded_log, process_checks
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
@@ -22,13 +22,16 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _OLD_LOG_INTERVAL_SECONDS = 2.0
 _MAX_CONCURRENT_QUERIES = 16
+_DISK_TIMEOUT_SECONDS = 5.0
+"""Time for machines that the earlier gateway has just started to open their disks."""
+_DISK_INTERVAL_SECONDS = 0.01
 
 log = Logger("kvm_xfs")
 
@@ -111,19 +114,27 @@ class Machines:
     async def adopt(self, scan: Scan) -> None:
         """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
         sandboxes = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
-        processes = list(list_running(str(self._layout.sandboxes)))
-        known_processes = {
-            path.parent.name: (pid, label) for pid, label, path in processes if path.parent.name in sandboxes
-        }
-        for pid, _, path in processes:
-            if path.parent.name not in known_processes:
-                await _stop_stray(Machine(pid, InstanceFiles(path.parent)))
-                scan.repaired.append(f"stopped the machine {path.parent.name}, which belonged to no sandbox")
-        await self._network_slots.open({_parse_slot_number(label) for _, label in known_processes.values()})
+        known_processes: dict[str, tuple[int, int]] = {}
+        deadline = time.monotonic() + _DISK_TIMEOUT_SECONDS
+        for process in list_running(self._layout.sandboxes, self._config.network.prefix):
+            sandbox = sandboxes.get(process.instance)
+            if sandbox is not None and await _is_machine_of(process, self._layout.instance(sandbox), deadline):
+                if process.slot_number is None:
+                    raise BackendFailed(
+                        f"process {process.pid} of sandbox {sandbox.id} is in no network slot of this gateway: restore "
+                        "network.prefix, or end the process"
+                    )
+                known_processes[process.instance] = (process.pid, process.slot_number)
+            elif process.slot_number is not None and await _stop_stray(process):
+                scan.repaired.append(f"stopped the machine {process.instance}, which belonged to no sandbox")
+        await self._network_slots.open({slot_number for _, slot_number in known_processes.values()})
         self._cgroups.sweep(set(known_processes))
-        for instance, (pid, label) in known_processes.items():
-            machine = Machine(pid, self._layout.instance(sandboxes[instance]))
-            self._watch(instance, machine, self._network_slots.adopt(_parse_slot_number(label)))
+        for instance, (pid, slot_number) in known_processes.items():
+            try:
+                machine = Machine(pid, self._layout.instance(sandboxes[instance]))
+            except ProcessLookupError:
+                continue  # It has just ended.
+            self._watch(instance, machine, self._network_slots.adopt(slot_number))
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
                     f"an older release started the machine {instance}, whose log has no limit and is "
@@ -131,7 +142,14 @@ class Machines:
                 )
             # The earlier gateway may have died before it set the limits, or during a capture.
             self._start_limiting(sandboxes[instance], pid)
-            if await machine.resume_if_stopped():
+            try:
+                was_stopped = await machine.resume_if_stopped()
+            except Exception as error:  # A guest that controls QEMU can cause any.
+                log.warning("machine stopped", pid=pid, reason=str(error) or type(error).__name__)
+                scan.repaired.append(f"stopped the machine {instance}, which did not answer as QEMU does")
+                await self.stop(sandboxes[instance])
+                continue
+            if was_stopped:
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
         if old := {each for each in scan.alive if bounded_log.has_old_log(self._started[each].machine.files.directory)}:
@@ -182,7 +200,11 @@ class Machines:
             return
         if limit_task := self._limit_tasks.pop(sandbox.instance, None):
             await asyncio.wait([limit_task])
-        await started_machine.machine.kill()
+        try:
+            await started_machine.machine.kill()
+        except BaseException:
+            self._started.setdefault(sandbox.instance, started_machine)  # so that it can be stopped again
+            raise
         self._cgroups.remove(sandbox.instance)
         await self._release_slot(sandbox.instance, started_machine.slot)
 
@@ -244,13 +266,30 @@ class Machines:
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 
-def _parse_slot_number(label: str) -> int:
-    return int(label.split("-")[1])
+async def _is_machine_of(process: MachineProcess, files: InstanceFiles, deadline: float) -> bool:
+    """Return whether a process is the machine of ``files``, because it has opened their disk.
+
+    Its command line does not prove this: a guest that controls QEMU can change it, but cannot open another disk. If the
+    process runs in a network slot, wait until ``deadline`` for it to open the disk.
+    """
+    while True:
+        with contextlib.suppress(OSError):
+            if process_checks.can_write(process.pid, files.disk):
+                return True
+        if process.slot_number is None or time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_DISK_INTERVAL_SECONDS)
 
 
-async def _stop_stray(machine: Machine) -> None:
+async def _stop_stray(process: MachineProcess) -> bool:
+    """Stop a machine. Returns False if it has already ended."""
     start = time.monotonic()
+    try:
+        machine = Machine(process.pid, InstanceFiles(process.directory))
+    except ProcessLookupError:
+        return False
     await machine.kill()
     log.info(
         "stopped a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - start) * 1000)
     )
+    return True

@@ -10,19 +10,24 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Resources
 
 _JAILS_PER_COMMAND = 200
+_THREADS_PER_PROCESS = 4
+_JAILS_THAT_FILL_THE_FILE_TABLE = 4
 _ABSENT_MESSAGES = ("No such process",)
 
 log = Logger("rctl")
 
 
-def format_rules(jail: str, resources: Resources, processes: int) -> list[str]:
-    """Return the rctl rules of a jail.
+def format_rules(jail: str, resources: Resources, processes: int, max_files: int) -> list[str]:
+    """Return the rctl rules of a jail. ``max_files``: the size of the host's table of open files.
 
-    Memory is limited by ``vmemoryuse``, because ``memoryuse`` is not a hard limit. ``pcpu`` is in percent of one
-    processor.
+    Memory is limited by ``vmemoryuse``, because ``memoryuse`` is not a hard limit. ``vmemoryuse`` does not include the
+    kernel's memory for threads, and all jails share the table of open files, so both are limited too. ``pcpu`` is in
+    percent of one processor.
     """
     limits = {
         "maxproc": str(processes),
+        "nthr": str(processes * _THREADS_PER_PROCESS),
+        "openfiles": str(max_files // _JAILS_THAT_FILL_THE_FILE_TABLE),
         "vmemoryuse": str(resources.memory_mb << 20),
         "pcpu": str(resources.cpus * 100),
     }
@@ -56,6 +61,7 @@ class Limits:
         self._run = run
         self._prefix = prefix
         self._processes = processes
+        self._max_files = 0
         self.is_enabled = False
 
     async def open(self) -> None:
@@ -68,14 +74,16 @@ class Limits:
             self.is_enabled = False
         if not self.is_enabled:
             log.warning(
-                "sandboxes have no limits on memory, processors or processes: "
+                "sandboxes have no limits on memory, processors, processes or open files: "
                 "add kern.racct.enable=1 to /boot/loader.conf and restart the machine"
             )
+            return
+        self._max_files = int(await self._run("sysctl", "-n", "kern.maxfiles"))
 
     async def apply(self, jail: str, resources: Resources) -> None:
         """Set the limits of a jail. Call it before the jail is created, so that they apply to the first process."""
         if self.is_enabled:
-            await self._run("rctl", "-a", *format_rules(jail, resources, self._processes))
+            await self._run("rctl", "-a", *format_rules(jail, resources, self._processes, self._max_files))
 
     async def remove(self, jail: str) -> None:
         if self.is_enabled:

@@ -17,6 +17,8 @@ from sandbox_gateway.hosts.network_policy import egress_rules
 from sandbox_gateway.records import NetworkPolicy
 
 _ANCHOR_ROOT = "sbx"
+MAX_CONNECTIONS = 4096
+"""The maximum number of connections that a sandbox can have open, in pf's state table."""
 _REMEDY = (
     f'add `nat-anchor "{_ANCHOR_ROOT}/*"` to the translation rules and `anchor "{_ANCHOR_ROOT}/*"` to the filter rules '
     "of /etc/pf.conf, then run `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
@@ -34,6 +36,8 @@ def bridge_rules(bridge: Bridge, egress: str) -> str:
 def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
     """Return the rules of one jail. Raises Invalid if the policy contains a malformed address."""
     scope = f"quick on {bridge.name} inet"
+    # "global" counts the states of all rules together. It counts states by address, so reloading does not reset them.
+    state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"
     from_clause = f"from {epair.address}"
     lines = [
         f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
@@ -49,10 +53,13 @@ def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequenc
             target = "any" if network.prefixlen == 0 else str(network)
             if rule.dns_only:
                 lines += [
-                    f"pass in {scope} proto {protocol} {from_clause} to {target} port 53" for protocol in ("tcp", "udp")
+                    f"pass in {scope} proto {protocol} {from_clause} to {target} port 53 {state}"
+                    for protocol in ("tcp", "udp")
                 ]
+            elif rule.allow:
+                lines.append(f"pass in {scope} {from_clause} to {target} {state}")
             else:
-                lines.append(f"{'pass' if rule.allow else 'block return'} in {scope} {from_clause} to {target}")
+                lines.append(f"block return in {scope} {from_clause} to {target}")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -13,6 +13,6 @@ only interpret properties, and ``marks`` collects the problems that they find.
 
 Sandboxes and volumes share several modules: ``dataset_tree`` destroys or retires datasets, ``snapshot_names`` maps ids
 to full names, ``snapshot_removal`` destroys or hides snapshots, and ``property_codec`` and ``property_store`` keep
-records in user properties. ``root`` manages the root dataset, ``host_lock`` locks it, ``ballast`` reserves space in it,
-and ``zfs_errors`` translates ZFS errors.
+records in user properties. ``secret_files`` keeps the environments of sandboxes in files. ``root`` manages the root
+dataset, ``host_lock`` locks it, ``ballast`` reserves space in it, and ``zfs_errors`` translates ZFS errors.
 """

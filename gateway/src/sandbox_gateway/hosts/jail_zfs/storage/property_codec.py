@@ -5,6 +5,10 @@ of a property is limited to 8191 bytes, so a longer record is split into parts, 
 that case, ``sandbox:record`` contains the number of parts and a checksum (``parts``, ``sha256``) instead of the record.
 Setting ``sandbox:record`` commits the record, because ZFS sets a property atomically. ``generation`` increases with
 every write.
+
+Every user of the host can read properties. The environment of a sandbox is therefore not part of them, but in a file
+(``secret_files``), whose name is in ``sandbox:record`` (``secrets``). Such a record has version 2, because releases
+that read only version 1 would lose the environment.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import NewerFormat, Record, Sandbox, Snapshot, Volume, VolumeSnapshot, parse_record
 from sandbox_gateway.validation import explain
 
-_VERSION = 1
-"""The version of the encoding, ``v``. The format of the record itself is ``records.FORMAT``."""
+_VERSION, _VERSION_WITH_SECRETS = 1, 2
+"""The versions of the encoding, ``v``. The format of the record itself is ``records.FORMAT``."""
 HEAD = "sandbox:record"
 """The property that contains a record, or describes its parts."""
 QUARANTINE = "sandbox:quarantine"
@@ -30,6 +34,7 @@ QUARANTINE = "sandbox:quarantine"
 DOOMED = "sandbox:doomed"
 """The property that marks the datasets of a volume whose removal is committed."""
 
+_SECRET_FILE_PATTERN = re.compile(r"[0-9a-f]{12}\.[0-9a-f]{16}")
 _PART_PATTERN = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
 _MAX_INLINE_BYTES = 7900
 _PART_BYTES = 8000
@@ -49,21 +54,32 @@ class StoredRecord(NamedTuple):
 
     generation: int
     record: Record
+    secret_file: str = ""
+    """The name of the file with the environment of a sandbox. Empty: it has none, or an older release wrote the record.
+
+    Until the file has been read, the environment of the record is empty.
+    """
 
 
-def encode(record: Record, generation: int) -> dict[str, str]:
+def encode(record: Record, generation: int, secret_file: str = "") -> dict[str, str]:
     """Return the properties that store ``record``, ending with ``sandbox:record``.
 
+    ``secret_file``: the name of the file with the environment, if the record is that of a sandbox with an environment.
     Raises Invalid if the record is too long.
     """
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
-    text = _to_json(record.model_dump(mode="json"))
-    if len(text) > _MAX_RECORD_BYTES:
+    fields = record.model_dump(mode="json")
+    if (length := len(_to_json(fields))) > _MAX_RECORD_BYTES:
         raise Invalid(
-            f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_MAX_RECORD_BYTES}: "
+            f"the record of {kind} {record.id} is {length} bytes long, but the limit is {_MAX_RECORD_BYTES}: "
             "shorten its metadata, its environment or its recipe"
         )
+    if fields.pop("env", {}) and not secret_file:
+        raise ValueError("the environment of a sandbox must be in a file")
+    text = _to_json(fields)
     head: dict[str, Any] = {"v": _VERSION, "kind": kind, "generation": generation}
+    if secret_file:
+        head |= {"v": _VERSION_WITH_SECRETS, "secrets": secret_file}
     if len(text) <= _MAX_INLINE_BYTES:
         return {HEAD: f'{_to_json(head)[:-1]},"record":{text}}}'}
     parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
@@ -82,17 +98,27 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
     head = _parse_object(props[HEAD], HEAD)
     generation = head.get("generation")
     version = head.get("v")
-    if isinstance(version, int) and version > _VERSION:
-        raise NewerFormat(f"its encoding has version {version}, but this release reads only version {_VERSION}")
-    if version != _VERSION or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
+    if isinstance(version, int) and version > _VERSION_WITH_SECRETS:
+        raise NewerFormat(
+            f"its encoding has version {version}, but this release reads versions up to {_VERSION_WITH_SECRETS}"
+        )
+    if (
+        version not in (_VERSION, _VERSION_WITH_SECRETS)
+        or not isinstance(generation, int)
+        or isinstance(generation, bool)
+        or generation < 0
+    ):
         raise ValueError(f"the property {HEAD} has an unknown version or an invalid generation")
     if head.get("kind") != kind:
         raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
+    secret_file = head.get("secrets", "")
+    if not isinstance(secret_file, str) or (secret_file and not _SECRET_FILE_PATTERN.fullmatch(secret_file)):
+        raise ValueError(f"the property {HEAD} has an invalid name of a file")
     data = (
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its record")
     )
     try:
-        return StoredRecord(generation, parse_record(_KINDS[kind], data))
+        return StoredRecord(generation, parse_record(_KINDS[kind], data), secret_file)
     except ValidationError as error:
         raise ValueError(explain(error)[:500]) from None
 

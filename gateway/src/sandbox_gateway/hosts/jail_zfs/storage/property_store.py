@@ -11,13 +11,15 @@ from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, find_stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
-from sandbox_gateway.records import Record
+from sandbox_gateway.hosts.jail_zfs.storage.secret_files import SecretFiles
+from sandbox_gateway.records import Record, Sandbox
 
 
 class PropertyStore:
-    def __init__(self, root: RootDataset, ballast: Ballast) -> None:
+    def __init__(self, root: RootDataset, ballast: Ballast, secret_files: SecretFiles) -> None:
         self._lock = root.index_lock
         self._ballast = ballast
+        self._secret_files = secret_files
         self._generations: dict[str, int] = {}
         """The generation of each object's newest record, keyed by the object's id."""
         self._multipart: set[str] = set()
@@ -45,9 +47,11 @@ class PropertyStore:
         """Commit a new version of the record on the dataset or snapshot ``name``."""
         with self._lock:
             generation = self._generations[record.id] = self._generations.get(record.id, 0) + 1
-        props = encode(record, generation)
+        secret_file = self._secret_files.write(record) if isinstance(record, Sandbox) else ""
+        props = encode(record, generation, secret_file)
         for prop, value in props.items():
             self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, name, prop, value))
+        self._secret_files.remove_superseded(record.id)
         if name in self._multipart:
             self._remove_stale_parts(name)
         if len(props) > 1:

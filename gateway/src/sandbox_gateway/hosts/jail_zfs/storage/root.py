@@ -75,9 +75,10 @@ class RootDataset:
         self._mountpoint = Path(os.path.realpath(path))
         for name in CONTAINERS:
             self._ensure_container(f"{self.dataset}/{name}")
-        # Users of the host must not reach set-user-ID programs, which root in a jail can create.
-        for name in CONTAINERS:
-            (self._mountpoint / name).chmod(0o700)
+        # Users of the host must not reach set-user-ID programs, which root in a jail can create and which the root file
+        # systems of templates contain.
+        for directory in (self._mountpoint, *(self._mountpoint / name for name in CONTAINERS)):
+            directory.chmod(0o700)
 
     def _ensure_container(self, name: str) -> None:
         if not zfs.lzc_exists(name):

@@ -28,6 +28,8 @@ class SandboxFindings:
     """The full name of each snapshot, keyed by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """The generation of each record, keyed by the id of the sandbox or snapshot."""
+    secret_files: dict[str, str] = field(default_factory=dict)
+    """The name of the file with the environment of each sandbox that has such a file, keyed by the sandbox's id."""
     multipart: set[str] = field(default_factory=set)
     """Datasets and snapshots that have parts of records."""
     uncommitted: list[str] = field(default_factory=list)
@@ -50,6 +52,7 @@ class _Claim(NamedTuple):
     createtxg: int
     instance: str
     record: Sandbox
+    secret_file: str
 
 
 def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
@@ -118,7 +121,9 @@ class _Reader:
                 if record.instance != instance:
                     self._quarantine(name, f"its record belongs to the instance {record.instance}")
                     continue
-                claim = _Claim(stored_record.generation, facts["createtxg"].number, instance, record)
+                claim = _Claim(
+                    stored_record.generation, facts["createtxg"].number, instance, record, stored_record.secret_file
+                )
                 claims.setdefault(record.id, []).append(claim)
                 self._note_readable(name)
         return claims
@@ -137,6 +142,8 @@ class _Reader:
             *older, newest = sorted(sandbox_claims, key=lambda claim: claim[:2])
             self.findings.generations[sandbox_id] = newest.generation
             self.findings.sandboxes.append(newest.record)
+            if newest.secret_file:
+                self.findings.secret_files[sandbox_id] = newest.secret_file
             for claim in older:
                 self.findings.superseded[claim.instance] = (
                     f"the instance of sandbox {sandbox_id} is now {newest.instance}"
@@ -162,11 +169,15 @@ class _Reader:
     def find_parts(self) -> None:
         """Find the parts of records, and determine which of them are stale.
 
-        Parts of quarantined records are kept, because they may help to repair the records.
+        Parts of quarantined records are kept, because they may help to repair the records. Parts of retired instances
+        are stale, and those of older releases may contain the environments of sandboxes.
         """
+        retired_prefix = f"{self._root}/{RETIRED}/"
         readable_names = {
             *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
+            *(name for name in self._local if name.startswith(retired_prefix) and "@" not in name),
+            *self._retired_in_place,
         }
         for name, props in self._local.items():
             if any(prop.startswith(f"{HEAD}.") for prop in props):

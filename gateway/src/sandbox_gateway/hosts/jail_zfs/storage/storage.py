@@ -5,7 +5,7 @@ docs/jail_zfs.md ("Datasets") lists the datasets.
 The command that takes a snapshot also sets its record, so a snapshot exists as soon as ZFS has taken it. A sandbox
 exists as soon as the record of its instance is written (``instances.save``). ``scan`` removes datasets without a
 record. It keeps and reports datasets with an unreadable record, and marks them with ``sandbox:quarantine``. Nothing is
-ever destroyed recursively (``-r``, ``-R``).
+ever destroyed recursively (``-r``, ``-R``). Environments of sandboxes are in files (``secret_files``).
 
 Methods block, are thread-safe, and raise GatewayError.
 """
@@ -15,21 +15,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from sandbox_gateway import zfs
+from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.host_lock import HostLock
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandboxes
+from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings, interpret_sandboxes
+from sandbox_gateway.hosts.jail_zfs.storage.secret_files import SecretFiles
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
-from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors, translated_errors
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer_records
 
 
@@ -49,13 +52,17 @@ class StorageScan:
 
 
 class ZfsStorage:
-    """The storage below the dataset ``root_dataset``, which must exist and have a mount point."""
+    """The storage below the dataset ``root_dataset``, which must exist and have a mount point.
 
-    def __init__(self, root_dataset: str, *, lock_directory: Path = Path("/var/run")) -> None:
+    ``state_root``: the directory for the lock and for the environments of sandboxes.
+    """
+
+    def __init__(self, root_dataset: str, *, state_root: Path) -> None:
         self.root = RootDataset(root_dataset)
-        self._lock = HostLock(root_dataset, lock_directory)
+        self._lock = HostLock(root_dataset, state_root)
         self._ballast = Ballast(root_dataset)
-        self._records = PropertyStore(self.root, self._ballast)
+        self._secret_files = SecretFiles(state_root / "secrets" / quote(root_dataset, safe=""))
+        self._records = PropertyStore(self.root, self._ballast, self._secret_files)
         self._names = SnapshotNames(self.root, "snapshot")
         self.instances = InstanceStorage(self.root, self._ballast, self._records, self._names)
         volume_datasets = VolumeDatasets(self.root, self._ballast, self._records)
@@ -74,6 +81,7 @@ class ZfsStorage:
         notes = self._lock.acquire()
         try:
             self.root.mount()
+            self._secret_files.open()
             notes += self._ballast.refill()
         except BaseException:
             self.close()
@@ -83,6 +91,11 @@ class ZfsStorage:
     def close(self) -> None:
         """Release the root dataset. Everything stays mounted, and ZFS errors are ignored."""
         self._lock.release()
+
+    def remove_record(self, sandbox: Sandbox) -> None:
+        """Remove the record of a sandbox, and its environment. The next scan removes its instance."""
+        self.instances.forget(sandbox.instance)
+        self._secret_files.remove(sandbox.id)
 
     @translate_errors
     def space(self) -> tuple[int, int]:
@@ -112,6 +125,7 @@ class ZfsStorage:
             notes = self.volumes.load(volume_findings)
             notes += findings.marks.list_notes()
             notes += self.instances.sweep(findings, teardown)
+            notes += self._load_secrets(findings)
             notes += self._ballast.refill()
             instance_prefix = self.root.child(SANDBOXES, "")
             unreadable_datasets = [
@@ -125,3 +139,21 @@ class ZfsStorage:
                 volume_findings.snapshots,
                 unreadable_datasets,
             )
+
+    def _load_secrets(self, findings: SandboxFindings) -> list[str]:
+        """Read the environments of sandboxes from their files, and move those that an older release left in properties.
+
+        Removes files that are not in use, unless a record cannot be read, because it may refer to one of them.
+        """
+        notes = self._secret_files.load(findings.sandboxes, findings.secret_files)
+        for sandbox in findings.sandboxes:
+            if sandbox.env and sandbox.id not in findings.secret_files:
+                dataset = self.instances.dataset(sandbox.instance)
+                try:
+                    with translated_errors():
+                        self._records.write(dataset, sandbox)
+                except GatewayError as error:
+                    notes.append(f"{dataset}: every user can read its environment variables: {error.message}")
+                else:
+                    notes.append(f"{dataset}: moved its environment variables to a file that only root can read")
+        return notes if findings.marks.quarantined else notes + self._secret_files.sweep()

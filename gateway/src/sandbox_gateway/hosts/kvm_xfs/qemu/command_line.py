@@ -35,7 +35,7 @@ class MachineSpec:
     """The properties of a machine that determine its command line, except for its files."""
 
     label: str
-    """Name of the process, made of network slot and instance. A restarted gateway uses it to find the process."""
+    """Name of the process, made of network slot and instance, for administrators."""
     qemu: str
     platform: Platform
     cpus: int

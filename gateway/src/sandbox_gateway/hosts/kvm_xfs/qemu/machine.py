@@ -42,6 +42,9 @@ _RESTORE_INTERVAL_SECONDS = 0.005
 _CONSOLE_LOG_INTERVAL_SECONDS = 0.005
 _CONSOLE_LOG_TIMEOUT_SECONDS = 2.0
 
+_MAX_MESSAGE_BYTES = 1 << 20
+"""Maximum length of a message from QEMU. Parsing a message blocks the event loop."""
+
 
 class Machine:
     """A QEMU process, started by this gateway or by an earlier one."""
@@ -65,7 +68,7 @@ class Machine:
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
-                self._log = open_log_of(pid)
+                self._log = open_log_of(pid, files.directory)
         self._final_log = ""
         """The tail of the log, saved when the machine ends."""
         self._console_log = console_log
@@ -243,11 +246,12 @@ class Machine:
 
     async def kill(self, seconds: float = 10) -> None:
         """Kill the process and wait until it has ended. Raises Timeout."""
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         await self.detach()
         if self.has_ended:
             return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         try:
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
@@ -258,8 +262,8 @@ class Machine:
         """Close the connection to the monitor. The machine keeps running."""
         client, self._qmp = self._qmp, None
         if client is not None:
-            # If the machine has ended and closed the connection, disconnect() raises one of these.
-            with contextlib.suppress(QMPError, OSError, EOFError, TimeoutError):
+            # disconnect() raises the error that ended the connection. A guest that controls QEMU can cause any.
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(2):
                     await client.disconnect()
 
@@ -283,7 +287,7 @@ class Machine:
     async def _client(self) -> QMPClient:
         async with self._qmp_lock:
             if self._qmp is None:
-                client = QMPClient(self.files.directory.name)
+                client = QMPClient(self.files.directory.name, readbuflen=_MAX_MESSAGE_BYTES)
                 # The client would store every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject_event
                 # connect() accepts a path of at most 107 bytes, or a connected socket.

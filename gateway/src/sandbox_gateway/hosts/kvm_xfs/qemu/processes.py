@@ -6,23 +6,51 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from sandbox_gateway.command import child_environment
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs import process_checks
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
-def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
-    """Yield (pid, label, path of the memory file) for each QEMU process whose memory file is below ``root``."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+class MachineProcess(NamedTuple):
+    """A process whose command line is that of a machine, which does not prove that a gateway started it."""
+
+    pid: int
+    directory: Path
+    """The directory of the machine's files when it started. They may have been moved since."""
+    slot_number: int | None
+    """The number of the network slot in which the process runs. None: in no slot, so that any user can have started it.
+
+    The number comes from the kernel. A guest that controls QEMU cannot change it.
+    """
+
+    @property
+    def instance(self) -> str:
+        return self.directory.name
+
+
+def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
+    """Yield each process whose command line names a memory file below ``root``. ``prefix``: ``network.prefix``."""
+    slots: dict[tuple[int, int], int] = {}
+    for path in RUN_NETNS.glob(f"{prefix}-*"):
+        number = path.name.removeprefix(f"{prefix}-")
+        if number.isdecimal():
+            with contextlib.suppress(FileNotFoundError):
+                slots[_identify(path)] = int(number)
+    for pid in process_checks.list_pids():
         with contextlib.suppress(OSError):
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            memory_option = next((argument for argument in arguments if f"mem-path={root}/" in argument), None)
-            if memory_option and "-name" in arguments:
-                path = memory_option.split("mem-path=", 1)[1].split(",", 1)[0]
-                yield int(entry.name), arguments[arguments.index("-name") + 1], Path(path)
+            options = [each for each in process_checks.read_arguments(pid) if f"mem-path={root}/" in each]
+            directory = Path(options[0].split("mem-path=", 1)[1].split(",", 1)[0]).parent if options else root
+            if directory.parent.parent == root:
+                yield MachineProcess(pid, directory, slots.get(_identify(Path(f"/proc/{pid}/ns/net"))))
+
+
+def _identify(namespace: Path) -> tuple[int, int]:
+    status = namespace.stat()
+    return status.st_dev, status.st_ino
 
 
 def start_in_namespace(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:

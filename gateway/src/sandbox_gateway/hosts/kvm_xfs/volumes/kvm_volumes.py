@@ -161,6 +161,8 @@ class KvmVolumes:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.stage, volume, snapshot)
                 try:
+                    # The generation must never be older than the contents.
+                    await asyncio.to_thread(self._store.save, volume)
                     share.current_clients = None
                     await self._servers.stop(volume.id)
                     await asyncio.to_thread(self._store.swap, volume.id)

@@ -51,6 +51,8 @@ ROOT_FD = 100
 EXT4_IOC_RESIZE_FS = 0x40086610
 
 _LOCK_TIMEOUT_SECONDS = 10.0
+_MAX_CALL_BYTES = 1 << 16
+"""Maximum length of a call to the substitute for rpcbind, in bytes."""
 _MAX_OPEN_FILES = 4096
 _MAX_MEMORY_BYTES = 768 << 20
 """Memory limit of a server, including its threads' stacks. A server that needs more ends and is replaced."""
@@ -274,7 +276,7 @@ def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bo
     """
     with contextlib.suppress(OSError, struct.error):
         (header,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
-        call = caller.recv(header & 0x7FFFFFFF, socket.MSG_WAITALL)
+        call = caller.recv(min(header & 0x7FFFFFFF, _MAX_CALL_BYTES), socket.MSG_WAITALL)
         xid, *_, procedure = struct.unpack_from(">6I", call)
         reply = struct.pack(">6I", xid, 1, 0, 0, 0, 0) + (struct.pack(">I", 1) if procedure else b"")
         caller.sendall(struct.pack(">I", len(reply) | 1 << 31) + reply)

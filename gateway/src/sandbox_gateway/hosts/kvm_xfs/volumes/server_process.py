@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs import process_checks
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import read_log
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
@@ -21,6 +22,8 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
 _STABLE_AFTER_SECONDS = 60.0
 _MAX_BACKOFF_SECONDS = 30.0
 _SETTINGS_FILE = "wanted.json"
+_DIRECTORY_ARGUMENT = 5
+"""The position of a server's directory in the command line of its launcher (`python -I -S launcher.py IMAGE …`)."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,24 @@ class ServerProcess:
 
     def open_root(self) -> int:
         """Open the root of the served file system. Returns the descriptor. Raises BackendFailed if the server ended."""
-        return self._open(f"root/{self.volume}")
+        return self._open(f"root/{self.volume}", os.O_RDONLY | os.O_NOFOLLOW)
 
     def configure(self, text: str) -> None:
         """Replace the server's configuration, which it reads on SIGHUP.
 
-        Raises BackendFailed if the server has ended.
+        Raises BackendFailed if the server has ended or prevents this.
         """
-        root_fd = self._open(f"fd/{ROOT_FD}")
+        root_fd = self._open(f"fd/{ROOT_FD}", os.O_PATH)
         try:
-            replace_file(Path(f"/proc/self/fd/{root_fd}", CONFIG_FILE), text)
+            # A compromised server can make its descriptor refer to any directory that it can open, but it cannot change
+            # its root.
+            if not os.path.samestat(os.fstat(root_fd), os.stat(f"/proc/{self.pid}/root")):  # noqa: PTH116
+                raise BackendFailed(f"the server for volume {self.volume} has closed its root directory")
+            replace_file(CONFIG_FILE, text, dir_fd=root_fd)
+        except OSError as error:
+            raise BackendFailed(
+                f"the configuration of the server for volume {self.volume} cannot be written ({error.strerror})"
+            ) from None
         finally:
             os.close(root_fd)
 
@@ -106,10 +117,10 @@ class ServerProcess:
         messages = [line.rpartition("] ")[2].strip() for line in lines if ":NULL :" not in line]
         return f": {'; '.join(messages[-4:])[-800:]}" if messages else ""
 
-    def _open(self, path: str) -> int:
+    def _open(self, path: str, flags: int) -> int:
         """Open a directory below the server's entry in /proc and return the descriptor."""
         try:
-            descriptor = os.open(f"/proc/{self.pid}/{path}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/{self.pid}/{path}", flags | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise BackendFailed(
                 f"the server for volume {self.volume} has exited ({error.strerror}): try again"
@@ -137,20 +148,23 @@ def wait_until_ended(pidfd: int, seconds: float) -> bool:
 
 
 def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield (pid, volume, is_serving) for each server process whose files are below ``root``.
+    """Yield (pid, volume, is_serving) for each server process of the gateway whose files are below ``root``.
 
     A process that is not serving is a launcher.
     """
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in process_checks.list_pids():
         with contextlib.suppress(OSError):
-            for word in (entry / "cmdline").read_bytes().decode(errors="replace").split("\0"):
-                path = Path(word)
-                if path.name == launcher.SERVER_NAME and path.parent.parent == root:
-                    yield int(entry.name), path.parent.name, True
-                elif path.parent == root:
-                    yield int(entry.name), path.name, False
+            arguments = process_checks.read_arguments(pid)
+            path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME
+            if not is_serving and len(arguments) > _DIRECTORY_ARGUMENT:
+                path = Path(arguments[_DIRECTORY_ARGUMENT])
+            # The program matters too, because other users choose the arguments of programs that become root, like sudo.
+            if (
+                path.parent == root
+                and process_checks.runs_as_gateway_user(pid)
+                and process_checks.program_name(pid).startswith(launcher.SERVER_NAME if is_serving else "python")
+            ):
+                yield pid, path.name, is_serving
 
 
 def save_settings(directory: Path, settings: ServerSettings) -> None:
@@ -168,8 +182,17 @@ def load_settings(directory: Path) -> ServerSettings | None:
         return None
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: readers see either the old text or the new text."""
-    new_path = path.with_name(f"{path.name}.new")
-    new_path.write_text(text)
-    new_path.rename(path)
+def replace_file(path: str | Path, text: str, *, dir_fd: int | None = None) -> None:
+    """Write a file atomically: readers see either the old text or the new text.
+
+    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory meanwhile:
+    the function follows no links. Raises OSError.
+    """
+    new_path = f"{path}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new_path, dir_fd=dir_fd)
+    # O_EXCL: never write to an existing file, not even through a link.
+    descriptor = os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    os.rename(new_path, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)

@@ -79,14 +79,14 @@ EXEC_REQUEST = {"args": ["true"]}
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
-def test_a_local_user_cannot_claim_an_unidentified_jail(agent_port: int, headers: dict[str, str]) -> None:
+def test_a_host_user_cannot_claim_an_unidentified_jail(agent_port: int, headers: dict[str, str]) -> None:
     assert post(agent_port, "/identity", FORGED_IDENTITY, headers) == 401
     assert post(agent_port, "/exec", EXEC_REQUEST, headers) == 401
     assert post(agent_port, "/mounts", {"mounts": []}, headers) in (401, 403)
     assert post(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
 
 
-def test_a_local_user_cannot_claim_an_identified_jail(
+def test_a_host_user_cannot_claim_an_identified_jail(
     agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)

@@ -1,0 +1,251 @@
+"""An ordinary user of a jail host reads properties of datasets (`zfs get`), files of templates, and the state root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway import zfs
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
+from tests.jail_zfs import pools
+from tests.security.test_host_user_files import find_readable_files
+from tests.support import session
+
+SECRET = "s3cret-value"
+ENV = {"API_KEY": SECRET}
+
+
+@pytest.fixture(scope="module")
+def pool(need_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.run_id()}s", session.run_dir()) as pool:
+        yield pool
+
+
+@pytest.fixture
+def storage(pool: pools.Pool, tmp_path: Path) -> Iterator[ZfsStorage]:
+    name = f"{pool.name}/root"
+    pools.run("zfs", "create", name)
+    storage = ZfsStorage(name, state_root=tmp_path)
+    storage.open()
+    storage.scan()
+    yield storage
+    storage.close()
+    pools.destroy_all(name)
+
+
+@pytest.fixture
+def base(storage: ZfsStorage) -> Snapshot:
+    return storage.snapshots.create_base(Snapshot(kind=SnapshotKind.BASE), lambda path: None)
+
+
+def create_sandbox(storage: ZfsStorage, base: Snapshot, **fields: object) -> Sandbox:
+    sandbox = Sandbox.model_validate({"name": "web", "env": ENV, **fields})
+    storage.instances.clone(base.id, sandbox.instance)
+    storage.instances.save(sandbox)
+    return sandbox
+
+
+def restart(storage: ZfsStorage) -> tuple[list[Sandbox], list[str]]:
+    """Return the sandboxes and the notes of the scan that follows a restart of the gateway."""
+    storage.close()
+    storage.open()
+    scan = storage.scan()
+    return scan.sandboxes, scan.repaired
+
+
+def list_properties(storage: ZfsStorage) -> str:
+    """Return what every user of the host can see on FreeBSD."""
+    return pools.run("zfs", "get", "-H", "-r", "all", storage.root.dataset).stdout
+
+
+def list_secret_files(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "secrets").rglob("*") if path.is_file())
+
+
+def encode_as_previous_release(sandbox: Sandbox, generation: int) -> dict[str, str]:
+    """Return the properties that releases without secret files wrote. A long record was split into parts."""
+    text = sandbox.model_dump_json()
+    head = {"v": 1, "kind": "sandbox", "generation": generation}
+    if len(text) < 7900:
+        return {HEAD: json.dumps(head | {"record": json.loads(text)})}
+    parts = [text[start : start + 8000] for start in range(0, len(text), 8000)]
+    head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: json.dumps(head)}
+
+
+def test_a_host_user_cannot_read_environments(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
+    sandbox = create_sandbox(storage, base, metadata={"text": "x" * 10_000})
+    storage.snapshots.capture(sandbox.instance, Snapshot(source_sandbox=sandbox.id))
+    assert SECRET not in list_properties(storage)
+    [file] = list_secret_files(tmp_path)
+    assert SECRET in file.read_text()
+    assert find_readable_files([file]) == []
+    file.chmod(0o644)
+    assert find_readable_files([file]) == [], "users can enter the directory"
+
+    assert restart(storage) == ([sandbox], [])
+    assert sandbox.env == ENV
+    sandbox.env = {"API_KEY": "another"}
+    storage.instances.save(sandbox)
+    storage.instances.save(sandbox)
+    [new_file] = list_secret_files(tmp_path)
+    assert new_file != file and "another" in new_file.read_text()
+    storage.remove_record(sandbox)
+    assert list_secret_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("length", [10, 20_000])
+def test_environments_of_the_previous_release_are_moved(
+    storage: ZfsStorage, base: Snapshot, tmp_path: Path, length: int
+) -> None:
+    sandbox = create_sandbox(storage, base, env={}, state_reason="y" * length)
+    sandbox.env = ENV
+    for prop, value in encode_as_previous_release(sandbox, 2).items():
+        zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
+    assert SECRET in list_properties(storage)
+    sandboxes, notes = restart(storage)
+    assert sandboxes == [sandbox] and "moved its environment variables" in notes[0]
+    assert SECRET not in list_properties(storage)
+    assert SECRET in list_secret_files(tmp_path)[0].read_text()
+    assert restart(storage) == ([sandbox], [])
+
+
+def test_environments_that_a_previous_release_left_on_retired_instances_are_removed(
+    storage: ZfsStorage, base: Snapshot
+) -> None:
+    sandbox = create_sandbox(storage, base, env={}, state_reason="y" * 20_000)
+    storage.snapshots.capture(sandbox.instance, Snapshot(source_sandbox=sandbox.id))
+    sandbox.env = ENV
+    for prop, value in encode_as_previous_release(sandbox, 2).items():
+        zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
+    storage.instances.forget(sandbox.instance)
+    assert not storage.instances.discard(sandbox.instance)
+    assert SECRET in list_properties(storage)
+    restart(storage)
+    assert SECRET not in list_properties(storage)
+
+
+def test_a_missing_file_is_reported_and_can_be_restored(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
+    sandbox = create_sandbox(storage, base)
+    [file] = list_secret_files(tmp_path)
+    text = file.read_text()
+    for damage in (file.unlink, lambda: file.write_text("{")):
+        damage()
+        [found_sandbox], [note] = restart(storage)
+        assert found_sandbox == sandbox.model_copy(update={"env": {}})
+        assert "has no environment variables" in note and str(file) in note
+        storage.instances.save(found_sandbox)
+        file.write_text(text)
+        assert restart(storage) == ([sandbox], [])
+
+
+# At each step, the process is killed instead of making the call with this number.
+CRASH_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from sandbox_gateway import zfs
+from sandbox_gateway.hosts.jail_zfs.storage import secret_files
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+
+dataset, state_root, step = sys.argv[1:]
+storage = ZfsStorage(dataset, state_root=Path(state_root))
+storage.open()
+[sandbox] = storage.scan().sandboxes
+
+def kill(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if step == "before the file is complete":
+    secret_files.json.dump = kill
+elif step == "between file and record":
+    zfs.lzc_set_prop = kill
+elif step == "before the old file is removed":
+    secret_files.SecretFiles.remove_superseded = kill
+elif step == "before the file of a removed sandbox is removed":
+    secret_files.SecretFiles.remove = kill
+    storage.remove_record(sandbox)
+sandbox.env = {"API_KEY": "another"}
+storage.instances.save(sandbox)
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "expected_env"),
+    [
+        ("before the file is complete", ENV),
+        ("between file and record", ENV),
+        ("before the old file is removed", {"API_KEY": "another"}),
+        ("before the file of a removed sandbox is removed", None),
+    ],
+)
+def test_a_killed_gateway_leaves_no_secrets_behind(
+    storage: ZfsStorage, base: Snapshot, tmp_path: Path, step: str, expected_env: dict[str, str] | None
+) -> None:
+    create_sandbox(storage, base)
+    storage.close()
+    result = subprocess.run(
+        [sys.executable, "-c", CRASH_SCRIPT, storage.root.dataset, str(tmp_path), step],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert len(list_secret_files(tmp_path)) == (1 if expected_env is None else 2)
+    sandboxes, notes = restart(storage)
+    assert [sandbox.env for sandbox in sandboxes] == ([] if expected_env is None else [expected_env])
+    assert "to which no record refers" in notes[-1]
+    assert len(list_secret_files(tmp_path)) == len(sandboxes)
+
+
+def test_files_of_another_dataset_are_kept(
+    storage: ZfsStorage, base: Snapshot, pool: pools.Pool, tmp_path: Path
+) -> None:
+    """An administrator can start the gateway with another dataset and the same state root, and go back."""
+    create_sandbox(storage, base)
+    storage.close()
+    other_name = f"{pool.name}/other"
+    pools.run("zfs", "create", other_name)
+    other = ZfsStorage(other_name, state_root=tmp_path)
+    try:
+        other.open()
+        other.scan()
+        other.close()
+    finally:
+        pools.destroy_all(other_name)
+    storage.open()
+    ((sandbox,), notes) = restart(storage)
+    assert (sandbox.env, notes) == (ENV, [])
+
+
+def test_files_are_kept_while_a_record_is_damaged(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
+    sandbox = create_sandbox(storage, base)
+    dataset = storage.instances.dataset(sandbox.instance)
+    head = zfs.local_props(dataset)[HEAD]
+    zfs.lzc_set_prop(dataset, HEAD, head[:-10])
+    assert restart(storage)[0] == []
+    assert QUARANTINE in zfs.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
+    zfs.lzc_set_prop(dataset, HEAD, head)
+    assert restart(storage)[0] == [sandbox]
+
+
+def test_a_host_user_cannot_reach_a_template_during_its_build(storage: ZfsStorage) -> None:
+    """The root file system of a template may contain a set-user-ID program of its author."""
+
+    def fill(path: Path) -> None:
+        (path / "program").touch(0o4755)
+        assert path.stat().st_mode & 0o777 == 0o755, "users of the jail cannot enter its root directory"
+        parents = [parent for parent in path.parents if parent.is_relative_to(storage.root.mountpoint)]
+        assert any(parent.stat().st_mode & 0o077 == 0 for parent in parents), "every user can enter the directory"
+        assert find_readable_files([path / "program"]) == []
+
+    storage.snapshots.create_base(Snapshot(kind=SnapshotKind.BASE), fill)
