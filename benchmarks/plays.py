@@ -44,6 +44,7 @@ class Plays:
         *,
         forks: int = 5,
         may_change: bool = True,
+        options: Sequence[str] = (),
         **play_keywords: Any,
     ) -> list[TimedTask]:
         """Run a play on all hosts and return the durations of its tasks.
@@ -56,7 +57,7 @@ class Plays:
         clock.write_text("")
         program = Path(sys.executable).with_name("ansible-playbook")
         result = subprocess.run(
-            [str(program), "-i", str(inventory), "--forks", str(forks), str(playbook)],
+            [str(program), "-i", str(inventory), "--forks", str(forks), *options, str(playbook)],
             env={**os.environ, **self._settings(clock)},
             cwd=self._scratch,
             stdin=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import leaks
 from tests.api.memory_gateway import MemoryGateway
 from tests.support import jail_world, session, templates
-from tests.support.gateway import TEMPLATE, Gateway, build_template
+from tests.support.gateway import PROGRAM, TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
@@ -219,8 +219,13 @@ def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
 def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
     gateways: list[Gateway] = []
 
-    def start_gateway(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
-        instance = Gateway(xfs_root, config or {})
+    def start_gateway(
+        config: dict[str, dict[str, object]] | None = None,
+        *,
+        seed_template: bool = True,
+        program: Sequence[str] = PROGRAM,
+    ) -> Gateway:
+        instance = Gateway(xfs_root, config or {}, program=program)
         if seed is not None and seed_template:
             seed(instance.state_root)
         gateways.append(instance)

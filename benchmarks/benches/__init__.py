@@ -12,6 +12,7 @@ from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
+from benchmarks.benches.plans import Plans
 from benchmarks.benches.prewarm import Prewarm
 from benchmarks.benches.rivals import Rivals
 from benchmarks.benches.rollback import Rollback
@@ -35,6 +36,7 @@ BENCHES: tuple[Bench, ...] = (
     Sdk(),
     JailZfs(),
     Tasks(),
+    Plans(),
     Connection(),
     Rivals(),
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.context import Context
@@ -17,14 +18,14 @@ from benchmarks.plays import Plays
 from tests.api.memory_gateway import MemoryGateway
 from tests.support import session
 
-_FORK_COUNT = 100
+FORK_COUNT = 100
 _ROUNDS = 5
 """How often the tasks of a play are measured, after a first round in which Ansible loads its plugins."""
-_SIMULATION_NOTE = (
+SIMULATION_NOTE = (
     "the gateway and its HTTP server are real. The forks are only simulated (tests/api/memory_host.py), because "
     "the measured requests do not need machines"
 )
-_FORK_OPTIONS: dict[str, Any] = {"snapshot": "golden", "count": _FORK_COUNT, "name_prefix": "ci", "exact": True}
+_FORK_OPTIONS: dict[str, Any] = {"snapshot": "golden", "count": FORK_COUNT, "name_prefix": "ci", "exact": True}
 
 
 class Tasks:
@@ -34,14 +35,16 @@ class Tasks:
     def run(self, ctx: Context) -> Result:
         plays = ctx.rounds(full=6, quick=1)
         settings = {
-            "forks": _FORK_COUNT,
+            "forks": FORK_COUNT,
             "plays": plays,
             "rounds": plays * _ROUNDS,
             "machines": "tests/api/memory_host.py",
         }
-        result = Result(self.name, self.title, settings, notes=[_SIMULATION_NOTE])
+        result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
-        with _gateway() as gateway, ctx.steps("plays", plays) as steps:
+        root = session.run_dir() / "tasks"
+        root.mkdir()
+        with open_gateway(root) as gateway, ctx.steps("plays", plays) as steps:
             for _ in range(plays):
                 for key, durations in _run_play(gateway).items():
                     samples[key] += durations
@@ -61,10 +64,8 @@ class Tasks:
 
 
 @contextlib.contextmanager
-def _gateway() -> Iterator[MemoryGateway]:
-    """Run a gateway with a snapshot and a hundred forks of it."""
-    root = session.run_dir() / "tasks"
-    root.mkdir()
+def open_gateway(root: Path) -> Iterator[MemoryGateway]:
+    """Run a gateway with a snapshot and a hundred forks of it, with its files in ``root``."""
     gateway, old_limits = MemoryGateway(root, log={"level": "warning"}), _raise_open_files_limit()
     try:
         gateway.build_template()
@@ -72,7 +73,7 @@ def _gateway() -> Iterator[MemoryGateway]:
             for path, body in (
                 ("/sandboxes", {"templateID": "base", "name": "source"}),
                 ("/sandboxes/source/snapshots", {"name": "golden"}),
-                ("/snapshots/golden/fork", {"names": [f"ci-{number}" for number in range(1, _FORK_COUNT + 1)]}),
+                ("/snapshots/golden/fork", {"names": [f"ci-{number}" for number in range(1, FORK_COUNT + 1)]}),
             ):
                 client.post(path, json=body, timeout=120).raise_for_status()
         yield gateway

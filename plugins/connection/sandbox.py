@@ -149,8 +149,13 @@ notes:
   - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
+  - In a check run, a task is skipped if its sandbox has no machine yet that the task could use, because a task of this
+    collection would create, restart or roll back the sandbox, or change its volumes. The host is unreachable if such a
+    task would pause or remove the sandbox. A task with C(check_mode=false) is only skipped if there is no such sandbox
+    yet.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -161,7 +166,9 @@ from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNo
 from ansible.plugins.connection import ConnectionBase
 from ansible.utils.display import Display
 from ansible.utils.unsafe_proxy import wrap_var
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
+from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import has_session, require_machine
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, task_host_name
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE_KIND, Channel, Process
@@ -201,6 +208,7 @@ class Connection(ConnectionBase):
         self._initial_variables: dict[str, Any] = {}
         self._variables: dict[str, Any] = {}
         self._delegate = ""
+        self._check_mode = False
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
         """Set all options except those that decide where the key is sent, which ``_operator_settings`` returns."""
@@ -210,6 +218,7 @@ class Connection(ConnectionBase):
         }
         super().set_options(task_keys=task_keys, var_options=unguarded_variables, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
+        self._check_mode = bool((task_keys or {}).get("check_mode"))
 
     def update_vars(self, variables: dict[str, Any]) -> None:
         """Store all variables. Ansible calls this method after ``set_options``, before each task and each loop item."""
@@ -217,8 +226,33 @@ class Connection(ConnectionBase):
         self._variables, self._settings = dict(variables), None
         super().update_vars(variables)
 
+    @property
+    def module_implementation_preferences(self) -> tuple[str, ...]:
+        """The file extensions of modules.
+
+        Ansible reads this before it searches for a Python interpreter, whose errors some releases only print. So skip
+        a task before that.
+        """
+        if has_session():
+            self._connect()
+        return ("",)
+
+    @property
+    def transport_test(self) -> Any:
+        """This plugin has no such method, which `wait_for_connection` looks for before it begins to retry all errors.
+
+        Without the check at this point, a task that must be skipped would end with a timeout.
+        """
+        if has_session():
+            with contextlib.suppress(UnreachableError):
+                self._connect()
+        raise AttributeError("transport_test")
+
     def _connect(self) -> Connection:
-        """Create the channel, which connects at the first request."""
+        """Create the channel, which connects at the first request.
+
+        Raises PlannedMachineSkip in a check run if the sandbox exists only in the plan, and UnreachableError.
+        """
         if self._channel is None:
             try:
                 self._channel = self._new_channel()
@@ -238,15 +272,20 @@ class Connection(ConnectionBase):
                 ca_path=settings["ca_path"] or "",
                 validate_certs=settings["validate_certs"],
             )
-        return Channel(
-            sandbox,
-            self.get_option("remote_user"),
-            timeout=self.get_option("gateway_timeout"),
-            url=gateway.url,
-            token=settings["gateway_token"] or gateway.read_key() or settings["default_token"] or "",
-            ca_path=str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
-            validate_certs=gateway.validate_certs,
-        )
+        gateway_options = {
+            "timeout": self.get_option("gateway_timeout"),
+            "url": gateway.url,
+            "token": settings["gateway_token"] or gateway.read_key() or settings["default_token"] or "",
+            "ca_path": str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
+            "validate_certs": gateway.validate_certs,
+        }
+        if has_session():
+            client = Client(**gateway_options)
+            try:
+                require_machine(client, sandbox, check_mode=self._check_mode)
+            finally:
+                client.close()
+        return Channel(sandbox, self.get_option("remote_user"), **gateway_options)
 
     def _guarded_names(self) -> list[str]:
         return [

@@ -44,6 +44,10 @@ options:
       - A name that all tasks of one C(ansible-playbook --check) share. With it, each task sees what the tasks before it
         would have done. The action plugin sets it; do not set it yourself.
     type: str
+  approved_plan:
+    description:
+      - The part of the applied plan that concerns this task. The action plugin sets it; do not set it yourself.
+    type: dict
   predict_only:
     description:
       - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it

@@ -131,6 +131,9 @@ notes:
   - Each host has a variable C(grove_sandbox) with the fields that the modules return for a sandbox, plus C(template),
     C(head) and C(gateway), which hold names.
   - The cache holds only these variables.
+  - In a check run, a task C(meta) with C(refresh_inventory) lists the sandboxes as the tasks before it would leave
+    them, if those tasks use the same gateway and API key as the inventory. Ids of new sandboxes begin with
+    C(known-after-apply-). The cache never contains such sandboxes.
 """
 
 EXAMPLES = r"""
@@ -180,6 +183,7 @@ from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
+from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import enter_session
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, store_gateway
 
 
@@ -251,7 +255,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 if self.get_option("strict"):
                     raise AnsibleParserError(message) from None
                 self.display.warning(message)
-        if is_cache_enabled and uncached_sources:
+        # Another run must not find sandboxes that exist only in the plan of this run.
+        if is_cache_enabled and uncached_sources and not any(source.is_planned for source in uncached_sources):
             self._cache[cache_key] = sandboxes_by_gateway
         return sandboxes_by_gateway
 
@@ -290,7 +295,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 
 
 class _Source:
-    """One gateway in the inventory file. ``cache_key`` identifies its sandboxes in the cache."""
+    """One gateway in the inventory file. ``cache_key`` identifies its sandboxes in the cache.
+
+    ``is_planned``: whether the observed sandboxes are those of a plan session.
+    """
 
     def __init__(self, entry: dict[str, Any], evaluate: Any, directory: Path) -> None:
         token, token_file = evaluate(entry.get("token")), _expand_path(evaluate(entry.get("token_file")), directory)
@@ -306,12 +314,14 @@ class _Source:
         )
         self._timeout = float(entry.get("timeout") or 30)
         self.cache_key = f"{self.gateway.name} {self.gateway.url}"
+        self.is_planned = False
 
     def observe(self) -> list[dict[str, Any]]:
-        """Return the gateway's sandboxes. Raises Failure."""
+        """Return the gateway's sandboxes, as this run's plan session has them if there is one. Raises Failure."""
         gateway = self.gateway
         client = Client(gateway.url, gateway.read_key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:
+            self.is_planned = enter_session(client)
             return _inventory.observe(client)
         finally:
             client.close()

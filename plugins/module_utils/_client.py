@@ -30,7 +30,7 @@ MAX_RESPONSE_BYTES = 64 << 20
 """Maximum size of a response in bytes, which is enough for one page of a list whose entries have 64 KiB each."""
 PLANNED_ID_PREFIX = "known-after-apply-"
 """The beginning of what check mode shows instead of the id of an object that only the run creates."""
-_SESSION_ID_PREFIX = "0" * 8
+_SESSION_ID_PREFIX = "5e5510ff"
 _SESSION_ID_PATTERN = re.compile(rf"\b{_SESSION_ID_PREFIX}([0-9a-f]{{4}})\b")
 _PLANNED_ID_PATTERN = re.compile(rf"\b{PLANNED_ID_PREFIX}([0-9a-f]{{4}})\b")
 ID_PATTERN = re.compile(rf"[0-9a-f]{{12}}|{PLANNED_ID_PREFIX}[0-9a-f]{{4}}")
@@ -118,6 +118,14 @@ class Client:
         self._plan_id = ""
         self.plan_opened_at = ""
         """When the plan session began, in the gateway's notation."""
+        self.gateway_id = ""
+        """The gateway's id, known after ``enter_plan`` or ``require_version``."""
+        self.typical_costs: dict[str, Any] | None = None
+        """The costs of recent captures, known after ``enter_plan``; None if there were none."""
+        self.objects_read: dict[str, Any] = {}
+        """The last state of each object that this client has read, by path; None if the object does not exist."""
+        self.requested_paths: set[str] = set()
+        """The keys of ``objects_read`` that were requested alone and not in a list."""
 
     def close(self) -> None:
         if self._connection is not None:
@@ -137,6 +145,7 @@ class Client:
                 return False
             raise
         self._plan_id, self.plan_opened_at = plan["planID"], plan["openedAt"]
+        self.gateway_id, self.typical_costs = plan.get("gatewayID") or "", plan.get("typical")
         return True
 
     @property
@@ -149,7 +158,9 @@ class Client:
         return datetime.now(timezone.utc) + self._clock_skew
 
     def get(self, path: str, **query: Any) -> Any:
-        return self.call("GET", path, query=query).data
+        data = self.call("GET", path, query=query).data
+        self._remember(path, data)
+        return data
 
     def find(self, path: str) -> Any:
         """Send a GET request like ``get``, but return None if the resource does not exist."""
@@ -157,15 +168,36 @@ class Client:
             return self.get(path)
         except Failure as failure:
             if failure.kind == "not_found":
+                self._remember(path, None)
                 return None
             raise
+
+    def _remember(self, path: str, data: Any) -> None:
+        self.objects_read[path] = data
+        self.requested_paths.add(path)
+
+    def _remember_listed(self, path: str, entry: Any) -> None:
+        for ref in _refs_of(path, entry):
+            key = f"{path}/{ref}"
+            # A request for one object has returned fields that lists do not contain.
+            detail = self.objects_read.get(key) if key in self.requested_paths else None
+            self.objects_read[key] = {**detail, **entry} if detail else entry
+
+    def forget_objects(self) -> None:
+        """Forget which objects this client has read."""
+        self.objects_read.clear()
+        self.requested_paths.clear()
 
     def list_all(self, path: str, **query: Any) -> Iterator[Any]:
         """Yield all entries of a list, requesting one page at a time."""
         page_token = ""
         while True:
             response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": page_token})
-            yield from response.data
+            if path.count("/") > 1 and not page_token:
+                self._remember(path, response.data)
+            for entry in response.data:
+                self._remember_listed(path, entry)
+                yield entry
             previous_token, page_token = page_token, response.headers.get("x-next-token", "")
             if not page_token:
                 return
@@ -191,13 +223,15 @@ class Client:
         """
         if self._has_checked_version:
             return
-        version = str((self.get("/health") or {}).get("version", ""))
+        health = self.get("/health") or {}
+        version = str(health.get("version", ""))
         match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
         if match is None:
             raise self._not_a_gateway_error("GET /health", "its response contains no version")
         if tuple(int(part or 0) for part in match.groups()) < MINIMUM_VERSION:
             raise self._gateway_too_old_error(version)
         self._has_checked_version = True
+        self.gateway_id = self.gateway_id or str(health.get("gatewayID", ""))
 
     def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Response:
         """Send a request. Retries it for up to ``timeout`` seconds while the gateway reports that it is busy."""
@@ -395,6 +429,15 @@ class _GatewayBusy(Exception):
         super().__init__(failure.message)
         self.failure = failure
         self.retry_after = retry_after
+
+
+def _refs_of(path: str, entry: Any) -> list[str]:
+    """Return the names and the id of an entry of the list at ``path``."""
+    if not isinstance(entry, dict):
+        return []
+    id_key = {"/sandboxes": "sandboxID", "/snapshots": "snapshotID", "/templates": "templateID"}.get(path, "")
+    refs = (entry.get("name"), *(entry.get("names") or ()), entry.get(id_key))
+    return [ref for ref in refs if isinstance(ref, str) and ref]
 
 
 def _format_query_value(value: Any) -> str:

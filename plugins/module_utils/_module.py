@@ -31,6 +31,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     "gateway_timeout": {"type": "int", "default": 300},
     "check_run": {"type": "str"},
     "predict_only": {"type": "bool", "default": False},
+    "approved_plan": {"type": "dict"},
 }
 
 
@@ -65,7 +66,7 @@ def remove_diff(result: dict[str, Any]) -> None:
 
 def redact_options(params: dict[str, Any]) -> dict[str, Any]:
     """Return the options with their secrets masked."""
-    redacted_options = dict(params)
+    redacted_options = {key: value for key, value in params.items() if key != "approved_plan"}
     if redacted_options.get("gateway_token"):
         redacted_options["gateway_token"] = MASK
     if redacted_options.get("env"):

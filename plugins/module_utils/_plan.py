@@ -24,7 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS_
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
-_RECREATING_VERBS = ("build", "clone", "fork", "replace")
+RECREATING_VERBS = ("build", "clone", "fork", "replace")
 """Verbs of actions that create another resource under the same name."""
 _UNKNOWN_KEYS = {
     "attach": ("used_mb",),
@@ -111,25 +111,31 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
                 result.pop(change.name, None)
                 continue
             keys = KEYS_BY_KIND[change.kind]
-            is_new = change.before is None or action.verb in _RECREATING_VERBS
+            is_new = change.before is None or action.verb in RECREATING_VERBS
             shape = dict.fromkeys(keys) if is_new else result.get(change.name, dict.fromkeys(keys))
             shape.update((key, None) for key in _UNKNOWN_KEYS.get(action.verb, ()) if key in keys)
             result[change.name] = {**shape, **{key: value for key, value in change.after.items() if key in keys}}
     return result
 
 
-def add_ids(
+def fill_from_session(
     predicted: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return predicted shapes with the ids that a plan session gave to new objects, for use in later tasks.
+    """Return predicted shapes in which values that are None have those of the session, except for measurements.
 
-    ``planned``: the shapes of the same objects in the session.
+    ``planned``: the shapes of the same objects in the session. The ids that it gave to new objects are for later tasks.
+    Whether a sandbox has diverged is unknown if the session does not know it.
     """
     result = {}
     for name, shape in predicted.items():
         planned_shape = planned.get(name, {})
-        ids = {key: value for key, value in planned_shape.items() if is_planned_id(value) and shape.get(key) is None}
-        result[name] = {**shape, **ids}
+        values = {
+            key: planned_shape.get(key) for key, value in shape.items() if value is None and key not in _MEASURED_KEYS
+        }
+        result[name] = {**shape, **values}
+        if "diverged" in planned_shape and "diverged" in shape:
+            # The prediction assumes that the guest does not write between the action and the end of the task.
+            result[name]["diverged"] = planned_shape["diverged"]
     return result
 
 

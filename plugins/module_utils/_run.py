@@ -6,18 +6,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    APPLY_VARIABLE,
+    Approval,
+    describe_actions,
+    estimate_costs,
+    object_version,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    RECREATING_VERBS,
     Action,
     Plan,
-    add_ids,
     diff,
+    fill_from_session,
     hide_unknown,
+    is_planned_id,
     predict,
 )
 
@@ -25,6 +35,9 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
 
 MASK = "********"
+PLAN_KEY = "_plan"
+"""The key of a result for the action plugin: the task's entry for the plan file, or what it used of an applied plan."""
+_OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 
 
 def run(
@@ -35,8 +48,15 @@ def run(
     Returns the module's result. Errors that a user can cause are reported in ``failed`` and ``failure`` and do not
     raise an exception. The result has a ``diff``, unless ``resource_kind`` is a Listing.
     """
+    gateway_client = client
     try:
-        gateway_client = client or connect(params)
+        is_managed = not isinstance(resource_kind, Listing)
+        if is_managed and not check and params.get("approved_plan") is None and os.environ.get(APPLY_VARIABLE):
+            raise Failure(
+                f"{APPLY_VARIABLE} is set, but this module was started without its action plugin, which compares the "
+                "task with the plan: run the task with its full name on a normal connection, or unset the variable"
+            )
+        gateway_client = gateway_client or connect(params)
         try:
             if check and params.get("check_run"):
                 gateway_client.enter_plan(params["check_run"])
@@ -50,7 +70,18 @@ def run(
                 gateway_client.close()
     except Failure as failure:
         result = failure_result(failure)
-    return mask_secrets(result, find_secrets(params))
+        if check and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
+            result[PLAN_KEY] = _plan_entry(gateway_client, failure=failure.message)
+    secrets = find_secrets(params)
+    entry = result.pop(PLAN_KEY, None)
+    masked_result: dict[str, Any] = mask_secrets(result, secrets)
+    if entry is not None:
+        # The entry contains secrets only as hashes. Masking would change names that contain a short secret.
+        masked_result[PLAN_KEY] = {
+            **entry,
+            **({"failure": mask_secrets(entry["failure"], secrets)} if "failure" in entry else {}),
+        }
+    return masked_result
 
 
 def connect(params: Mapping[str, Any]) -> Client:
@@ -75,29 +106,120 @@ class _Run:
         self.check = check
         self.continue_on_error = bool(params.get("continue_on_error"))
         self.predict_only = bool(params.get("predict_only"))
+        self.approved_plan = params.get("approved_plan")
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
 
     def result(self) -> dict[str, Any]:
+        self.client.forget_objects()
         have = self.resource_kind.observe(self.client, self.want)
         plan: Plan = self.resource_kind.plan(self.want, have)
         self.failures = dict(plan.failures)
         shapes = self.resource_kind.resources_by_name(self.want, have)
         if self.failures and not self.continue_on_error:
-            return self._report(shapes)
+            return self._add_entry(self._report(shapes), (), {}, shapes, shapes)
+        reads = self._list_reads(plan)
+        if self.approved_plan is not None and not self.check and not plan.actions and self.approved_plan["entries"]:
+            self.client.require_version()
+            if (entry := Approval(self.approved_plan, self.client.gateway_id).check_unchanged()) is not None:
+                skipped = [shape["id"] for shape in shapes.values() if shape.get("id")]
+                return {**self._report(shapes), PLAN_KEY: {"number": entry["number"], "skipped": skipped}}
         if plan.actions:
             self.client.require_version()
+            if self.approved_plan is not None and not self.check:
+                return self._apply_approved(self.approved_plan, plan, shapes, reads)
         if self.check and (self.predict_only or not self.client.is_planning):
             self.completed_actions = list(plan.actions)
             return self._report(predict(shapes, self.completed_actions))
         self._apply(plan)
         if self.check:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
-            return self._report(add_ids(predict(shapes, self.completed_actions), planned_shapes))
+            result = self._report(fill_from_session(predict(shapes, self.completed_actions), planned_shapes))
+            return self._add_entry(result, plan.actions, reads, shapes, planned_shapes)
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
         return self._report(shapes)
+
+    def _list_reads(self, plan: Plan) -> dict[str, str]:
+        """Return the versions of the objects that the plan depends on, by path. Call it before the plan is applied."""
+        if not plan.actions or not (self.client.is_planning or self.approved_plan is not None):
+            return {}
+        reads = {
+            f"/{change.kind}{'es' if change.kind == 'sandbox' else 's'}/{change.name}": ""
+            for action in plan.actions
+            for change in action.changes
+            if change.before is None
+        }
+        mentioned_texts = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
+        for action in plan.actions:
+            for change in action.changes:
+                _collect_texts((change.name, change.before, change.after), mentioned_texts)
+            _collect_texts(action.request, mentioned_texts)
+        for path, data in self.client.objects_read.items():
+            is_needed = path in self.client.requested_paths or path.split("/")[2] in mentioned_texts
+            if is_needed and path.startswith(_OBJECT_PATHS):
+                reads[path] = object_version(path, data, self.client.plan_opened_at)
+        return reads
+
+    def _apply_approved(
+        self,
+        approved_plan: Mapping[str, Any],
+        plan: Plan,
+        shapes: Mapping[str, Mapping[str, Any]],
+        reads: Mapping[str, str],
+    ) -> dict[str, Any]:
+        """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
+        approval = Approval(approved_plan, self.client.gateway_id)
+        entry = approval.find(plan.actions, reads)
+        self._apply(plan)
+        new_shapes = self._observe_again(shapes)
+        bindings = approval.bindings
+        for name, planned_id in entry["created"].items():
+            if real_id := new_shapes.get(name, {}).get("id"):
+                bindings[planned_id] = real_id
+        for action in self.completed_actions:
+            bindings.update((f"new {change.name}", "") for change in action.changes if change.before is None)
+        result = self._report(new_shapes)
+        # After a failure before the first change, the task can be repeated.
+        return (
+            {**result, PLAN_KEY: {"number": entry["number"], "bindings": bindings}}
+            if self.completed_actions
+            else result
+        )
+
+    def _add_entry(
+        self,
+        result: dict[str, Any],
+        plan_actions: Sequence[Action],
+        reads: Mapping[str, str],
+        shapes: Mapping[str, Mapping[str, Any]],
+        planned_shapes: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """Return ``result`` with the task's entry for the plan file, if it was carried out in a plan session.
+
+        If an action failed there, the entry contains all actions, because a run would try the same ones.
+        """
+        if not self.client.is_planning or self.predict_only:
+            return result
+        costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
+        created_names = [
+            change.name
+            for action in self.completed_actions
+            for change in action.changes
+            if (change.before is None or action.verb in RECREATING_VERBS)
+            and is_planned_id(planned_shapes.get(change.name, {}).get("id"))
+        ]
+        entry = _plan_entry(
+            self.client,
+            actions=describe_actions(plan_actions),
+            reads=dict(reads),
+            created={name: planned_shapes[name]["id"] for name in created_names},
+            costs=costs,
+            unknown=unknown,
+            failure=result["msg"] if result.get("failed") else None,
+        )
+        return {**result, PLAN_KEY: entry}
 
     def _apply(self, plan: Plan) -> None:
         for action in plan.actions:
@@ -168,6 +290,24 @@ class _Run:
             for name, actions in verbs.items()
             if name
         ]
+
+
+def _collect_texts(value: Any, texts: set[str]) -> None:
+    """Add all strings in a value to ``texts``."""
+    if isinstance(value, str):
+        texts.add(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect_texts(item, texts)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect_texts(item, texts)
+
+
+def _plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
+    """Return an entry of a plan file without the names of the host and the task, which the action plugin adds."""
+    no_changes = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
+    return {"gateway": client.gateway_id, "gateway_url": client.address.url, **no_changes, **fields}
 
 
 def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

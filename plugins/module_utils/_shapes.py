@@ -203,7 +203,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the shape of a volume. ``snapshots`` are all of its snapshots, as the gateway lists them."""
+    """Return the shape of a volume. ``snapshots`` are all of its snapshots, as the gateway lists them: oldest first."""
     all_snapshots = list(snapshots)
     attachments = [
         {
@@ -221,7 +221,7 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
         "used_mb": volume.get("usedMB"),
         "attachments": sorted(attachments, key=lambda each: (each["sandbox"], each["sandbox_id"])),
         "snapshots": sorted(each["name"] for each in all_snapshots if not each.get("sandboxSnapshotID")),
-        "captured_by": sorted(each["sandboxSnapshotID"] for each in all_snapshots if each.get("sandboxSnapshotID")),
+        "captured_by": [each["sandboxSnapshotID"] for each in all_snapshots if each.get("sandboxSnapshotID")],
         "from_snapshot": volume.get("fromSnapshot") or "",
         "owner_sandbox_id": volume.get("ownerSandboxID") or "",
         "stuck": list(volume.get("stuck") or []),

@@ -68,7 +68,7 @@ volumes:
         state: {description: "The state of the sandbox, V(running) or V(paused).", type: str}
     snapshots: {description: The names of its snapshots., type: list, elements: str}
     captured_by:
-      description: Ids of the sandbox snapshots that contain a capture of it.
+      description: Ids of the sandbox snapshots that contain a capture of it, oldest first.
       type: list
       elements: str
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}

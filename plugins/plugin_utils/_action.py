@@ -6,26 +6,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 from typing import TYPE_CHECKING, Any
 
-from ansible import constants as C
-from ansible import context
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
 from ansible.plugins.action import ActionBase
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Address
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     TOKEN_VARIABLE,
     URL_VARIABLE,
     argument_spec,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import failure_result, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, failure_result, run
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import applied_plan
 
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
@@ -47,15 +46,9 @@ def _is_always_in_check_mode(task: Task) -> bool:
         levels.append(parent)
     levels.append(getattr(levels[-1], "_play", None))
     sources = (level.get_ds() for level in levels if level is not None)
-    return any(isinstance(source, dict) and "check_mode" in source for source in sources)
-
-
-def _make_run_name() -> str:
-    """Return a name that all tasks of this run have in common, and no other run has.
-
-    The main process creates its temporary directory before it forks workers, so all of them know its unique name.
-    """
-    return hashlib.sha256(f"{platform.node()} {C.DEFAULT_LOCAL_TMP}".encode()).hexdigest()
+    values = (source["check_mode"] for source in sources if isinstance(source, dict) and "check_mode" in source)
+    # A keyword with this variable has another value in a real run.
+    return any("ansible_check_mode" not in str(value) for value in values)
 
 
 class GatewayAction(ActionBase):
@@ -72,8 +65,10 @@ class GatewayAction(ActionBase):
         result = super().run(tmp, task_vars)
         del tmp
         args = self._arguments()
+        task_vars = task_vars or {}
         try:
-            self._check_key_destination(args, task_vars or {})
+            self._check_key_destination(args, task_vars)
+            args.update(self._approval(task_vars))
         except Failure as failure:
             result.update(failure_result(failure))
             return dict(wrap_var(result))
@@ -85,6 +80,7 @@ class GatewayAction(ActionBase):
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
+        self._record_plan(result, args, task_vars)
         # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
         return dict(wrap_var(result))
 
@@ -98,11 +94,64 @@ class GatewayAction(ActionBase):
         for option, variable in (("gateway_url", URL_VARIABLE), ("gateway_token", TOKEN_VARIABLE)):
             if args.get(option) is None and os.environ.get(variable) and variable not in environment:
                 args[option] = os.environ[variable]
-        if self._task.check_mode and context.CLIARGS.get("check"):
+        if self._task.check_mode and _check_run.is_check_run():
             # A single task in check mode, within a real run, must see the changes of that run instead.
-            args["check_run"] = _make_run_name()
+            args["check_run"] = _check_run.make_run_name()
             args["predict_only"] = _is_always_in_check_mode(self._task)
+            _check_run.record_session()
         return args
+
+    def _approval(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Return the option with this task's entries of the applied plan, if the run applies one. Raises Failure."""
+        if isinstance(self.resource_kind, Listing) or (plan := applied_plan()) is None:
+            return {}
+        if _check_run.is_check_run():
+            raise Failure("a check run cannot apply a plan: run the playbook without --check, or without the plan")
+        if self._task.check_mode:
+            return {}
+        if self._task.async_val:
+            raise Failure("a task with async cannot be part of an applied plan: remove async, or do not apply a plan")
+        return {"approved_plan": _plan_journal.approved(plan, self._task_key(task_vars))}
+
+    def _record_plan(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+        """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""
+        entry = result.pop(PLAN_KEY, None)
+        if self._connection.transport == CONNECTION_PLUGIN_NAME:
+            entry = None  # Root in the sandbox can return anything.
+        if args.get("approved_plan") is not None:
+            if entry is not None:
+                _plan_journal.mark_used(entry)
+        elif _check_run.is_check_run() and not args.get("predict_only") and not isinstance(self.resource_kind, Listing):
+            self._add_plan_entry(entry, result, {"task": self._task.get_name(), **self._task_key(task_vars)})
+
+    def _add_plan_entry(self, entry: dict[str, Any] | None, result: dict[str, Any], task: dict[str, str]) -> None:
+        """Add the task to the plan of a check run: its entry, or why its changes are unknown."""
+        if entry is not None and not (self._task.no_log and entry["actions"]):
+            _plan_journal.add_entry({**entry, **task})
+            return
+        if entry is not None:
+            reason = "they must not be saved, because the task has no_log"
+        elif not self._task.check_mode:
+            if not result.get("changed"):
+                return
+            reason = "it has check_mode: false, so it made its changes during the check run"
+        elif self._task.async_val:
+            reason = "it is asynchronous"
+        elif (result.get("failure") or {}).get("kind") == "invalid":
+            return  # The options are invalid, so that a run would not do anything either.
+        else:
+            reason = result.get("msg") or "the gateway is too old to have plan sessions"
+        problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"
+        _plan_journal.add_entry({**task, "problem": problem})
+
+    def _task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
+        """Return the host and the place of this task, by which a run finds its entry in the plan of a check run."""
+        path, _separator, line = (self._task.get_path() or "").rpartition(":")
+        base = str(task_vars.get("playbook_dir") or os.curdir)
+        return {
+            "host": str(task_vars.get("inventory_hostname", "")),
+            "path": f"{os.path.relpath(path, base)}:{line}" if path else "",
+        }
 
     def _environment(self) -> dict[str, Any]:
         """Return the task's ``environment`` as one mapping."""

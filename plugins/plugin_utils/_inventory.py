@@ -13,6 +13,7 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import hide_unknown
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
@@ -27,7 +28,10 @@ _RESERVED_NAMES = frozenset({"all", "ungrouped", "localhost"})
 
 
 def observe(client: Client) -> list[dict[str, Any]]:
-    """Return the shapes of all sandboxes of a gateway, plus the names of their templates and heads."""
+    """Return the shapes of all sandboxes of a gateway, plus the names of their templates and heads.
+
+    In a plan session, values that only the run can know are None.
+    """
     names_by_id = {each["templateID"]: (each.get("names") or [""])[0] for each in client.list_all("/templates")}
     names_by_id.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
     sandboxes = []
@@ -37,7 +41,7 @@ def observe(client: Client) -> list[dict[str, Any]]:
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
         shape["template"] = detail.get("alias") or names_by_id.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names_by_id.get(shape["snapshot_id"]) or shape["snapshot_id"]
-        sandboxes.append(shape)
+        sandboxes.append(hide_unknown(shape, client.plan_opened_at) if client.is_planning else shape)
     return sandboxes
 
 

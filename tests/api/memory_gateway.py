@@ -109,9 +109,11 @@ class MemoryGateway:
         return template_id
 
     def clear(self) -> None:
-        """Remove every sandbox, snapshot and volume, and every template except `base`."""
+        """Remove every sandbox, snapshot and volume, and every template except `base`. End plan sessions."""
         self.host.fork_seconds, self.host.failing_names, self.host.build_seconds = 0.0, set(), 0.0
         with self.client() as client:
+            for plan in client.get("/plans").json():
+                client.delete(f"/plans/{plan['planID']}").raise_for_status()
             for sandbox in client.get("/sandboxes?limit=1000").json():
                 client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
             for snapshot in client.get("/snapshots?limit=1000").json():

@@ -92,7 +92,7 @@ def test_health_describes_the_host_only_to_callers_with_a_key(memory_gateway: Me
         wrong_key_header = {"X-API-Key": "wrong-key-0123456789"}
         assert keyless_client.get("/health", headers=wrong_key_header).json().keys() == public_fields
         detailed_health = reader.get("/health").json()
-        assert detailed_health.keys() == public_fields | {"room"}
+        assert detailed_health.keys() == public_fields | {"gatewayID", "room"}
         assert detailed_health["room"]["diskTotalBytes"] == memory_gateway.host.available_room.disk_total
 
 

@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine.plans import sessions
+from sandbox_gateway.records import PLANNED_PREFIX
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
-PLANNED_ID = re.compile("0{8}[0-9a-f]{4}")
+PLANNED_ID = re.compile(rf"{PLANNED_PREFIX}[0-9a-f]{{4}}")
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
         "mounts": [],
         "fromSnapshot": "",
         "ownerSandboxID": "",
+        "generation": 0,
         "stuck": [],
     }
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,15 @@ MODULES_BY_ENDPOINT = {
     "hosts": "host",
     "job_templates": "job_template",
     "schedules": "schedule",
+    "workflow_job_templates": "workflow_job_template",
+    "workflow_job_template_nodes": "workflow_job_template_node",
 }
 """The module of awx.awx that writes to each endpoint."""
+APPROVALS = "workflow_approval_templates"
+"""The endpoint of the approvals that workflows wait for. The module of nodes writes to it."""
+UNIFIED_ENDPOINTS = ("job_templates", "workflow_job_templates", "projects", "inventory_sources")
+"""The endpoints whose objects ``unified_job_templates`` lists too."""
+NODES = "workflow_job_template_nodes"
 MODULE_ONLY_OPTIONS = {
     "state",
     "new_name",
@@ -46,6 +53,9 @@ MODULE_ONLY_OPTIONS = {
     "update_project",
     "update_secrets",
     "survey_spec",
+    "destroy_current_nodes",
+    "approval_node",
+    "lookup_organization",
 }
 """Options of the modules that are not fields of the API."""
 REFERENCE_FIELDS = {
@@ -58,6 +68,7 @@ REFERENCE_FIELDS = {
     "source_project": "projects",
     "inventory": "inventories",
     "unified_job_template": "job_templates",
+    "workflow_job_template": "workflow_job_templates",
 }
 """Fields that contain the id of another object, with the endpoint of that object."""
 REQUIRED_FIELDS = {
@@ -71,11 +82,26 @@ REQUIRED_FIELDS = {
     "hosts": ("name", "inventory"),
     "job_templates": ("name", "inventory", "project", "playbook"),
     "schedules": ("name", "rrule", "unified_job_template"),
+    "workflow_job_templates": ("name",),
+    NODES: ("identifier", "workflow_job_template"),
+    APPROVALS: ("name",),
 }
 NULLABLE_FIELDS = {"host_filter"}
 """Text fields that are null if they are not set. Other text fields are empty."""
 FIELDS_UNIQUE_WITH_NAME = ("organization", "inventory", "credential_type", "unified_job_template")
 """Fields that must be unique together with the name."""
+PROMPTS = {
+    "extra_data": "ask_variables_on_launch",
+    "job_tags": "ask_tags_on_launch",
+    **{
+        field: f"ask_{field}_on_launch"
+        for field in (
+            *("inventory", "scm_branch", "job_type", "skip_tags", "limit", "diff_mode", "verbosity"),
+            *("execution_environment", "forks", "job_slice_count", "timeout"),
+        )
+    },
+}
+"""The fields of a node that are answers to prompts, and the field with which a job template allows each answer."""
 TEXT_MAPPING_FIELDS = ("variables", "extra_vars", "source_vars")
 """Fields that contain a mapping as text, in JSON or YAML."""
 RRULE_PATTERN = re.compile(
@@ -114,10 +140,14 @@ class Awx:
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
-        self.tables: dict[str, dict[int, dict[str, Any]]] = {endpoint: {} for endpoint in MODULES_BY_ENDPOINT}
+        self.tables: dict[str, dict[int, dict[str, Any]]] = {
+            endpoint: {} for endpoint in (*MODULES_BY_ENDPOINT, APPROVALS)
+        }
         self.surveys: dict[int, dict[str, Any]] = {}
         self.attached_credential_ids: dict[int, list[int]] = {}
         """The ids of the credentials of each job template."""
+        self.next_node_ids: dict[int, list[int]] = {}
+        """The ids of the nodes that start after each node, if it succeeds."""
         self.updates: dict[int, int] = {}
         """How often clients have requested an update of each project."""
         self.writes: list[tuple[str, str]] = []
@@ -153,7 +183,7 @@ class Awx:
     def _route(self, method: str, segments: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
         match (method, *segments):
             case ("GET", "unified_job_templates"):
-                return 200, self._list_page("job_templates", query)
+                return 200, self._list_page("job_templates", query, UNIFIED_ENDPOINTS)
             case ("GET", "project_updates", item_id):
                 return 200, self._update_project(int(item_id))
             case ("GET", endpoint) if endpoint in MODULES_BY_ENDPOINT:
@@ -164,10 +194,21 @@ class Awx:
                 return 200, self._render_item(endpoint, self._find_item(endpoint, item_id))
             case ("PATCH", endpoint, item_id) if endpoint in MODULES_BY_ENDPOINT:
                 return 200, self._render_item(endpoint, self._write(endpoint, self._find_item(endpoint, item_id), body))
-            case (_, "job_templates", item_id, "survey_spec"):
-                return 200, self._handle_survey(method, self._find_item("job_templates", item_id)["id"], body)
+            case (_, "job_templates" | "workflow_job_templates" as endpoint, item_id, "survey_spec"):
+                return 200, self._handle_survey(method, self._find_item(endpoint, item_id)["id"], body)
             case (_, "job_templates", item_id, "credentials"):
                 return self._handle_credentials(method, self._find_item("job_templates", item_id)["id"], body)
+            case (_, "workflow_job_template_nodes", item_id, "success_nodes"):
+                return self._handle_next_nodes(method, self._find_item(NODES, item_id), body)
+            case ("POST", "workflow_job_template_nodes", item_id, "create_approval_template"):
+                approval = self._write(APPROVALS, None, body)
+                self._find_item(NODES, item_id)["unified_job_template"] = approval["id"]
+                return 201, self._render_item(APPROVALS, approval)
+            case ("GET", "workflow_approval_templates", item_id):
+                return 200, self._render_item(APPROVALS, self._find_item(APPROVALS, item_id))
+            case ("PATCH", "workflow_approval_templates", item_id):
+                approval = self._write(APPROVALS, self._find_item(APPROVALS, item_id), body)
+                return 200, self._render_item(APPROVALS, approval)
         raise RefusedRequest(404, {"detail": "Not found."})
 
     def _find_item(self, endpoint: str, item_id: Any) -> dict[str, Any]:
@@ -176,23 +217,29 @@ class Awx:
             raise RefusedRequest(404, {"detail": "Not found."})
         return item
 
-    def _list_page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
+    def _list_page(self, endpoint: str, query: dict[str, str], other_endpoints: tuple[str, ...] = ()) -> dict[str, Any]:
         unknown_fields = query.keys() - {"id", *self.get_writable_fields(endpoint)}
         if unknown_fields:
             raise RefusedRequest(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown_fields))}"})
         items = [
-            self._render_item(endpoint, item)
-            for item in self.tables[endpoint].values()
+            self._render_item(each, item)
+            for each in other_endpoints or (endpoint,)
+            for item in self.tables[each].values()
             if all(str(item.get(key)) == value for key, value in query.items())
         ]
         return {"count": len(items), "next": None, "previous": None, "results": items}
 
     def _render_item(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
         url = f"/api/v2/{endpoint}/{item['id']}/"
-        related_urls = {"survey_spec": f"{url}survey_spec/"} if endpoint == "job_templates" else {}
+        related_urls = {}
+        if endpoint in ("job_templates", "workflow_job_templates"):
+            related_urls["survey_spec"] = f"{url}survey_spec/"
+        if endpoint == NODES and item["unified_job_template"] is not None:
+            template_endpoint = APPROVALS if item["unified_job_template"] in self.tables[APPROVALS] else "job_templates"
+            related_urls["unified_job_template"] = f"/api/v2/{template_endpoint}/{item['unified_job_template']}/"
         data = {
             **item,
-            "type": MODULES_BY_ENDPOINT[endpoint],
+            "type": MODULES_BY_ENDPOINT.get(endpoint, "workflow_approval_template"),
             "url": url,
             "related": related_urls,
             "summary_fields": {},
@@ -212,11 +259,20 @@ class Awx:
 
     def get_writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
         """Return the writable fields with their types, taken from the options of the corresponding module."""
+        if endpoint == APPROVALS:
+            approval_fields: dict[str, dict[str, Any]] = awx_collection.read_module_options(MODULES_BY_ENDPOINT[NODES])[
+                "approval_node"
+            ]["suboptions"]
+            return approval_fields
         fields = {
             name: option
             for name, option in awx_collection.read_module_options(MODULES_BY_ENDPOINT[endpoint]).items()
             if name not in MODULE_ONLY_OPTIONS and option.get("type", "str") != "list"
         }
+        if endpoint == NODES:
+            # The module finds the workflow in this organization, and sends the type of a node with its fields.
+            del fields["organization"]
+            fields["type"] = {"type": "str", "choices": [MODULES_BY_ENDPOINT[NODES]]}
         return {**fields, "managed": {"type": "bool"}} if endpoint == "credential_types" else fields
 
     def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
@@ -242,15 +298,16 @@ class Awx:
             if new_item[name] in ("", None):
                 raise make_validation_error(name, "This field is required.")
         unique_fields = [name for name in ("name", *FIELDS_UNIQUE_WITH_NAME) if name in fields]
+        if endpoint == NODES:
+            unique_fields = ["identifier", "workflow_job_template"]
+        elif endpoint == APPROVALS:
+            # Approvals of different workflows can have the same name.
+            unique_fields = ["id"]
         for item in self.tables[endpoint].values():
-            if item is not old and all(item.get(name) == new_item[name] for name in unique_fields):
+            if item is not old and all(item.get(name) == new_item.get(name) for name in unique_fields):
                 raise RefusedRequest(
                     400,
-                    {
-                        "__all__": [
-                            f"{MODULES_BY_ENDPOINT[endpoint]} with these {', '.join(unique_fields)} already exists."
-                        ]
-                    },
+                    {"__all__": [f"{endpoint}: an object with these {', '.join(unique_fields)} already exists."]},
                 )
         check = getattr(self, f"_check_{endpoint}", None)
         if check:
@@ -345,16 +402,22 @@ class Awx:
         if item["playbook"] not in playbooks:
             raise make_validation_error("playbook", "Playbook not found for project.")
 
+    def _check_workflow_job_template_nodes(self, item: dict[str, Any]) -> None:
+        template = self.tables["job_templates"].get(item["unified_job_template"], {})
+        for field, permission in PROMPTS.items():
+            if item[field] and not template.get(permission):
+                raise make_validation_error(field, "Field is not configured to prompt on launch.")
+
     def _check_schedules(self, item: dict[str, Any]) -> None:
         if not RRULE_PATTERN.fullmatch(item["rrule"]):
             raise make_validation_error("rrule", "DTSTART and one RRULE are required.")
-        problems = self._check_answers(item["unified_job_template"], item["extra_data"])
+        problems = self._check_answers(self.tables["job_templates"][item["unified_job_template"]], item["extra_data"])
         if problems:
             raise RefusedRequest(400, {"variables_needed_to_start": problems})
 
-    def _check_answers(self, template_id: int, answers: dict[str, Any]) -> list[str]:
-        allow_other_variables = self.tables["job_templates"][template_id]["ask_variables_on_launch"]
-        survey = self.surveys[template_id]
+    def _check_answers(self, template: dict[str, Any], answers: dict[str, Any]) -> list[str]:
+        allow_other_variables = template["ask_variables_on_launch"]
+        survey = self.surveys[template["id"]]
         return awx_survey.check_answers(
             survey,
             {**awx_survey.collect_default_answers(survey), **answers},
@@ -389,6 +452,28 @@ class Awx:
         attached_credential_ids.append(credential["id"])
         return 204, None
 
+    def _handle_next_nodes(self, method: str, node: dict[str, Any], body: Any) -> tuple[int, Any]:
+        next_ids = self.next_node_ids.setdefault(node["id"], [])
+        if method == "GET":
+            nodes = [self._render_item(NODES, self.tables[NODES][item_id]) for item_id in next_ids]
+            return 200, {"count": len(nodes), "next": None, "previous": None, "results": nodes}
+        if body.keys() - {"id", "disassociate"}:
+            raise make_validation_error("id", "unknown keys")
+        next_node = self._find_item(NODES, body["id"])
+        if body.get("disassociate"):
+            next_ids.remove(next_node["id"])
+            return 204, None
+        if next_node["workflow_job_template"] != node["workflow_job_template"]:
+            raise RefusedRequest(400, {"Error": "The nodes belong to different workflows."})
+        if node["id"] in self._list_descendants(next_node["id"]):
+            raise RefusedRequest(400, {"Error": "Cycle detected."})
+        next_ids.append(next_node["id"])
+        return 204, None
+
+    def _list_descendants(self, node_id: int) -> set[int]:
+        """Return the ids of a node and of all nodes that start after it."""
+        return {node_id}.union(*(self._list_descendants(next_id) for next_id in self.next_node_ids.get(node_id, [])))
+
     def _update_project(self, project_id: int) -> dict[str, Any]:
         self._find_item("projects", project_id)
         self.updates[project_id] += 1
@@ -397,15 +482,14 @@ class Awx:
     # Launching jobs
 
     def find_by_name(self, endpoint: str, name: str) -> dict[str, Any]:
-        (item,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
+        key = "identifier" if endpoint == NODES else "name"
+        (item,) = [item for item in self.tables[endpoint].values() if item[key] == name]
         return item
 
     def launch(self, name: str, answers: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of a new job. Raises RefusedRequest if its survey rejects an answer."""
         template = self.find_by_name("job_templates", name)
-        problems = self._check_answers(template["id"], answers)
-        if problems:
-            raise RefusedRequest(400, {"variables_needed_to_start": problems})
+        self._require_valid_answers(template, answers)
         env = {}
         for item_id in self.attached_credential_ids.get(template["id"], []):
             credential = self.tables["credentials"][item_id]
@@ -414,7 +498,12 @@ class Awx:
         inventory = self.tables["inventories"][template["inventory"]]
         return {
             "playbook": template["playbook"],
-            "extra_vars": {**awx_survey.collect_default_answers(self.surveys[template["id"]]), **answers},
+            "job_type": template["job_type"],
+            "extra_vars": {
+                **json.loads(template["extra_vars"] or "{}"),
+                **awx_survey.collect_default_answers(self.surveys[template["id"]]),
+                **answers,
+            },
             "env": env,
             "inventory": inventory["name"],
             "hosts": {
@@ -423,6 +512,36 @@ class Awx:
                 if host["inventory"] == inventory["id"]
             },
         }
+
+    def _require_valid_answers(self, template: dict[str, Any], answers: dict[str, Any]) -> None:
+        problems = self._check_answers(template, answers)
+        if problems:
+            raise RefusedRequest(400, {"variables_needed_to_start": problems})
+
+    def run_workflow(self, name: str, answers: dict[str, Any]) -> Generator[dict[str, Any], dict[str, Any], None]:
+        """Yield the settings of each job or approval of a workflow, in order, and receive the artifacts of each.
+
+        Send no artifacts, and close the generator, if a job fails or an approval is denied. As in AWX, jobs receive the
+        artifacts of all nodes before them, and the answers to the survey of the workflow, which have precedence.
+        """
+        workflow = self.find_by_name("workflow_job_templates", name)
+        self._require_valid_answers(workflow, answers)
+        answers = {**awx_survey.collect_default_answers(self.surveys[workflow["id"]]), **answers}
+        nodes = {
+            key: node for key, node in self.tables[NODES].items() if node["workflow_job_template"] == workflow["id"]
+        }
+        followers = {next_id for node_id in nodes for next_id in self.next_node_ids.get(node_id, [])}
+        next_ids = [node_id for node_id in nodes if node_id not in followers]
+        artifacts: dict[str, Any] = {}
+        while next_ids:
+            (node_id,) = next_ids
+            template_id = nodes[node_id]["unified_job_template"]
+            if template_id in self.tables[APPROVALS]:
+                step = {"approval": self.tables[APPROVALS][template_id]["name"]}
+            else:
+                step = self.launch(self.tables["job_templates"][template_id]["name"], {**artifacts, **answers})
+            artifacts |= yield step
+            next_ids = self.next_node_ids.get(node_id, [])
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import Target
 from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, serve
 
@@ -31,6 +32,26 @@ def faulty_gateway(_faulty_gateway: FaultyGateway) -> Iterator[FaultyGateway]:
 def memory_target(faulty_gateway: FaultyGateway, tmp_path: Path) -> Target:
     """The target that uses ``faulty_gateway``."""
     return Target(faulty_gateway.url, tmp_path, template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def _plan_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path_factory.mktemp("plans"), log={"level": "warning"})
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture
+def plan_gateway(_plan_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
+    """A gateway on an in-memory host that has only the template `base`, for whole plays."""
+    yield _plan_gateway
+    _plan_gateway.clear()
+
+
+@pytest.fixture
+def plan_target(plan_gateway: MemoryGateway, tmp_path: Path) -> Target:
+    return Target(plan_gateway.unix_url, tmp_path)
 
 
 _EXECUTION_KEYWORDS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}

@@ -37,7 +37,8 @@ def load_plays_by_playbook() -> dict[str, dict[str, Any]]:
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     plays = [play for block in blocks for play in yaml.safe_load(block)]
-    return {play["ansible.builtin.import_playbook"]: play for play in plays}
+    key = "ansible.builtin.import_playbook"
+    return {play[key]: play for play in plays if key in play}
 
 
 class PlaybookRunner:

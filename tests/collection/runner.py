@@ -7,12 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX, Client
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
+from tests.collection.plan_comparison import RESULT_LIST_KEYS, Counts, PlanComparison
 from tests.support import session
 
 HERE = Path(__file__).parent
@@ -52,15 +52,22 @@ class Target:
         keywords: dict[str, Any] | None = None,
     ) -> list[Result]:
         """Run ``tasks`` in one play on one host, and return their results. A failure does not end the play."""
-        play = {
+        play = {"tasks": [{"ignore_errors": True, **task} for task in tasks], **(keywords or {})}
+        results = self.run(play, options=options, environment=environment)
+        assert len(results) == len(tasks), self.output
+        return results
+
+    def run(
+        self, play: dict[str, Any], *, options: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> list[Result]:
+        """Run a play on one host, and return the results of its tasks in the order in which they end."""
+        defaults = {
             "hosts": "all",
             "gather_facts": False,
             "module_defaults": {"group/grove.sandbox.all": {"gateway_url": self.url, "gateway_token": self.token}},
-            "tasks": [{"ignore_errors": True, **task} for task in tasks],
-            **(keywords or {}),
         }
         playbook, record = self.scratch / "play.yml", self.scratch / "results.jsonl"
-        playbook.write_text(json.dumps([play]))
+        playbook.write_text(json.dumps([{**defaults, **play}]))
         record.write_text("")
         process = subprocess.run(
             [
@@ -80,9 +87,7 @@ class Target:
             timeout=TIMEOUT_SECONDS,
         )
         self.output = process.stdout + process.stderr
-        results = [json.loads(line) for line in record.read_text().splitlines()]
-        assert len(results) == len(tasks), self.output
-        return results
+        return [json.loads(line) for line in record.read_text().splitlines()]
 
     def _make_environment(self, record: Path) -> dict[str, str]:
         return {
@@ -119,9 +124,6 @@ class Target:
         return actual_results
 
 
-RESULT_LIST_KEYS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
-
-
 def check_prediction(predicted: Result, actual: Result) -> None:
     """Check that the prediction has the same changes and resources as the run, except for unknown values."""
     assert predicted["changed"] == actual["changed"]
@@ -149,28 +151,6 @@ def assert_matches(expected: Any, actual: Any) -> None:
         assert expected == actual
 
 
-def check_plan(planned: Result, actual: Result, task: str, *, unknown_keys: Container[str] = ()) -> None:
-    """Check that a task in a plan session had the result of the run, except for unknown values.
-
-    These are None, the ids of new objects, and the values of ``unknown_keys``.
-    """
-    assert bool(planned.get("failed")) == bool(actual.get("failed")), (task, planned, actual)
-    for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
-        _check_planned_value(planned.get(key), actual.get(key), f"{task}: {key}", unknown_keys)
-
-
-def _check_planned_value(planned: Any, actual: Any, where: str, unknown_keys: Container[str]) -> None:
-    if planned is None or (isinstance(planned, str) and PLANNED_ID_PREFIX in planned):
-        return
-    if isinstance(planned, dict):
-        assert isinstance(actual, dict), (where, planned, actual)
-        _check_planned_value([*planned], [*actual], f"{where}, keys", unknown_keys)
-        for (key, value), actual_value in zip(planned.items(), actual.values(), strict=True):
-            if key not in unknown_keys:
-                _check_planned_value(value, actual_value, f"{where}.{key}", unknown_keys)
-    elif isinstance(planned, list):
-        assert isinstance(actual, list) and len(planned) == len(actual), (where, planned, actual)
-        for number, value in enumerate(planned):
-            _check_planned_value(value, actual[number], f"{where}[{number}]", unknown_keys)
-    else:
-        assert planned == actual, (where, planned, actual)
+def check_plan(planned: Result, actual: Result, task: str) -> None:
+    """Check that a task in a plan session had the result of the run, except for unknown values."""
+    PlanComparison("", Counts(), Counts()).check_result(planned, actual, task)

@@ -56,7 +56,7 @@ def test_the_artifact_contains_the_gateway_and_no_development_files(artifact: Pa
 
 
 def test_every_plugin_of_the_artifact_is_documented(installed_collections_path: Path) -> None:
-    for kind in ("module", "connection", "inventory"):
+    for kind in ("module", "callback", "connection", "inventory"):
         directory = "plugins/modules" if kind == "module" else f"plugins/{kind}"
         expected_plugins = {f"grove.sandbox.{path.stem}" for path in (session.REPOSITORY / directory).glob("[a-z]*.py")}
         output = _run(

@@ -35,9 +35,8 @@ from tests.support import session
 from tests.support.roles import environment, play
 
 PLAYBOOKS_DIRECTORY = session.REPOSITORY / "playbooks"
-JOB_TEMPLATES = yaml.safe_load((PLAYBOOKS_DIRECTORY / "awx" / "vars" / "job_templates.yml").read_text())[
-    "awx_job_templates"
-]
+AWX_VARIABLES = yaml.safe_load((PLAYBOOKS_DIRECTORY / "awx" / "vars" / "job_templates.yml").read_text())
+JOB_TEMPLATES, WORKFLOW = AWX_VARIABLES["awx_job_templates"], AWX_VARIABLES["awx_workflow"]
 JOB_NAMES_BY_PLAYBOOK = {template["playbook"]: template["name"] for template in JOB_TEMPLATES}
 
 
@@ -100,9 +99,13 @@ def count_changes(output: str) -> int:
 def test_a_second_declaration_changes_nothing(declaration: Declaration) -> None:
     assert count_changes(declaration.first_output) >= 9, declaration.first_output
     created_names = {
-        endpoint: {item["name"] for item in table.values()} for endpoint, table in declaration.awx.tables.items()
+        endpoint: {item.get("name", item.get("identifier")) for item in table.values()}
+        for endpoint, table in declaration.awx.tables.items()
     }
-    assert created_names["job_templates"] == set(JOB_NAMES_BY_PLAYBOOK.values())
+    assert created_names["job_templates"] == {template["name"] for template in JOB_TEMPLATES}
+    assert created_names["workflow_job_templates"] == {WORKFLOW["name"]}
+    assert created_names["workflow_job_template_nodes"] == {"plan", "approve", "apply"}
+    assert created_names["workflow_approval_templates"] == {"Approve the plan"}
     assert created_names["inventories"] == {"Sandboxes", "Sandbox hosts"} and created_names["hosts"] == {"here"}
     assert created_names["schedules"] == {"Every night"} and created_names["execution_environments"] == {"Sandboxes"}
     credential = declaration.awx.find_by_name("credentials", "Sandbox gateway")
@@ -170,6 +173,23 @@ REFUSED_REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "source": ("PATCH", "inventory_sources/Gateway", {"source_path": "none.yml"}),
     "machine's credential": ("PATCH", "inventory_sources/Gateway", {"credential": "Root of the hosts"}),
     "rrule": ("PATCH", "schedules/Every night", {"rrule": "every night"}),
+    "two nodes with one identifier": (
+        "POST",
+        "workflow_job_template_nodes",
+        {"identifier": "plan", "workflow_job_template": "Plan, approve and apply"},
+    ),
+    "prompt that the job template does not have": (
+        "PATCH",
+        "workflow_job_template_nodes/plan",
+        {"job_type": "run"},
+    ),
+    "cycle of nodes": ("POST", "workflow_job_template_nodes/apply/success_nodes", {"id": "plan"}),
+    "field of an approval": (
+        "POST",
+        "workflow_job_template_nodes/approve/create_approval_template",
+        {"name": "a", "colour": "red"},
+    ),
+    "links after a failure": ("GET", "workflow_job_template_nodes/plan/failure_nodes", {}),
     "answers of a schedule": ("PATCH", "schedules/Every night", {"extra_data": {"nightly_memory": "much"}}),
     "survey without items": (
         "POST",
@@ -192,6 +212,8 @@ def test_the_awx_double_refuses_invalid_requests(declaration: Declaration, case:
         "inventory": "inventories",
         "credential_type": "credential_types",
         "credential": "credentials",
+        "workflow_job_template": "workflow_job_templates",
+        "id": "workflow_job_template_nodes",
     }
     resolved_body = {
         key: awx.find_by_name(reference_endpoints[key], value)["id"] if key in reference_endpoints else value
@@ -216,13 +238,13 @@ def test_the_awx_double_requires_a_token_and_hides_secrets(declaration: Declarat
 
 def test_the_awx_double_has_the_fields_of_the_modules() -> None:
     for endpoint, module in MODULES_BY_ENDPOINT.items():
-        assert "name" in awx_collection.read_module_options(module), endpoint
+        assert awx_collection.read_module_options(module).keys() & {"name", "identifier"}, endpoint
 
 
 # --- surveys ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", JOB_TEMPLATES, ids=lambda template: template["playbook"])
+@pytest.mark.parametrize("template", JOB_TEMPLATES, ids=lambda template: template["name"])
 def test_surveys_ask_only_for_variables_of_the_playbook(template: dict[str, Any]) -> None:
     survey = {"name": template["name"], "description": template["description"], "spec": template["survey"]}
     assert awx_survey.find_problem(survey) == ""
@@ -243,6 +265,7 @@ REQUIRED_ANSWERS: dict[str, dict[str, Any]] = {
     "nightly_snapshots": {},
     "roll_back": {"rollback_sandbox": "web", "rollback_snapshot": "before"},
     "fork_and_test": {"fork_source": "web"},
+    "plan": {"plan_sandbox": "shop", "plan_variants": "small large"},
 }
 """The answers that each job requires."""
 INVALID_ANSWERS = [
@@ -255,16 +278,18 @@ INVALID_ANSWERS = [
     ("roll_back", {"rollback_when": "often"}, "one of the choices"),
     ("fork_and_test", {"fork_source": ""}, "too small"),
     ("fork_and_test", {"fork_best": "best"}, "one of the choices"),
+    ("plan", {"plan_volume_mb": 1}, "too small"),
 ]
 
 
-@pytest.mark.parametrize("playbook", JOB_NAMES_BY_PLAYBOOK)
-def test_a_job_needs_only_its_required_answers(declaration: Declaration, playbook: str) -> None:
-    declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], REQUIRED_ANSWERS[playbook])
-    for missing in REQUIRED_ANSWERS[playbook]:
-        incomplete_answers = {name: answer for name, answer in REQUIRED_ANSWERS[playbook].items() if name != missing}
+@pytest.mark.parametrize("template", JOB_TEMPLATES, ids=lambda template: template["name"])
+def test_a_job_needs_only_its_required_answers(declaration: Declaration, template: dict[str, Any]) -> None:
+    required_answers = REQUIRED_ANSWERS[template["playbook"]]
+    declaration.awx.launch(template["name"], required_answers)
+    for missing in required_answers:
+        incomplete_answers = {name: answer for name, answer in required_answers.items() if name != missing}
         with pytest.raises(RefusedRequest, match=f"'{missing}' value missing"):
-            declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], incomplete_answers)
+            declaration.awx.launch(template["name"], incomplete_answers)
 
 
 @pytest.mark.parametrize(("playbook", "answer", "message"), INVALID_ANSWERS)
@@ -278,21 +303,29 @@ def test_an_invalid_answer_prevents_the_launch(
 # --- jobs ------------------------------------------------------------------------------------------------------------
 
 Launch = Callable[..., str]
+Artifacts = dict[str, Any]
 
 
 @pytest.fixture
-def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
-    """A function that runs a job with ansible-runner, as AWX would, and returns its output."""
+def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., tuple[str, Artifacts]]]:
+    """A function that runs a job with ansible-runner, as AWX would. Returns its output and its artifacts."""
 
-    def launch(playbook: str, *options: str, command_prefix: tuple[str, ...] = (), **answers: Any) -> str:
-        job = declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], {**REQUIRED_ANSWERS[playbook], **answers})
-        assert job["playbook"] == f"playbooks/{playbook}.yml"
+    def run_job(
+        job: dict[str, Any],
+        *options: str,
+        command_prefix: tuple[str, ...] = (),
+        fails: bool = False,
+        format_variables: Callable[[Any], str] = json.dumps,
+    ) -> tuple[str, Artifacts]:
+        playbook = Path(job["playbook"]).stem
         directory = tmp_path / playbook
         for name in ("env", "inventory", "project"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        (directory / "env" / "extravars").write_text(json.dumps(job["extra_vars"]))
+        (directory / "env" / "extravars").write_text(format_variables(job["extra_vars"]))
         (directory / "env" / "envvars").write_text(json.dumps({**job["env"], "ANSIBLE_HOME": str(directory / "home")}))
-        (directory / "env" / "cmdline").write_text(" ".join(options))
+        (directory / "env" / "cmdline").write_text(
+            " ".join([*options, *(["--check"] if job["job_type"] == "check" else [])])
+        )
         if job["inventory"] == "Sandboxes":
             source_path = declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
             (directory / "inventory" / "sandboxes.yml").write_text((session.REPOSITORY / source_path).read_text())
@@ -311,13 +344,28 @@ def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
         (exit_code_file,) = (directory / "artifacts").glob("*/rc")
         assert int(exit_code_file.read_text()) == result.returncode
         assert ADMIN_KEY not in result.stdout
-        assert result.returncode == 0, result.stdout + result.stderr
+        assert (result.returncode != 0) is fails, result.stdout + result.stderr
+        events = [json.loads(path.read_text()) for path in (directory / "artifacts").glob("*/job_events/*.json")]
+        (stats,) = [event["event_data"] for event in events if event["event"] == "playbook_on_stats"]
         for path in (directory / "artifacts").iterdir():
             path.rename(directory / path.name)
-        return result.stdout
+        return result.stdout, stats["artifact_data"]
 
-    yield launch
+    yield run_job
     declaration.gateway.clear()
+
+
+@pytest.fixture
+def launch(declaration: Declaration, run_job: Callable[..., tuple[str, Artifacts]]) -> Launch:
+    """A function that launches and runs a job, and returns its output."""
+
+    def launch(playbook: str, *options: str, command_prefix: tuple[str, ...] = (), **answers: Any) -> str:
+        job = declaration.awx.launch(JOB_NAMES_BY_PLAYBOOK[playbook], {**REQUIRED_ANSWERS[playbook], **answers})
+        assert job["playbook"] == f"playbooks/{playbook}.yml"
+        output, _ = run_job(job, *options, command_prefix=command_prefix)
+        return output
+
+    return launch
 
 
 def create_sandbox(declaration: Declaration, name: str, **metadata: str) -> None:
@@ -381,6 +429,107 @@ def test_the_fork_and_test_job_promotes_a_variant(declaration: Declaration, laun
         "fork_and_test", fork_variants=variants_text, fork_test=f"stat -c %s {tmp_path}/$(ls {tmp_path} | grep one)"
     )
     assert re.search("web continues from web-try-(one|two)", output), output
+
+
+# --- the workflow ----------------------------------------------------------------------------------------------------
+
+WORKFLOW_ANSWERS = {**REQUIRED_ANSWERS["plan"], "plan_winner": "large"}
+RunNode = Callable[..., tuple[str, Artifacts]]
+
+
+class _UnsafeDumper(yaml.SafeDumper):
+    """Writes strings as AWX writes them in the file of a job's variables, so that they are not templates."""
+
+    def represent_data(self, data: Any) -> yaml.Node:
+        return self.represent_scalar("!unsafe", data) if isinstance(data, str) else super().represent_data(data)
+
+
+def format_extra_vars(variables: dict[str, Any]) -> str:
+    return "".join(yaml.dump({key: value}, Dumper=_UnsafeDumper) for key, value in variables.items())
+
+
+@pytest.fixture(scope="module")
+def memory_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    """A gateway without agents, because agents that are processes of this machine cannot mount volumes."""
+    gateway = MemoryGateway(tmp_path_factory.mktemp("memory"))
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture
+def gateway(memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
+    yield memory_gateway
+    memory_gateway.clear()
+
+
+@pytest.fixture
+def run_node(run_job: Callable[..., tuple[str, Artifacts]], gateway: MemoryGateway) -> RunNode:
+    """A function that runs a job of a workflow, with its variables in AWX's format."""
+
+    def run_node(job: dict[str, Any], *, fails: bool = False) -> tuple[str, Artifacts]:
+        job = {**job, "env": {**job["env"], "SANDBOX_GATEWAY_URL": gateway.url}}
+        output, artifacts = run_job(job, fails=fails, format_variables=format_extra_vars)
+        return " ".join(output.split()), artifacts
+
+    return run_node
+
+
+def list_names(gateway: MemoryGateway) -> dict[str, set[str]]:
+    with gateway.client() as api:
+        return {
+            "sandboxes": {each["name"] for each in api.get("/sandboxes").json()},
+            "snapshots": {name for each in api.get("/snapshots").json() for name in each["names"]},
+            "volumes": {each["name"] for each in api.get("/volumes").json()},
+        }
+
+
+NOTHING: dict[str, set[str]] = {"sandboxes": set(), "snapshots": set(), "volumes": set()}
+
+
+def test_the_workflow_does_exactly_what_the_approved_plan_says(
+    declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
+) -> None:
+    steps = declaration.awx.run_workflow(WORKFLOW["name"], WORKFLOW_ANSWERS)
+    _, artifacts = run_node(next(steps))
+    assert list_names(gateway) == NOTHING
+    plan = json.loads(artifacts["grove_sandbox_plan"])
+    assert plan["playbooks"] == ["plan.yml"] and plan["problems"] == []
+    assert steps.send(artifacts) == {"approval": "Approve the plan"}
+    apply_job = steps.send({})
+    assert apply_job["job_type"] == "run"
+    output, artifacts = run_node(apply_job)
+    assert count_changes(output) == 11 and artifacts == {}
+    assert list_names(gateway) == {
+        "sandboxes": {"shop"},
+        "snapshots": {"shop-large", "shop-before-large"},
+        "volumes": {"shop-data"},
+    }
+    with pytest.raises(StopIteration):
+        steps.send(artifacts)
+
+
+def test_the_workflow_refuses_changes_after_the_approval(
+    declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
+) -> None:
+    steps = declaration.awx.run_workflow(WORKFLOW["name"], WORKFLOW_ANSWERS)
+    _, artifacts = run_node(next(steps))
+    steps.send(artifacts)
+    apply_job = steps.send({})
+    with gateway.client() as api:
+        api.post("/sandboxes", json={"templateID": "base", "name": "shop"}).raise_for_status()
+    output, _ = run_node(apply_job, fails=True)
+    assert "sandbox 'shop' did not exist when the plan was made" in output
+    # The tasks before the refused one were part of the plan.
+    assert list_names(gateway) == {"sandboxes": {"shop"}, "snapshots": set(), "volumes": {"shop-data"}}
+
+
+def test_the_job_that_applies_a_plan_does_nothing_without_one(
+    declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
+) -> None:
+    output, _ = run_node(declaration.awx.launch(WORKFLOW["apply"], WORKFLOW_ANSWERS), fails=True)
+    assert "grove_sandbox_plan is empty, so there is no plan to apply" in output
+    assert list_names(gateway) == NOTHING
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +10,6 @@ from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.errors import Forbidden, NotFound
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import Target, Task, check_plan
-
-
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    gateway = MemoryGateway(tmp_path_factory.mktemp("plans"), log={"level": "warning"})
-    gateway.build_template("base")
-    yield gateway
-    gateway.end()
-
-
-@pytest.fixture
-def target(gateway: MemoryGateway, tmp_path: Path) -> Iterator[Target]:
-    yield Target(gateway.unix_url, tmp_path)
-    gateway.clear()
 
 
 def step(module: str, **options: Any) -> Task:
@@ -37,7 +21,7 @@ PLAY = (
     step("sandbox_snapshot", name="before", sandbox="box"),
     step("sandbox_fork", snapshot="before", count=3, name_prefix="try"),
     step("sandbox", name="{{ sandbox_fork.sandboxes[0].id }}", metadata={"winner": "yes"}),
-    step("sandbox_snapshot", name="after", sandbox="try-1", when="{{ true }}"),
+    {**step("sandbox_snapshot", name="after", sandbox="try-1"), "when": "{{ true }}"},
     step("sandbox_rollback", sandbox="box", snapshot="after", unless_clean=False),
     step("sandbox_info"),
     step("sandbox_snapshot_info"),
@@ -50,39 +34,39 @@ PLAY = (
 )
 
 
-def test_a_play_is_predicted_as_a_whole(gateway: MemoryGateway, target: Target) -> None:
-    with gateway.client() as client:
+def test_a_play_is_predicted_as_a_whole(plan_gateway: MemoryGateway, plan_target: Target) -> None:
+    with plan_gateway.client() as client:
         before = [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")]
-        predicted = target.play(*PLAY, options=("--check", "--diff"))
+        predicted = plan_target.play(*PLAY, options=("--check", "--diff"))
         assert [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")] == before
-    actual = target.play(*PLAY, options=("--diff",))
+    actual = plan_target.play(*PLAY, options=("--diff",))
     for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
         check_plan(prediction, result, f"task {number}")
 
 
-def test_a_task_that_is_always_in_check_mode_plans_nothing(gateway: MemoryGateway, target: Target) -> None:
+def test_a_task_that_is_always_in_check_mode_plans_nothing(plan_gateway: MemoryGateway, plan_target: Target) -> None:
     box = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
     for always in ({**box, "check_mode": True}, {"block": [box], "check_mode": True}):
-        first, second = target.play(always, box, options=("--check",))
+        first, second = plan_target.play(always, box, options=("--check",))
         assert first["changed"] and second["changed"], "the second task saw a change that no run would have made"
-    first, second = target.play(box, box, options=("--check",))
+    first, second = plan_target.play(box, box, options=("--check",))
     assert first["changed"] and not second["changed"]
 
 
 def test_sessions_of_ended_runs_make_place_for_new_ones(
-    gateway: MemoryGateway, target: Target, monkeypatch: pytest.MonkeyPatch
+    plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
     monkeypatch.setattr(sessions, "MAX_SESSIONS_PER_KEY", 2)
     box = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
     for _ in range(4):
-        (result,) = target.play(box, options=("--check",))
+        (result,) = plan_target.play(box, options=("--check",))
         assert result["changed"] and not result.get("failed"), result
 
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_without_plan_sessions_each_task_is_predicted_alone(
-    gateway: MemoryGateway, target: Target, monkeypatch: pytest.MonkeyPatch, status: int
+    plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """An older gateway does not know the route, and refuses it without looking for it if the key may only read."""
     error = Forbidden("the key 'looker' has scope read") if status == 403 else NotFound("route", "POST /plans")
@@ -91,6 +75,6 @@ def test_without_plan_sessions_each_task_is_predicted_alone(
         raise error
 
     monkeypatch.setattr(sessions.PlanSessions, "open", refuse)
-    results = target.play(PLAY[0], PLAY[1], options=("--check", "--diff"))
+    results = plan_target.play(PLAY[0], PLAY[1], options=("--check", "--diff"))
     assert results[0]["changed"] and not results[0].get("failed")
     assert results[1]["failure"]["kind"] == "not_found", "the sandbox does not exist yet"

@@ -14,7 +14,9 @@ from tests.support import session
 GUIDE_NAMES = sorted(path.stem for path in (session.REPOSITORY / "docs").glob("*.md"))
 REFERENCE_NAMES = [
     *(f"{path.stem}_module" for path in sorted((session.REPOSITORY / "plugins" / "modules").glob("*.py"))),
+    *(f"{path.stem}_callback" for path in sorted((session.REPOSITORY / "plugins" / "callback").glob("*.py"))),
     *(f"{path.stem}_connection" for path in sorted((session.REPOSITORY / "plugins" / "connection").glob("*.py"))),
+    *(f"{path.stem}_lookup" for path in sorted((session.REPOSITORY / "plugins" / "lookup").glob("*.py"))),
     *(f"{path.stem}_inventory" for path in sorted((session.REPOSITORY / "plugins" / "inventory").glob("*.py"))),
     *(f"{path.name}_role" for path in sorted((session.REPOSITORY / "roles").iterdir())),
 ]

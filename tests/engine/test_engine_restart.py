@@ -96,3 +96,38 @@ def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -
     world.rewrite_record(live.config, snapshot, a_field_of_the_future={"x": 1})
     live_after_restart = make_live(config=live.config)
     assert live_after_restart.engine.snapshots.get("mark").id == snapshot.id
+
+
+def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any) -> None:
+    """A saved plan relies on it: an object with the same generation is the same as when the plan was made."""
+    live = make_live()
+    engine = live.engine
+    live.do(engine.volumes.create("data", 64))
+    live.do(engine.volumes.create_snapshot("data", "mark"))
+    live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
+    live.do(engine.snapshots.create("box", name="mark-1"))
+
+    def generations() -> dict[str, int]:
+        records = (live.sandbox("box"), engine.snapshots.get("mark-1"), engine.volumes.get("data"))
+        return {type(record).__name__: record.generation for record in records}
+
+    for change, changed_kind in (
+        (lambda: engine.sandboxes.update("box", metadata={"a": "b"}), "Sandbox"),
+        (lambda: engine.sandboxes.set_timeout("box", 3600), "Sandbox"),
+        (lambda: engine.sandboxes.rollback("box", "mark-1"), "Sandbox"),
+        (lambda: engine.snapshots.create("box", name="mark-2"), "Sandbox"),
+        (lambda: engine.sandboxes.pause("box"), "Sandbox"),
+        (lambda: engine.sandboxes.resume("box"), "Sandbox"),
+        (lambda: engine.volumes.grow("data", 128), "Volume"),
+        (lambda: engine.volumes.rollback("data", "mark"), "Volume"),
+    ):
+        before = generations()
+        live.do(change())
+        after = generations()
+        assert {kind for kind, value in after.items() if value > before[kind]} == {changed_kind}
+        assert all(value >= before[kind] for kind, value in after.items())
+    expected = generations()
+    live.close()
+    live = make_live(config=live.config)
+    engine = live.engine
+    assert generations() == expected

@@ -108,7 +108,7 @@ def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str
             patch.setattr(sys, "stdout", output := io.StringIO())
             if not is_plain:
                 patch.setattr(render, "_print_plainly", lambda rows, **options: False)
-            render._print_table(headers, rows, "none")
+            render.print_table(headers, rows, "none")
         outputs.append([line.rstrip() for line in output.getvalue().splitlines()])
     assert outputs[0] == outputs[1]
 

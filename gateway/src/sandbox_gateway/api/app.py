@@ -54,8 +54,9 @@ _health_router = APIRouter(tags=["gateway"])
     response_model_exclude_none=True,
 )
 async def health(request: Request, engine: EngineDep) -> HealthShape:
-    room = None
+    gateway_id = room = None
     if is_identified(request.scope):
+        gateway_id = engine.secret.gateway_id
         with contextlib.suppress(GatewayError):  # The gateway runs, even if the host does not say what it has left.
             room = room_shape(await engine.room.report())
     return HealthShape(
@@ -63,6 +64,7 @@ async def health(request: Request, engine: EngineDep) -> HealthShape:
         sandboxes=engine.sandboxes.count().total(),
         version=__version__,
         backend=engine.host.kind,
+        gateway_id=gateway_id,
         room=room,
     )
 

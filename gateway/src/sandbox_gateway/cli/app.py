@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway import __version__
-from sandbox_gateway.cli import gateway, sandboxes, snapshots, templates, volumes
+from sandbox_gateway.cli import gateway, plans, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.cli.settings import Settings
 
 _HELP = """Create, capture, fork and roll back sandboxes while they run.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the
-gateway, 6 no space. `exec` exits with the exit code of the program it ran.
+gateway, 6 no space. `exec` exits with the exit code of the program it ran. `plan compare` exits with 1 if the plans
+differ.
 """
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(templates.app, name="template")
 app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
+app.add_typer(plans.app, name="plan")
 sandboxes.register(app)
 snapshots.register(app)
 gateway.register(app)

@@ -30,14 +30,14 @@ def print_note(text: str) -> None:
 
 def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
-    _print_table(
+    print_table(
         headings, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
     )
 
 
 def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
-    _print_table(
+    print_table(
         headings,
         (_snapshot_row(item) for item in items),
         empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
@@ -47,19 +47,39 @@ def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
 def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
     rows = (_volume_row(item) for item in items)
-    _print_table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
+    print_table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
 
 
 def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
     headings = ("NAME", "ID", "SIZE", "PART OF", "AGE")
     rows = (_volume_snapshot_row(item) for item in items)
-    _print_table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
+    print_table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_template_row(item) for item in items)
-    _print_table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
+    print_table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str = "") -> None:
+    """Print a table with a row of headings. If there are no rows, print only the note ``empty``, if any."""
+    clean_rows = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
+    if not clean_rows:
+        if empty:
+            print_note(empty)
+        return
+    if _print_plainly([tuple(headings), *clean_rows]):
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in clean_rows:
+        table.add_row(*map(Text, row))
+    create_console().print(table)
 
 
 def print_details(item: Mapping[str, Any]) -> None:
@@ -120,24 +140,6 @@ _MAX_TREE_LEVELS = 16
 """Maximum depth to which a tree is indented, because a chain of snapshots can have thousands of levels."""
 _MAX_NAMES = 3
 """Maximum number of sandboxes that a row names."""
-
-
-def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
-    clean_rows = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
-    if not clean_rows:
-        print_note(empty)
-        return
-    if _print_plainly([tuple(headings), *clean_rows]):
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in clean_rows:
-        table.add_row(*map(Text, row))
-    create_console().print(table)
 
 
 def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:

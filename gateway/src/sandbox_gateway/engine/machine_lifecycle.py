@@ -15,7 +15,7 @@ from sandbox_gateway.engine.boot_failure import add_console
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import PrewarmPool
-from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.record_changes import changed_copy, save_sandbox
 from sandbox_gateway.engine.start_slots import StartSlots
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
@@ -127,7 +127,7 @@ class MachineLifecycle:
             # after a restart the gateway detects it again.
             log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
-            index.put(index.sandbox(sandbox.id).model_copy(update=changes, deep=True))
+            index.put(changed_copy(index.sandbox(sandbox.id), **changes))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def mark_if_stopped(self, sandbox: Sandbox) -> None:

@@ -63,7 +63,8 @@ class Removal:
     async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
         """Make ``parent`` the parent of the children of ``id``, and return their former records.
 
-        A child whose record cannot be saved keeps its parent, so that a full disk does not prevent a removal.
+        A child whose record cannot be saved keeps its parent, so that a full disk does not prevent a removal. The
+        children's generations do not move, because their contents stay the same.
         """
         former_records: list[Sandbox | Snapshot] = []
         attempted_ids: set[str] = set()
@@ -73,9 +74,11 @@ class Removal:
                 attempted_ids.add(each.id)
                 try:
                     if isinstance(each, Sandbox):
-                        await save_sandbox(self._context, each.id, only_if={"head": id}, head=parent)
+                        await save_sandbox(self._context, each.id, only_if={"head": id}, is_counted=False, head=parent)
                     else:
-                        await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
+                        await save_snapshot(
+                            self._context, each.id, only_if={"parent": id}, is_counted=False, parent=parent
+                        )
                     former_records.append(each)
                 except NotFound:
                     pass  # the child was removed in the meantime
@@ -97,9 +100,9 @@ class Removal:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
                     conditions = {"head": parent, "instance": each.instance}
-                    await save_sandbox(self._context, each.id, only_if=conditions, head=id)
+                    await save_sandbox(self._context, each.id, only_if=conditions, is_counted=False, head=id)
                 else:
-                    await save_snapshot(self._context, each.id, only_if={"parent": parent}, parent=id)
+                    await save_snapshot(self._context, each.id, only_if={"parent": parent}, is_counted=False, parent=id)
 
     def _children(self, id: str) -> list[Sandbox | Snapshot]:
         return [

@@ -22,6 +22,11 @@ class Secret:
     def load(self, path: Path) -> None:
         self.key = load_secret(path)
 
+    @property
+    def gateway_id(self) -> str:
+        """A public id of this gateway, 16 hexadecimal digits."""
+        return self.derive("gateway id")[:16]
+
     def derive(self, purpose: str) -> str:
         """Derive the secret for ``purpose``. The derivation is deterministic, so the result need not be stored."""
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()

@@ -10,6 +10,7 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.record_changes import changed_copy
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.volume_records import add_volume_snapshot, create_volume
@@ -85,7 +86,7 @@ class Volumes:
             return volume
 
     async def _grow(self, volume: Volume, size_mb: int) -> Volume:
-        grown_volume = volume.model_copy(deep=True)
+        grown_volume = changed_copy(volume)
         await self._host.grow_volume(grown_volume, size_mb)
         self._index.put(grown_volume)
         self._events.publish("volume.grown", volumeID=volume.name, sizeMB=size_mb)
@@ -146,9 +147,14 @@ class Volumes:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             if refusal := self._references.volume_rollback_refusal(volume, force=force):
                 raise refusal
-            await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
-            self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)
-            return volume
+            return await finish_despite_cancellation(self._rollback(volume, snapshot))
+
+    async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> Volume:
+        rolled_back_volume = changed_copy(volume)
+        await self._host.rollback_volume(rolled_back_volume, snapshot)
+        self._index.put(rolled_back_volume)
+        self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)
+        return rolled_back_volume
 
     def _find_source(self, ref: str) -> VolumeSnapshot:
         volume_ref, separator, name = ref.rpartition("@")

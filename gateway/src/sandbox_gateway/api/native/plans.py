@@ -6,6 +6,7 @@ session instead of on the host.
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -48,4 +49,20 @@ def _owner(request: Request) -> str:
 
 
 def _shape(session: PlanSession) -> shapes.PlanShape:
-    return shapes.PlanShape(plan_id=session.id, opened_at=session.opened_at, objects=session.id_count)
+    return shapes.PlanShape(
+        plan_id=session.id,
+        opened_at=session.opened_at,
+        objects=session.id_count,
+        gateway_id=session.engine.secret.gateway_id,
+        typical=_typical_costs(session),
+    )
+
+
+def _typical_costs(session: PlanSession) -> shapes.CaptureCostsShape | None:
+    if not (captures := session.recent_captures):
+        return None
+    return shapes.CaptureCostsShape(
+        pause_ms=round(median(each.pause_ms for each in captures), 3),
+        memory_bytes_written=int(median(each.memory_bytes_written for each in captures)),
+        disk_bytes_unique=int(median(each.disk_bytes_unique for each in captures)),
+    )

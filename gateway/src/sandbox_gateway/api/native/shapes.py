@@ -92,6 +92,7 @@ class SandboxShape(Shape):
     volume_mounts: list[VolumeMountShape]
     address: str | None = Field(None, description="Address of the sandbox's ports on the gateway's host.")
     backend: str
+    generation: int = Field(description="Number of changes since its creation.")
 
 
 class VolumeCaptureShape(Shape):
@@ -153,6 +154,7 @@ class SnapshotShape(Shape):
     volume_mounts: list[VolumeMountShape] = Field(description="The mounts of its source; forks get the same.")
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
+    generation: int = Field(description="Number of changes since its creation.")
     users: list[SnapshotUserShape] | None = Field(
         None, description="Sandboxes and volumes that prevent its deletion; only in the response for a single snapshot."
     )
@@ -175,6 +177,7 @@ class TemplateShape(Shape):
     )
     created_at: datetime
     updated_at: datetime
+    generation: int = Field(description="Number of changes since its creation.")
     forks: int
     recipe: dict[str, Any] = Field(
         {}, description="The recipe in canonical form, valid as a request; only when the template is ready."
@@ -215,12 +218,22 @@ class BuildStarted(Shape):
     digest: str
 
 
+class CaptureCostsShape(Shape):
+    """Medians of the costs of recent captures."""
+
+    pause_ms: float
+    memory_bytes_written: int
+    disk_bytes_unique: int
+
+
 class PlanShape(Shape):
     """A plan session."""
 
     plan_id: str = Field(description="Requests below `/plans/{planID}` are carried out in the session.")
     opened_at: datetime
     objects: int = Field(description="Number of ids that the session has created.")
+    gateway_id: str = Field(description="Identifies the gateway. It never changes.")
+    typical: CaptureCostsShape | None = Field(description="Costs of recent captures; null: there are none.")
 
 
 class VolumeUserShape(Shape):
@@ -247,6 +260,7 @@ class VolumeShape(Shape):
         description="The sandbox that owns this clone and removes it at its end. Empty: the volume stays until it is "
         "deleted."
     )
+    generation: int = Field(description="Number of changes since its creation.")
     stuck: list[str] = Field(
         description="A sentence for each unmount that fails; the gateway retries it in the background."
     )
@@ -343,8 +357,9 @@ class HealthShape(Shape):
     sandboxes: int
     version: str
     backend: str
+    gateway_id: str | None = None
+    """Identifies the gateway. It never changes. This field and the following: only for callers with a key."""
     room: RoomShape | None = None
-    """Only for callers with a key."""
 
 
 class HiddenShape(Shape):
@@ -418,6 +433,7 @@ def sandbox_shape(
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
+        generation=sandbox.generation,
         **extra,
     )
 
@@ -464,6 +480,7 @@ def snapshot_shape(
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
+        generation=snapshot.generation,
         **extra,
     )
 
@@ -479,6 +496,7 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         mounts=mounts,
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
+        generation=volume.generation,
         stuck=state.stuck if state else [],
         **extra,
     )
@@ -518,6 +536,7 @@ def template_shape(
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
+        generation=template.generation,
         cpu_count=sizes.cpus,
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,
@@ -542,6 +561,7 @@ def building_shape(build: Build) -> TemplateShape:
         recipe=recipe_fields(build.recipe),
         created_at=build.started_at,
         updated_at=build.started_at,
+        generation=0,
         forks=0,
     )
     return shape.model_copy(update={"reason": build.reason, "last_error": build.reason}) if build.reason else shape

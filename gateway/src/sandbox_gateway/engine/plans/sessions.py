@@ -7,15 +7,16 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import islice
 
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
 from sandbox_gateway.errors import Gone, NotFound, OverQuota
-from sandbox_gateway.records import PLANNED_PREFIX, now
+from sandbox_gateway.records import PLANNED_PREFIX, Snapshot, SnapshotKind, now
 
 MAX_SESSIONS = 32
-MAX_SESSIONS_PER_KEY = 8
+MAX_SESSIONS_PER_KEY = 16
 MAX_IDS = 10_000
 """Maximum number of ids that a session creates. An object needs one or two."""
 IDLE_SECONDS = 900.0
@@ -36,6 +37,8 @@ class PlanSession:
     used_at: float = 0.0
     """The time of the last request in this session, by the event loop's clock."""
     id_count: int = 0
+    recent_captures: Sequence[Snapshot] = ()
+    """The newest snapshots that existed when the session was opened, from which the costs of others are estimated."""
 
     def new_id(self) -> str:
         """Return the next id of an object that exists only in this session. Raises OverQuota."""
@@ -73,7 +76,8 @@ class PlanSessions:
                 "check run again"
             )
         self._make_place(owner)
-        self._sessions[id] = PlanSession(id, owner, self._copy_engine())
+        recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
+        self._sessions[id] = PlanSession(id, owner, self._copy_engine(), recent_captures=recent_captures)
         return self._touch(self._sessions[id])
 
     def _make_place(self, owner: str) -> None:

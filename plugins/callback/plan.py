@@ -1,0 +1,169 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+name: plan
+type: notification
+short_description: Show and save the plan of a check run
+version_added: "0.2.0"
+description:
+  - At the end of C(ansible-playbook --check), prints one table of all changes that the tasks of this collection would
+    make, by gateway and kind. Each line shows the task of the change, and its file and line.
+  - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
+  - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
+    failures that are predicted.
+  - Prints nothing if the run is not a check run.
+author:
+  - The grove.sandbox authors (@grove-sandbox)
+requirements:
+  - Enable the plugin with C(callbacks_enabled = grove.sandbox.plan) in the section C([defaults]) of C(ansible.cfg), or
+    with the environment variable C(ANSIBLE_CALLBACKS_ENABLED).
+options:
+  plan_file:
+    description:
+      - The file in which a check run saves the plan as JSON.
+      - A check run removes this file when it starts. A run that fails therefore leaves no plan of an earlier run.
+    type: path
+    env:
+      - name: GROVE_SANDBOX_PLAN_FILE
+    ini:
+      - section: grove_sandbox
+        key: plan_file
+  plan_lifetime:
+    description:
+      - The number of seconds, at most a year, for which the plan in O(plan_file) can be applied.
+    type: int
+    default: 86400
+    env:
+      - name: GROVE_SANDBOX_PLAN_LIFETIME
+    ini:
+      - section: grove_sandbox
+        key: plan_lifetime
+  apply:
+    description:
+      - The plan that this run may carry out. The action plugins of this collection enforce it.
+    type: path
+    env:
+      - name: GROVE_SANDBOX_APPLY
+    ini:
+      - section: grove_sandbox
+        key: apply
+notes:
+  - The plan file contains the options of the tasks. Only its owner can read it.
+"""
+
+EXAMPLES = r"""
+# In ansible.cfg: show the plan after every check run
+# [defaults]
+# callbacks_enabled = grove.sandbox.plan
+
+# On the command line: show the plan and save it
+# ANSIBLE_CALLBACKS_ENABLED=grove.sandbox.plan GROVE_SANDBOX_PLAN_FILE=plan.json ansible-playbook --check site.yml
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansible import constants as C
+from ansible import context
+from ansible.plugins.callback import CallbackBase
+from ansible.utils.color import ANSIBLE_COLOR
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file, _plan_journal, _plan_table
+
+if TYPE_CHECKING:
+    from ansible.executor.stats import AggregateStats
+    from ansible.playbook import Playbook
+
+_FILE_WIDTH = 120
+"""Columns of the table if the output is not a terminal. Log viewers, such as AWX's, can scroll."""
+
+
+class CallbackModule(CallbackBase):
+    """Builds the plan of a check run from the journal of its tasks."""
+
+    CALLBACK_VERSION = 2.0
+    CALLBACK_TYPE = "notification"
+    CALLBACK_NAME = "grove.sandbox.plan"
+    CALLBACK_NEEDS_ENABLED = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._playbooks: list[str] = []
+
+    def v2_playbook_on_start(self, playbook: Playbook) -> None:
+        if not context.CLIARGS.get("check"):
+            return
+        plan_path = self.get_option("plan_file")
+        if plan_path and not self._playbooks:
+            self._remove_old_plan(Path(plan_path))
+        self._playbooks.append(Path(playbook._file_name).name)
+
+    def v2_playbook_on_stats(self, stats: AggregateStats) -> None:
+        if not context.CLIARGS.get("check"):
+            self._print_unused()
+            return
+        try:
+            document = _plan_journal.make_plan(self._playbooks, _find_problems(stats), self.get_option("plan_lifetime"))
+            self._print_table(document)
+            if self.get_option("plan_file"):
+                self._save(self.get_option("plan_file"), document)
+        except Failure as failure:
+            self._display.error(failure.message)
+
+    def _print_unused(self) -> None:
+        """After a run that applied a plan, print the changes of the plan that it has not made."""
+        try:
+            plan = _plan_journal.applied_plan()
+        except Failure:
+            return  # Each task has reported it.
+        if plan is None:
+            return
+        entries = _plan_journal.unused_entries(plan)
+        self._display.display("\nAll changes of the plan were made." if not entries else "\nNot made, but in the plan:")
+        for entry in entries:
+            names = ", ".join(
+                dict.fromkeys(change["name"] for action in entry["actions"] for change in action["changes"])
+            )
+            self._display.display(
+                make_printable(f"  {entry['host']}: {entry['task']} ({entry['path']}): {names[:200]}")
+            )
+
+    def _remove_old_plan(self, path: Path) -> None:
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._display.error(f"the old plan {str(path)!r} cannot be removed: {error.strerror}. Remove it")
+
+    def _print_table(self, document: dict[str, Any]) -> None:
+        width = self._display.columns if sys.stdout.isatty() else _FILE_WIDTH
+        # A log file has no colours.
+        self._display.display(_plan_table.render(document, width, color=ANSIBLE_COLOR), screen_only=True)
+        self._display.display(_plan_table.render(document, _FILE_WIDTH, color=False), log_only=True)
+
+    def _save(self, path: str, document: dict[str, Any]) -> None:
+        _plan_file.save(path, document)
+        self._display.display(f"\nThe plan is in {path}. Its digest begins with {document['digest'][:12]}.")
+        if document["problems"]:
+            problems = "; ".join(document["problems"])
+            self._display.display(f"It cannot be applied: {problems}.", color=C.COLOR_ERROR)
+        else:
+            self._display.display(f"It can be applied until {document['expires_at']}.")
+
+
+def _find_problems(stats: AggregateStats) -> list[str]:
+    """Return the reasons why the plan is incomplete. Failures that the playbook rescues or ignores are not problems."""
+    problems = []
+    for host in sorted(stats.processed):
+        if stats.failures.get(host):
+            problems.append(f"a task failed on host {host}")
+        if stats.dark.get(host):
+            problems.append(f"host {host} was unreachable")
+    return problems

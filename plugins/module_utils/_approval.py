@@ -1,0 +1,398 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Describe the actions of a task as an entry of a saved plan, and compare a task with such entries.
+
+This module is independent of Ansible and the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, is_planned_id
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
+
+APPLY_VARIABLE = "GROVE_SANDBOX_APPLY"
+"""The environment variable with the path of the plan that a run may carry out."""
+_SECRET_KEYS = ("env", "envVars")
+_HASH_PREFIX = "pbkdf2-sha256:"
+_HASH_ROUNDS = 100_000
+_UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
+"""Keys of views whose values only the run can know."""
+_UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
+"""Keys of requests whose values depend on the time of the run. The view contains the timeout itself."""
+_TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
+"""Verbs of actions that set the timeout. Other views contain the remaining one, which depends on the time."""
+_PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
+_REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
+_SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
+"""How the temporary name of a replaced resource ends if its id is planned; see ``_plan.temporary_name``."""
+_NEW = "new"
+_CONDITIONAL_VERBS = ("rollback", "capture")
+"""Verbs of actions that a run may skip, because only then it is known whether the sandbox has diverged."""
+_PART_NAMES = {"mounts": "mounts", "entries": "snapshots"}
+_REMEDY = "nothing of this task was done. Make a new plan with a check run"
+
+Entry = Mapping[str, Any]
+"""An entry of a plan file, as docs/plans.md describes it."""
+
+
+def object_version(path: str, data: Any, opened_at: str = "") -> str:
+    """Return the version of an object or of a list, as ``key=value`` pairs. It is "" if the object does not exist.
+
+    ``path``: the path of the object or the list in the API. ``opened_at``: when the plan session began, if there is
+    one; the version of a volume that is newer contains no time, because only the run knows it.
+    """
+    if data is None:
+        return ""
+    if isinstance(data, list):
+        return "entries=" + ",".join(f"{each.get('name', '')}:{each.get('snapshotID', '')}" for each in data)
+    if path.startswith("/volumes"):
+        # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
+        created_at = data.get("createdAt") or ""
+        ident = data.get("ownerSandboxID") or (_NEW if opened_at and created_at > opened_at else created_at)
+    else:
+        ident = data.get("sandboxID") if path.startswith("/sandboxes") else None
+        ident = ident or data.get("snapshotID") or data.get("templateID") or ""
+    version = f"id={ident} generation={data.get('generation', 0)}"
+    if mounts := data.get("volumeMounts"):
+        version += " mounts=" + ",".join(each["name"] for each in mounts)
+    if data.get("kind", "template") != "template" and data.get("users") is not None:
+        version += " users=" + ",".join(sorted(each["name"] for each in data["users"]))
+    return version
+
+
+def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
+    """Return the actions as a plan file contains them, with secrets hashed."""
+    return [
+        {
+            "verb": action.verb,
+            "changes": [
+                {
+                    "kind": change.kind,
+                    "name": change.name,
+                    "before": None if change.before is None else dict(change.before),
+                    "after": None if change.after is None else dict(change.after),
+                }
+                for change in action.changes
+            ],
+            "request": _hash_secrets(
+                {key: value for key, value in action.request.items() if key not in _UNKNOWABLE_REQUEST_KEYS}
+            ),
+        }
+        for action in actions
+    ]
+
+
+def estimate_costs(
+    actions: Iterable[Action], shapes: Mapping[str, Mapping[str, Any]], typical: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the estimated costs of actions, as in a plan file, and a description of each unknown cost.
+
+    ``shapes``: the existing resources by name. ``typical``: the costs of recent captures, as the gateway reports them.
+    """
+    memory_mb = disk_bytes = 0
+    pause_ms = 0.0
+    capture_count = 0
+    for action in actions:
+        capture_count += action.verb == "clone"
+        for change in action.changes:
+            if change.kind == SANDBOX:
+                memory_mb += _running_memory(change.after) - _running_memory(change.before)
+            elif change.kind == SNAPSHOT and change.before is None:
+                capture_count += 1
+            elif change.kind == SNAPSHOT and change.after is None:
+                shape = shapes.get(change.name, {})
+                disk_bytes -= (shape.get("disk_bytes_unique") or 0) + (shape.get("memory_bytes_written") or 0)
+    unknown = []
+    if capture_count and typical is None:
+        unknown.append("the pause and the size of the gateway's first snapshots")
+    elif capture_count and typical is not None:
+        pause_ms = round(capture_count * typical["pauseMs"], 3)
+        disk_bytes += capture_count * (typical["memoryBytesWritten"] + typical["diskBytesUnique"])
+    costs = {"memory_mb": memory_mb, "disk_bytes": disk_bytes, "pause_ms": pause_ms}
+    return {key: value for key, value in costs.items() if value}, unknown
+
+
+def _running_memory(view: Mapping[str, Any] | None) -> int:
+    if view is None or view.get("state") != "running":
+        return 0
+    return view.get("memory_mb") or 0
+
+
+def new_state() -> dict[str, Any]:
+    """Return the state of a run that has not applied anything yet.
+
+    ``used``: the numbers of the entries that it has used. ``bindings``, ``skipped``: see ``Approval``.
+    """
+    return {"used": [], "bindings": {}, "skipped": []}
+
+
+def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
+    """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
+    state["used"].append(used["number"])
+    state["bindings"].update(used.get("bindings", {}))
+    state["skipped"] += used.get("skipped", [])
+
+
+def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option ``approved_plan`` of a task.
+
+    ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
+    """
+    changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
+    return {
+        "entries": [
+            {**entry, "number": number}
+            for number, entry in enumerate(entries)
+            if number not in state["used"] and all(entry[key] == value for key, value in task_key.items())
+        ],
+        "created": [ident for entry in entries for ident in entry["created"].values()],
+        "created_names": sorted({change["name"] for change in changes if change["before"] is None}),
+        "removed_names": sorted({change["name"] for change in changes if change["after"] is None}),
+        "bindings": state["bindings"],
+        "skipped": state["skipped"],
+    }
+
+
+class Approval:
+    """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
+
+    ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``bindings``: the real ids
+    that earlier tasks found for planned ones. ``created``: the planned ids that the run itself has to create.
+    ``created_names``, ``removed_names``: the objects that the plan creates or removes. ``skipped``: the ids of the
+    objects that earlier tasks did not have to change.
+    """
+
+    def __init__(self, option: Mapping[str, Any], gateway_id: str) -> None:
+        self._entries: list[Entry] = option["entries"]
+        self._gateway_id = gateway_id
+        self._created = frozenset(option["created"])
+        self._created_names = frozenset(option["created_names"])
+        self._removed_names = frozenset(option["removed_names"])
+        self._skipped = frozenset(option["skipped"])
+        self.bindings: dict[str, str] = dict(option["bindings"])
+
+    def find(self, actions: Sequence[Action], reads: Mapping[str, str]) -> Entry:
+        """Return the entry that contains exactly ``actions``, and add the ids that it finds to ``bindings``.
+
+        ``reads``: the versions of the objects that the task has read, by path. Raises Failure if no entry contains the
+        actions, or if an object has changed since the plan was made.
+        """
+        candidates = [entry for entry in self._entries if entry["actions"]]
+        if not candidates:
+            verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
+            raise _not_planned(f"the plan does not contain this task's changes ({verbs})")
+        names = {change.name for action in actions for change in action.changes}
+        # If there is no match, the message is about the entry that is most similar.
+        candidates.sort(key=lambda entry: len(names.symmetric_difference(_names_in(entry))))
+        failures = []
+        for entry in candidates:
+            matching = _Matching(self.bindings, self._created)
+            try:
+                if entry["gateway"] != self._gateway_id:
+                    raise _not_planned("the plan was made for another gateway")
+                self._check_reads(entry["reads"], reads, matching)
+                _match_actions(entry["actions"], actions, matching)
+            except Failure as failure:
+                failures.append(failure)
+            else:
+                self.bindings = matching.bindings
+                return entry
+        raise failures[0]
+
+    def check_unchanged(self) -> Entry | None:
+        """Check that a task that would change nothing was not predicted to change something. Raises Failure.
+
+        Returns the entry that the run skips because its actions depend on whether a sandbox has diverged, if any.
+        """
+        if not self._entries or any(not entry["actions"] for entry in self._entries):
+            return None
+        for entry in self._entries:
+            if all(action["verb"] in _CONDITIONAL_VERBS for action in entry["actions"]):
+                return entry
+        names = ", ".join(sorted(_names_in(self._entries[0])))
+        raise _not_planned(f"the plan contains changes of this task ({names}), but others have already made them")
+
+    def _check_reads(self, planned: Mapping[str, str], actual: Mapping[str, str], matching: _Matching) -> None:
+        real_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+        actual_versions = {
+            _REAL_ID_PATTERN.sub(lambda m: real_ids.get(m[0], m[0]), path): actual[path] for path in actual
+        }
+        for path, planned_version in planned.items():
+            actual_version = actual_versions.get(path)
+            if actual_version is not None and planned_version != actual_version:
+                self._check_version(path, planned_version, actual_version, matching)
+
+    def _check_version(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
+        name = path.rpartition("/")[2]
+        if not planned:
+            raise _not_planned(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
+        if not actual:
+            raise _not_planned(f"{_describe_path(path)} has been removed since the plan was made")
+        planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
+        planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
+        if planned_ident == _NEW:
+            is_same = f"{_NEW} {name}" in matching.bindings
+        else:
+            is_same = matching.text(planned_ident, actual_ident)
+        if not is_same:
+            raise _not_planned(f"{_describe_path(path)} has been replaced by another one since the plan was made")
+        planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
+        may_be_lower = actual_ident in self._skipped and int(actual_number) < int(planned_number)
+        if planned_number != actual_number and not may_be_lower:
+            raise _not_planned(
+                f"{_describe_path(path)} has changed since the plan was made (its generation is {actual_number}, not "
+                f"{planned_number})"
+            )
+        for key in ("mounts", "entries"):
+            if not matching.text(planned_parts.get(key, ""), actual_parts.get(key, "")):
+                raise _not_planned(
+                    f"the {_PART_NAMES[key]} of {_describe_path(path)} have changed since the plan was made"
+                )
+        if "users" in planned_parts and "users" in actual_parts:
+            self._check_users(path, set(planned_parts["users"].split(",")), set(actual_parts["users"].split(",")))
+
+    def _check_users(self, path: str, planned: set[str], actual: set[str]) -> None:
+        """Compare the users of a snapshot. Other hosts of the run may already have made or removed theirs."""
+        added = actual - planned - self._created_names
+        removed = planned - actual - self._created_names - self._removed_names
+        if others := sorted((added | removed) - {""}):
+            raise _not_planned(
+                f"the users of {_describe_path(path)} have changed since the plan was made ({', '.join(others)})"
+            )
+
+
+class _Matching:
+    """Compares the values of a plan with those of a run, where each planned id stands for one real id."""
+
+    def __init__(self, bindings: Mapping[str, str], created: Container[str]) -> None:
+        self.bindings = dict(bindings)
+        self._created = created
+
+    def text(self, planned: str, actual: str) -> bool:
+        """Return whether two texts are equal. Adds the ids of objects that the gateway has chosen to ``bindings``."""
+        if planned == actual:
+            return True
+        planned_ids = _PLANNED_ID_PATTERN.findall(planned)
+        pattern = "".join(
+            f"({_REAL_ID_PATTERN.pattern})" if is_planned_id(part) else re.escape(part)
+            for part in _PLANNED_ID_PATTERN.split(planned)
+        )
+        match = re.fullmatch(pattern.replace(re.escape(f".old-{_SHORT_PLANNED_ID}"), r"\.old-[0-9a-f]{8}"), actual)
+        return match is not None and all(map(self._bind, planned_ids, match.groups()))
+
+    def _bind(self, planned_id: str, real_id: str) -> bool:
+        if (
+            planned_id not in self.bindings
+            and planned_id not in self._created
+            and real_id not in self.bindings.values()
+        ):
+            self.bindings[planned_id] = real_id
+        return self.bindings.get(planned_id) == real_id
+
+    def value(self, planned: Any, actual: Any, where: str, ignored_keys: Container[str] = ()) -> None:
+        """Compare two values. Raises Failure, which names the place of the first difference.
+
+        ``ignored_keys``: keys of these mappings, but not of those inside, that are not compared.
+        """
+        if isinstance(planned, Mapping) and isinstance(actual, Mapping):
+            for key in sorted({*planned, *actual}):
+                if key in ignored_keys:
+                    continue
+                if key not in planned or key not in actual:
+                    raise _difference(f"{where}.{key}", planned.get(key), actual.get(key))
+                self.value(planned[key], actual[key], f"{where}.{key}")
+        elif isinstance(planned, (list, tuple)) and isinstance(actual, (list, tuple)):
+            if len(planned) != len(actual):
+                raise _difference(where, planned, actual)
+            for number, pair in enumerate(zip(planned, actual)):
+                self.value(*pair, f"{where}.{number}")
+        elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
+            if not _matches_hash(planned, actual):
+                raise _not_planned(f"the secrets in {where} differ from those of the plan")
+        elif isinstance(planned, str) and isinstance(actual, str):
+            if not self.text(planned, actual):
+                raise _difference(where, planned, actual)
+        elif planned != actual:
+            raise _difference(where, planned, actual)
+
+
+def _not_planned(reason: str) -> Failure:
+    return Failure(f"{reason}: {_REMEDY}", "not_planned")
+
+
+def _names_in(entry: Entry) -> set[str]:
+    return {change["name"] for action in entry["actions"] for change in action["changes"]}
+
+
+def _parse_version(version: str) -> dict[str, str]:
+    return dict(part.partition("=")[::2] for part in version.split(" "))
+
+
+def _describe_path(path: str) -> str:
+    kind, _separator, ref = path.strip("/").partition("/")
+    singular = {"sandboxes": "sandbox"}.get(kind, kind[:-1])
+    return f"{singular} {ref.partition('/')[0]!r}"
+
+
+def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action], matching: _Matching) -> None:
+    planned_verbs, actual_verbs = [each["verb"] for each in planned], [each.verb for each in actual]
+    if planned_verbs != actual_verbs:
+        raise _not_planned(
+            f"the task would now do other actions ({', '.join(actual_verbs)}) than the plan contains "
+            f"({', '.join(planned_verbs)})"
+        )
+    for planned_action, action in zip(planned, actual):
+        verb = action.verb
+        matching.value(
+            [[each["kind"], each["name"]] for each in planned_action["changes"]],
+            [[each.kind, each.name] for each in action.changes],
+            f"{verb} objects",
+        )
+        ignored_keys = _UNKNOWABLE_VIEW_KEYS if verb in _TIMEOUT_VERBS else {*_UNKNOWABLE_VIEW_KEYS, "timeout"}
+        for planned_change, change in zip(planned_action["changes"], action.changes):
+            matching.value(planned_change["after"], change.after, f"{verb} {change.name}", ignored_keys)
+        matching.value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
+
+
+def _difference(where: str, planned: Any, actual: Any) -> Failure:
+    return _not_planned(f"{where} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _hash_secrets(value: Any) -> Any:
+    """Return a value with hashes in place of secrets."""
+    if isinstance(value, Mapping):
+        return {
+            key: _hash(item, secrets.token_hex(16)) if key in _SECRET_KEYS and item else _hash_secrets(item)
+            for key, item in value.items()
+        }
+    return [_hash_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _hash(value: Any, salt: str) -> str:
+    text = json.dumps(value, sort_keys=True)
+    digest = hashlib.pbkdf2_hmac("sha256", text.encode(), salt.encode(), _HASH_ROUNDS).hex()
+    return f"{_HASH_PREFIX}{salt}:{digest}"
+
+
+def _matches_hash(planned: str, actual: Any) -> bool:
+    salt = planned[len(_HASH_PREFIX) :].partition(":")[0]
+    return hmac.compare_digest(planned, _hash(dict(actual) if isinstance(actual, Mapping) else actual, salt))

@@ -1,0 +1,125 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The plan session of a check run (`ansible-playbook --check`), which all plugins of the run share."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import Any
+
+from ansible import constants as C
+from ansible import context
+from ansible.errors import AnsibleActionSkip, AnsibleConnectionFailure
+from ansible.utils.unsafe_proxy import wrap_var
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import is_planned_id
+
+_MARKER_NAME = "grove.sandbox-plan"
+
+
+class PlannedMachineSkip(AnsibleActionSkip, AnsibleConnectionFailure):
+    """Skips a task, because its machine exists only in the plan.
+
+    It is a connection failure too, because some action plugins (such as `fetch`) raise only these again.
+    """
+
+
+def is_check_run() -> bool:
+    return bool(context.CLIARGS.get("check"))
+
+
+def make_run_name() -> str:
+    """Return a name that all tasks of this run have in common, and no other run has.
+
+    The main process creates its temporary directory before it forks workers, so all of them know its unique name.
+    """
+    return hashlib.sha256(f"{platform.node()} {C.DEFAULT_LOCAL_TMP}".encode()).hexdigest()
+
+
+def record_session() -> None:
+    """Record that a task of this run uses a plan session, for the other processes of this run.
+
+    The file is removed with the run's temporary directory.
+    """
+    _marker_path().touch(mode=0o600)
+
+
+def has_session() -> bool:
+    """Return whether a task of this check run has used a plan session, so that there can be predicted sandboxes.
+
+    Gateways keep few sessions, so runs that do not need one must not open one.
+    """
+    return is_check_run() and _marker_path().exists()
+
+
+def _marker_path() -> Path:
+    return Path(C.DEFAULT_LOCAL_TMP) / _MARKER_NAME
+
+
+def enter_session(client: Client) -> bool:
+    """Carry out all further requests of ``client`` in the plan session of this run. Raises Failure.
+
+    Returns False if the gateway has no session for this run and this key.
+    """
+    if not has_session():
+        return False
+    try:
+        return client.enter_plan(make_run_name())
+    except Failure as failure:
+        # There is no place for another session of this key, so no task of this run has one.
+        if failure.kind == "over_quota":
+            return False
+        raise
+
+
+def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
+    """Raise an exception if a task of a check run must not be sent to ``sandbox``, an id or a name.
+
+    ``check_mode`` says whether the task itself is in check mode. Other tasks act on the real sandbox, so only its
+    existence matters to them. Raises PlannedMachineSkip if the task needs a machine that only the run starts, and
+    Failure if a run could not reach the sandbox either. Enters the plan session of the run.
+    """
+    path = f"/sandboxes/{quote_segment(sandbox)}"
+    real = None if is_planned_id(sandbox) else client.find(path)
+    if real is not None and not check_mode:
+        return
+    planned = client.find(path) if enter_session(client) else None
+    if planned is not None:
+        _check_machine(planned, real, client.plan_opened_at)
+    elif real is None:
+        raise Failure(
+            f"sandbox {sandbox} not found, neither at the gateway {client.address.url} nor in a plan session of the "
+            "connection's key: use the same gateway and the same key for the connection as for the tasks that plan the "
+            "sandbox"
+        )
+    elif client.is_planning and real["createdAt"] <= client.plan_opened_at:
+        raise Failure(f"the plan removes sandbox {sandbox}, so that a run could not reach it")
+
+
+def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_at: str) -> None:
+    """Compare a sandbox in a plan session with the real one. Raises PlannedMachineSkip or Failure."""
+    name = planned["name"] or planned["sandboxID"]
+    if planned["state"] == "paused":
+        if real is not None and real["state"] == "paused":
+            return
+        if not planned["lifecycle"]["autoResume"]:
+            raise Failure(f"the plan pauses sandbox {name}, so that a run could not reach it")
+        reason = f"the plan pauses sandbox {name}, and this task would resume it"
+    elif is_planned_id(planned["sandboxID"]):
+        reason = f"sandbox {name} exists only in the plan"
+    elif planned["startedAt"] > opened_at:
+        reason = f"the plan starts a new machine for sandbox {name}"
+    elif real is not None and _mounts_of(planned) != _mounts_of(real):
+        reason = f"the plan changes the volumes of sandbox {name}"
+    else:
+        return
+    raise PlannedMachineSkip(wrap_var(make_printable(f"{reason}: this task is skipped in check mode")))
+
+
+def _mounts_of(sandbox: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(sandbox["volumeMounts"], key=lambda mount: str(mount["path"]))

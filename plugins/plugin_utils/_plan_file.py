@@ -1,0 +1,410 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Plan files, which hold the plan of a check run as JSON.
+
+A plan file has exactly one valid text for a plan (``_serialize`` and a line break), so that every edit is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, TEMPLATE, VOLUME
+
+FORMAT = 1
+KINDS = (SANDBOX, SNAPSHOT, TEMPLATE, VOLUME)
+MAX_LIFETIME_SECONDS = 365 * 86400
+_MAX_FILE_BYTES = 64 << 20
+_MAX_NESTING = 40
+"""Maximum depth of lists and objects in a plan. Deeper ones exceed the recursion limit of the JSON library."""
+_MAX_NUMBER = 1 << 53
+"""Costs are less than this number, which every JSON library represents exactly."""
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+_TIME_PATTERN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
+_GATEWAY_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
+_PLANNED_ID_PATTERN = re.compile(PLANNED_ID_PREFIX + r"[0-9a-f]{4}")
+_VERB_PATTERN = re.compile(r"[a-z][a-z_]*")
+_NEW_PLAN_HINT = "Make a new plan: run ansible-playbook --check with the same plan_file"
+
+if TYPE_CHECKING:
+    _Check = Callable[[Any, str], None]
+    """Raises ``_InvalidValue`` if a value is not allowed. The second argument is the value's place in the plan."""
+
+
+def make_document(
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    playbooks: Iterable[str],
+    problems: Iterable[str],
+    created_at: datetime,
+    lifetime_seconds: int,
+) -> dict[str, Any]:
+    """Return the plan that consists of the journal's entries. Raises Failure if the lifetime is not allowed."""
+    if not 1 <= lifetime_seconds <= MAX_LIFETIME_SECONDS:
+        raise Failure(f"plan_lifetime must be from 1 to {MAX_LIFETIME_SECONDS} seconds, not {lifetime_seconds}")
+    gateways, plan_entries = {}, []
+    for journal_entry in entries:
+        entry = dict(journal_entry)
+        gateways[entry["gateway"]] = entry.pop("gateway_url")
+        plan_entries.append(entry)
+    document = {
+        "format": FORMAT,
+        "created_at": created_at.strftime(_TIME_FORMAT),
+        "expires_at": (created_at + timedelta(seconds=lifetime_seconds)).strftime(_TIME_FORMAT),
+        "problems": list(problems),
+        "playbooks": list(playbooks),
+        "gateways": gateways,
+        "entries": plan_entries,
+    }
+    return {**document, "digest": digest(document)}
+
+
+def digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all keys except ``digest``, as 64 hexadecimal digits."""
+    text = _serialize({key: value for key, value in document.items() if key != "digest"})
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def save(path: str, document: Mapping[str, Any]) -> None:
+    """Write a plan atomically, readable only by its owner. Raises Failure, and then leaves the file unchanged."""
+    try:
+        _check_nesting(document)
+        _check_document(document, "")
+    except _InvalidValue as error:
+        raise Failure(f"the plan cannot be saved in {path!r}: {error}. Report this bug of grove.sandbox") from None
+    data = (_serialize(document) + "\n").encode("ascii")
+    if len(data) > _MAX_FILE_BYTES:
+        raise Failure(
+            f"the plan is {len(data)} bytes long, but a plan file is at most {_MAX_FILE_BYTES} bytes long: split the "
+            "playbook"
+        )
+    try:
+        _replace_file(Path(path), data)
+    except (OSError, ValueError) as error:
+        raise Failure(
+            f"the plan cannot be saved in {path!r}: {_reason(error)}. Set plan_file to a file in a directory that "
+            "exists and that you can write to"
+        ) from None
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    descriptor, temporary_name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary_name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary_name).unlink()
+        raise
+
+
+def load(path: str) -> dict[str, Any]:
+    """Return the plan in a file. Raises Failure if the file is not a valid, unedited and unexpired plan."""
+    data = _read_file(path)
+    return check(parse(data, path), path, data)
+
+
+def parse(data: str | bytes, path: str) -> Any:
+    """Return the document in JSON text. Raises Failure if it is not JSON."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise Failure(f"the plan {path!r} is truncated, or it is not JSON. {_NEW_PLAN_HINT}") from None
+
+
+def check(document: Any, path: str, data: bytes | None = None) -> dict[str, Any]:
+    """Return a plan that was read from ``path``. Raises Failure if it is not a valid, unedited and unexpired plan.
+
+    ``data``: the contents of the file, if it was read from one.
+    """
+    try:
+        _check_nesting(document)
+        _check_object(document, "the document")
+        _check_format(path, document)
+        if not _is_unedited(document, data):
+            raise Failure(
+                f"the plan {path!r} has been edited since it was made: its digest does not match. {_NEW_PLAN_HINT}"
+            )
+        _check_document(document, "")
+    except _InvalidValue as error:
+        raise Failure(f"the plan {path!r} is invalid: {error}. {_NEW_PLAN_HINT}") from None
+    if datetime.now(timezone.utc) >= _parse_time(document["expires_at"]):
+        raise Failure(f"the plan {path!r} expired at {document['expires_at']}. {_NEW_PLAN_HINT}")
+    return dict(document)
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        # O_NONBLOCK: to open a pipe would otherwise wait for a writer.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Failure(f"the plan {path!r} is not a regular file. Name the file that the check run saved")
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise Failure(
+            f"the plan {path!r} does not exist. Make it first: run ansible-playbook --check with the callback "
+            "grove.sandbox.plan enabled and its option plan_file set to this path"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise Failure(
+            f"the plan {path!r} cannot be read: {_reason(error)}. Name the file that the check run saved, and run as "
+            "a user who can read it"
+        ) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise Failure(
+            f"the plan {path!r} is longer than {_MAX_FILE_BYTES} bytes, so it is not a plan. {_NEW_PLAN_HINT}"
+        )
+    return data
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _serialize(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_unedited(document: dict[str, Any], data: bytes | None) -> bool:
+    try:
+        text = _serialize(document)
+    except ValueError:  # A number such as 1e999 is read as infinity.
+        return False
+    return data in (None, f"{text}\n".encode("ascii")) and document.get("digest") == digest(document)
+
+
+def _check_format(path: str, document: dict[str, Any]) -> None:
+    number = document.get("format")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise _wrong_value("format", "a positive integer", number)
+    if number > FORMAT:
+        raise Failure(
+            f"the plan {path!r} has format {number}, but this release of grove.sandbox reads formats up to {FORMAT}: "
+            "use the release that made the plan, or make a new plan with this release"
+        )
+
+
+# --- the checks of each field ----------------------------------------------------------------------------------------
+
+
+class _InvalidValue(Exception):
+    """A value that the format does not allow. The message names its place in the plan."""
+
+
+def _wrong_value(place: str, expected: str, value: Any) -> _InvalidValue:
+    shown_value = repr(value)
+    if len(shown_value) > 80:
+        shown_value = shown_value[:80] + "..."
+    return _InvalidValue(f"{place} must be {expected}, not {shown_value}")
+
+
+def _check_nesting(document: Any) -> None:
+    """Raise _InvalidValue if the document is nested too deeply for recursive functions."""
+    level = [document]
+    for _level_number in range(_MAX_NESTING + 1):
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                next_level.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                next_level.extend(value)
+        if not next_level:
+            return
+        level = next_level
+    raise _InvalidValue(f"it is nested more than {_MAX_NESTING} levels deep")
+
+
+def _check_text(value: Any, place: str) -> None:
+    if not isinstance(value, str):
+        raise _wrong_value(place, "a string", value)
+
+
+def _check_name(value: Any, place: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise _wrong_value(place, "a string that is not empty", value)
+
+
+def _check_base_name(value: Any, place: str) -> None:
+    if not isinstance(value, str) or not value or "/" in value:
+        raise _wrong_value(place, "the name of a file without its directory", value)
+
+
+def _check_object(value: Any, place: str) -> None:
+    if not isinstance(value, dict):
+        raise _wrong_value(place, "an object", value)
+
+
+def _check_time(value: Any, place: str) -> None:
+    try:
+        _parse_time(value)
+    except ValueError:
+        raise _wrong_value(place, "a time such as 2026-11-24T17:40:00Z", value) from None
+
+
+def _parse_time(value: Any) -> datetime:
+    # strptime alone also accepts other digits and fewer of them.
+    if not isinstance(value, str) or not _TIME_PATTERN.fullmatch(value):
+        raise ValueError("not a time")
+    return datetime.strptime(value, _TIME_FORMAT).replace(tzinfo=timezone.utc)
+
+
+def _is_number(value: Any, minimum: float) -> bool:
+    # Infinity and NaN are not in the range.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value < _MAX_NUMBER
+
+
+def _check_signed_number(value: Any, place: str) -> None:
+    if not _is_number(value, -_MAX_NUMBER):
+        raise _wrong_value(place, f"a number whose amount is at most {_MAX_NUMBER}", value)
+
+
+def _check_duration(value: Any, place: str) -> None:
+    if not _is_number(value, 0):
+        raise _wrong_value(place, f"a number from 0 to {_MAX_NUMBER}", value)
+
+
+def _matches(pattern: re.Pattern[str], expected: str) -> _Check:
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise _wrong_value(place, expected, value)
+
+    return check
+
+
+def _is_one_of(values: tuple[Any, ...]) -> _Check:
+    def check(value: Any, place: str) -> None:
+        if isinstance(value, bool) or value not in values:
+            raise _wrong_value(place, " or ".join(map(repr, values)), value)
+
+    return check
+
+
+def _is_null_or(check_value: _Check) -> _Check:
+    def check(value: Any, place: str) -> None:
+        if value is not None:
+            check_value(value, place)
+
+    return check
+
+
+def _is_list_of(check_item: _Check) -> _Check:
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, list):
+            raise _wrong_value(place, "a list", value)
+        for number, item in enumerate(value):
+            check_item(item, f"{place}[{number}]")
+
+    return check
+
+
+def _is_mapping(check_key: _Check, check_item: _Check) -> _Check:
+    def check(value: Any, place: str) -> None:
+        _check_object(value, place)
+        for key, item in value.items():
+            check_key(key, f"the key {key!r} of {place}")
+            check_item(item, f"{place}[{key!r}]")
+
+    return check
+
+
+def _has_fields(fields: Mapping[str, _Check], *, optional: bool = False) -> _Check:
+    """Return a check for objects with exactly these keys, or, if they are optional, with some of them."""
+
+    def check(value: Any, place: str) -> None:
+        _check_object(value, place or "the document")
+        prefix = f"{place}." if place else ""
+        for name in value:
+            if name not in fields:
+                raise _InvalidValue(f"format {FORMAT} has no key {prefix}{name}")
+        for name, check_field in fields.items():
+            if name in value:
+                check_field(value[name], f"{prefix}{name}")
+            elif not optional:
+                raise _InvalidValue(f"{prefix}{name} is missing")
+
+    return check
+
+
+def _check_change(value: Any, place: str) -> None:
+    _has_change_fields(value, place)
+    if value["before"] is None and value["after"] is None:
+        raise _wrong_value(f"{place}.after", "an object if before is null", None)
+
+
+_has_change_fields = _has_fields(
+    {
+        "kind": _is_one_of(KINDS),
+        "name": _check_name,
+        "before": _is_null_or(_check_object),
+        "after": _is_null_or(_check_object),
+    }
+)
+_has_action_fields = _has_fields(
+    {
+        "verb": _matches(_VERB_PATTERN, "a verb in lower case"),
+        "changes": _is_list_of(_check_change),
+        "request": _check_object,
+    }
+)
+_is_gateway_id = _matches(_GATEWAY_ID_PATTERN, "16 hexadecimal digits")
+_has_entry_fields = _has_fields(
+    {
+        "host": _check_name,
+        "task": _check_text,
+        "path": _check_text,
+        "gateway": _is_gateway_id,
+        "actions": _is_list_of(_has_action_fields),
+        "reads": _is_mapping(_check_name, _check_text),
+        "created": _is_mapping(_check_name, _matches(_PLANNED_ID_PATTERN, f"{PLANNED_ID_PREFIX} and 4 digits")),
+        "costs": _has_fields(
+            {"memory_mb": _check_signed_number, "disk_bytes": _check_signed_number, "pause_ms": _check_duration},
+            optional=True,
+        ),
+        "unknown": _is_list_of(_check_name),
+        "failure": _is_null_or(_check_text),
+    }
+)
+_has_document_fields = _has_fields(
+    {
+        "format": _is_one_of((FORMAT,)),
+        "created_at": _check_time,
+        "expires_at": _check_time,
+        "problems": _is_list_of(_check_name),
+        "playbooks": _is_list_of(_check_base_name),
+        "gateways": _is_mapping(_is_gateway_id, _check_name),
+        "entries": _is_list_of(_has_entry_fields),
+        "digest": _matches(_DIGEST_PATTERN, "64 hexadecimal digits"),
+    }
+)
+
+
+def _check_document(document: Any, place: str) -> None:
+    _has_document_fields(document, place)
+    for number, entry in enumerate(document["entries"]):
+        if entry["gateway"] not in document["gateways"]:
+            raise _wrong_value(f"entries[{number}].gateway", "a key of gateways", entry["gateway"])
+    if document["expires_at"] <= document["created_at"]:
+        raise _wrong_value("expires_at", "after created_at", document["expires_at"])

@@ -1,0 +1,158 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Share the plan of a run among its processes: the entries of a check run, or the entries that a run has applied.
+
+Ansible starts a process for each task, and their results may be censored (no_log), so they use files in the temporary
+directory of the run, which Ansible removes at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ansible import constants as C
+from ansible import context
+from ansible.parsing.dataloader import DataLoader
+from ansible.plugins.loader import callback_loader
+from ansible.utils.collection_loader._collection_finder import _get_collection_playbook_path
+from ansible.utils.vars import load_extra_vars
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import approved_option, new_state, update_state
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
+
+CALLBACK_NAME = "grove.sandbox.plan"
+EXTRA_VARIABLE = "grove_sandbox_plan"
+"""An extra variable with the plan to apply itself, which a workflow can pass from one job to the next.
+
+The value is the document, or its JSON text.
+"""
+_ENTRY_SUFFIX = ".entry.json"
+_APPLIED_NAME = "applied.json"
+
+
+def applied_plan() -> dict[str, Any] | None:
+    """Return the plan that this run applies, or None if it applies none. Raises Failure if it cannot be applied."""
+    variables = load_extra_vars(DataLoader())
+    if EXTRA_VARIABLE in variables:
+        plan = _plan_file.check(_read_variable(variables[EXTRA_VARIABLE]), f"-e {EXTRA_VARIABLE}")
+    else:
+        callback = callback_loader.get(CALLBACK_NAME, class_only=True)
+        path = C.config.get_config_value("apply", plugin_type="callback", plugin_name=callback._load_name)
+        if not path:
+            return None
+        plan = _plan_file.load(path)
+    if plan["problems"]:
+        raise Failure(
+            f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: solve these "
+            "problems, then make a new plan with a check run"
+        )
+    return plan
+
+
+def _read_variable(value: Any) -> Any:
+    """Return the document in an extra variable, without the types in which Ansible reads variables. Raises Failure."""
+    if not value:
+        raise Failure(
+            f"the extra variable {EXTRA_VARIABLE} is empty, so there is no plan to apply: make a plan with a check "
+            "run, and pass it in this variable"
+        )
+    if isinstance(value, str):
+        return _plan_file.parse(value, f"-e {EXTRA_VARIABLE}")
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:  # such as a time, which YAML reads from a string without quotes
+        raise Failure(
+            f"the extra variable {EXTRA_VARIABLE} is not JSON ({error}): pass the plan as JSON text"
+        ) from None
+
+
+def journal_path() -> Path:
+    """Return the directory of this run, which its main process and all its workers share."""
+    path = Path(C.DEFAULT_LOCAL_TMP) / CALLBACK_NAME
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def add_entry(entry: dict[str, Any]) -> None:
+    """Add an entry to the plan of a check run."""
+    _write(f"{time.time_ns():020}-{os.getpid()}{_ENTRY_SUFFIX}", entry)
+
+
+def entries() -> list[dict[str, Any]]:
+    """Return the entries of a check run in the order of their execution."""
+    return [_read(path) for path in sorted(journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
+
+
+def make_plan(playbooks: Iterable[str], problems: Iterable[str], lifetime_seconds: int) -> dict[str, Any]:
+    """Return the plan of a check run so far. Raises Failure if the lifetime is not allowed."""
+    run_entries = entries()
+    return _plan_file.make_document(
+        [entry for entry in run_entries if "problem" not in entry],
+        playbooks=playbooks,
+        problems=[*problems, *(entry["problem"] for entry in run_entries if "problem" in entry)],
+        created_at=datetime.now(timezone.utc),
+        lifetime_seconds=lifetime_seconds,
+    )
+
+
+def playbook_names() -> list[str]:
+    """Return the names of the playbooks on the command line of this run, without their directories."""
+    arguments = context.CLIARGS.get("args", ())
+    if isinstance(arguments, str):  # the pattern of an ad hoc command
+        return []
+    # An argument can be a playbook of a collection, such as grove.sandbox.plan.
+    resources = [(argument, _get_collection_playbook_path(argument)) for argument in arguments]
+    return [Path(resource[1] if resource else argument).name for argument, resource in resources]
+
+
+def approved(plan: dict[str, Any], task_key: dict[str, str]) -> dict[str, Any]:
+    """Return the part of a plan that concerns a task, as the option ``approved_plan``.
+
+    ``task_key``: the host and path of the task.
+    """
+    with _applied() as state:
+        return approved_option(plan["entries"], task_key, state)
+
+
+def mark_used(used: dict[str, Any]) -> None:
+    """Record that a task has used an entry. ``used``: the value of ``_run.PLAN_KEY`` in the task's result."""
+    with _applied() as state:
+        update_state(state, used)
+        _write(_APPLIED_NAME, state)
+
+
+def unused_entries(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries with changes that this run has not used."""
+    with _applied() as state:
+        entries = enumerate(plan["entries"])
+        return [entry for number, entry in entries if entry["actions"] and number not in state["used"]]
+
+
+@contextlib.contextmanager
+def _applied() -> Iterator[dict[str, Any]]:
+    """Lock and yield the numbers of the entries that this run has used, and the real ids of planned ones."""
+    path = journal_path() / _APPLIED_NAME
+    with (journal_path() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield _read(path) if path.exists() else new_state()
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(name: str, data: Any) -> None:
+    path = journal_path() / name
+    temporary_path = path.with_suffix(f".{os.getpid()}")
+    temporary_path.write_text(json.dumps(data), encoding="utf-8")
+    temporary_path.rename(path)

@@ -1,0 +1,575 @@
+"""Test `sandboxctl plan`, which shows and compares plan files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_gateway.cli import main as sandboxctl
+from tests.cli.running import Outcome, Run, check_succeeded
+
+GATEWAY, OTHER_GATEWAY = "0123456789abcdef", "fedcba9876543210"
+URL = "unix:///run/sandbox-gateway/gateway.sock"
+UNREACHABLE_URL = "unix:///nonexistent"
+ESCAPES = "\x1b[31m\x1b]0;title\x07\u202e\r"
+
+
+def make_time(hours: float) -> str:
+    return (datetime.now(UTC) + timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def make_change(name: str, before: Any, after: Any, kind: str = "sandbox") -> dict[str, Any]:
+    return {"kind": kind, "name": name, "before": before, "after": after}
+
+
+def make_action(verb: str, *changes: dict[str, Any], **request: Any) -> dict[str, Any]:
+    return {"verb": verb, "changes": list(changes), "request": request}
+
+
+def make_entry(task: str, *actions: dict[str, Any], line: int = 1, **fields: Any) -> dict[str, Any]:
+    return {
+        "host": "localhost",
+        "task": task,
+        "path": f"play.yml:{line}",
+        "gateway": GATEWAY,
+        "actions": list(actions),
+        "reads": {},
+        "created": {},
+        "costs": {},
+        "unknown": [],
+        "failure": None,
+        **fields,
+    }
+
+
+def make_plan(*entries: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "created_at": make_time(-1),
+        "expires_at": make_time(23),
+        "problems": [],
+        "playbooks": ["play.yml"],
+        "gateways": {GATEWAY: URL},
+        "entries": list(entries),
+        **fields,
+    }
+
+
+def make_example() -> dict[str, Any]:
+    """Return a plan with changes of all signs, costs, uncertainties and a predicted failure."""
+    web = {"state": "running", "cpus": 1, "metadata": {}}
+    return make_plan(
+        make_entry(
+            "Take a snapshot",
+            make_action("capture", make_change("before", None, {"sandbox": "web"}, "snapshot")),
+            line=5,
+            reads={"/snapshots/before": "", "/sandboxes/web": "0123456789ab g7 f0"},
+            created={"before": "known-after-apply-0001"},
+            costs={"disk_bytes": 12 << 20, "pause_ms": 5.5},
+            unknown=["the cost of the first capture"],
+        ),
+        make_entry(
+            "Fork it",
+            make_action("fork", make_change("try-1", None, web), make_change("try-2", None, web), count=2),
+            line=10,
+            reads={"/snapshots/before": "known-after-apply-0001 g1 f0"},
+            created={"try-1": "known-after-apply-0002", "try-2": "known-after-apply-0003"},
+            costs={"memory_mb": 512},
+        ),
+        make_entry("Change it", make_action("update", make_change("try-1", web, {**web, "cpus": 2})), line=15),
+        make_entry("Roll back", make_action("rollback", make_change("web", web, web)), line=20, costs={"pause_ms": 2}),
+        make_entry("Remove it", make_action("remove", make_change("old", web, None)), line=25),
+        make_entry("Remove the rest", line=30, failure="snapshot 'base' is in use"),
+    )
+
+
+def compute_digest(plan: dict[str, Any]) -> str:
+    text = json.dumps(plan, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def serialize(plan: dict[str, Any]) -> bytes:
+    return json.dumps({**plan, "digest": compute_digest(plan)}).encode()
+
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A function that writes a plan, or any content, to a file and returns its path."""
+
+    def write_file(content: dict[str, Any] | bytes, name: str = "plan.json") -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else serialize(content))
+        return str(path)
+
+    return write_file
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_shown_by_kind_with_totals_and_uncertainties(run: Run, write: Write) -> None:
+    plan = make_example()
+    outcome = check_succeeded(run("plan", "show", write(plan), url=UNREACHABLE_URL))
+    lines = [line.rstrip() for line in outcome.out.splitlines()]
+    assert [re.sub("  +", "|", line) for line in lines] == [
+        f"Gateway {URL}:",
+        "KIND|CHANGE|NAME|VERB|TASK|HOST",
+        "sandbox|+|try-1|fork|Fork it (play.yml:10)|localhost",
+        "sandbox|+|try-2|fork|Fork it (play.yml:10)|localhost",
+        "sandbox|~|try-1|update|Change it (play.yml:15)|localhost",
+        "sandbox|↺|web|rollback|Roll back (play.yml:20)|localhost",
+        "sandbox|-|old|remove|Remove it (play.yml:25)|localhost",
+        "snapshot|+|before|capture|Take a snapshot (play.yml:5)|localhost",
+        "",
+        "Plan: 3 to create, 1 to change, 1 to remove, 1 to roll back; 512 MiB of memory, about 12.0 MiB of disk, "
+        "2 pauses, in total about 7.5 ms.",
+        "",
+        "Unknown until the run:",
+        "|the cost of the first capture: Take a snapshot (play.yml:5)",
+        "",
+        "Predicted failures:",
+        "|Remove the rest (play.yml:30) on localhost: snapshot 'base' is in use",
+        "",
+        f"The plan {compute_digest(plan)[:12]} of play.yml, made at {plan['created_at']}, can be applied until "
+        f"{plan['expires_at']} (in 22 h).",
+    ]
+
+
+def test_changes_are_grouped_by_gateway(run: Run, write: Write) -> None:
+    entries = [
+        make_entry("A", make_action("create", make_change("a", None, {}))),
+        make_entry("B", make_action("create", make_change("b", None, {})), gateway=OTHER_GATEWAY),
+        make_entry("C", make_action("grow", make_change("c", {}, {}, "volume"))),
+    ]
+    gateways = {GATEWAY: URL, OTHER_GATEWAY: "https://other.example"}
+    out = check_succeeded(run("plan", "show", write(make_plan(*entries, gateways=gateways)))).out
+    first, second = out.split("Gateway https://other.example:")
+    assert re.findall(r"^(\w+) +[+~] +(\w)", first, re.MULTILINE) == [("sandbox", "a"), ("volume", "c")]
+    assert re.findall(r"^(\w+) +[+~] +(\w)", second, re.MULTILINE) == [("sandbox", "b")]
+
+
+def test_freed_resources_are_shown_as_freed(run: Run, write: Write) -> None:
+    action = make_action("remove", make_change("a", {}, None))
+    plan = make_plan(make_entry("A", action, costs={"memory_mb": -256, "disk_bytes": -2048}))
+    out = check_succeeded(run("plan", "show", write(plan))).out
+    assert "Plan: 1 to remove; 256 MiB of memory freed, about 2.0 KiB of disk freed.\n" in out
+
+
+def test_a_plan_without_changes_is_shown(run: Run, write: Write) -> None:
+    out = check_succeeded(run("plan", "show", write(make_plan(make_entry("Nothing to do"))))).out
+    assert out.startswith("The plan changes nothing.\n") and "can be applied until" in out
+
+
+def test_an_expired_plan_is_shown_as_expired(run: Run, write: Write) -> None:
+    plan = {**make_example(), "created_at": make_time(-5), "expires_at": make_time(-3)}
+    out = check_succeeded(run("plan", "show", write(plan))).out
+    assert f"it expired at {plan['expires_at']} (3 h ago)" in out and "try-1" in out
+    assert "cannot be applied:" in out and "can be applied until" not in out
+
+
+def test_a_plan_with_problems_cannot_be_applied(run: Run, write: Write) -> None:
+    out = check_succeeded(run("plan", "show", write({**make_example(), "problems": ["web1 was unreachable"]}))).out
+    assert "cannot be applied:\n  web1 was unreachable\n" in out and "expired" not in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "expired", "applicable"),
+    [
+        ({}, False, True),
+        ({"problems": ["web1 was unreachable"]}, False, False),
+        ({"created_at": "2020-01-01T00:00:00Z", "expires_at": "2020-01-02T00:00:00Z"}, True, False),
+    ],
+)
+def test_a_plan_is_printed_as_json(
+    run: Run, write: Write, changes: dict[str, Any], expired: bool, applicable: bool
+) -> None:
+    plan = {**make_example(), **changes}
+    for args in (("plan", "show", write(plan), "--json"), ("--json", "plan", "show", write(plan))):
+        result = check_succeeded(run(*args)).json
+        totals = {"create": 3, "change": 1, "remove": 1, "roll_back": 1}
+        costs = {"disk_bytes": 12 << 20, "memory_mb": 512, "pause_ms": 7.5}
+        additions = {"expired": expired, "applicable": applicable, "totals": {**totals, "costs": costs}}
+        assert result == {**plan, "digest": compute_digest(plan), **additions}
+
+
+def test_text_from_the_file_cannot_affect_the_terminal(run: Run, write: Write) -> None:
+    plan = make_plan(
+        make_entry(
+            f"Task{ESCAPES}\nThe plan can be applied",
+            make_action(f"fork{ESCAPES}", make_change(f"web{ESCAPES}\n", None, {"a": ESCAPES})),
+            host=f"host{ESCAPES}\ud800",
+            path=f"play.yml{ESCAPES}:1",
+            reads={f"/sandboxes/a{ESCAPES}": ESCAPES},
+            unknown=[f"the size{ESCAPES}\n"],
+            failure=f"no{ESCAPES}\nspace",
+        ),
+        gateways={GATEWAY: f"{URL}{ESCAPES}"},
+        playbooks=[f"play.yml{ESCAPES}"],
+        problems=[f"it failed{ESCAPES}\nfor all"],
+    )
+    other_plan = copy.deepcopy(plan)
+    other_plan["entries"][0]["reads"] = {f"/sandboxes/a{ESCAPES}": f"other{ESCAPES}"}
+    other_plan["entries"][0]["actions"][0]["changes"][0]["after"] = {f"key{ESCAPES}": 1}
+    other_plan["entries"][0]["costs"] = {"pause_ms": 1}
+    paths = write(plan), write(other_plan, "other.json")
+    for outcome in (run("plan", "show", paths[0]), run("plan", "compare", *paths)):
+        assert outcome.err == "" and "Task" in outcome.out
+        assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", outcome.out) == []
+        assert not any(
+            line.startswith(("The plan can be applied", "space", "for all")) for line in outcome.out.split("\n")
+        )
+    for args in (("show", paths[0]), ("compare", *paths)):
+        outcome = run("plan", *args, "--json")
+        assert outcome.json and re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", outcome.out) == []
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def compare(run: Run, write: Write, old: dict[str, Any], new: dict[str, Any]) -> Any:
+    """Return the comparison as JSON, after checking that the exit code and the text agree with it."""
+    paths = write(old, "old.json"), write(new, "new.json")
+    outcome = run("--json", "plan", "compare", *paths, url=UNREACHABLE_URL)
+    comparison = outcome.json
+    text_outcome = run("plan", "compare", *paths)
+    assert outcome.code == text_outcome.code == (0 if comparison["equal"] else 1), outcome.err
+    assert text_outcome.out.endswith("The plans are equal.\n" if comparison["equal"] else "The plans differ.\n")
+    return comparison
+
+
+def list_changes(comparison: Any) -> list[tuple[str, str, str]]:
+    return [
+        (change["plan"], change["change"] + change["name"], " ".join(change["different"]))
+        for change in comparison["changes"]
+    ]
+
+
+def list_tasks(comparison: Any) -> list[tuple[str, str, str]]:
+    return [(task["plan"], task["task"], " ".join(task["different"])) for task in comparison["tasks"]]
+
+
+def test_plans_that_differ_only_in_times_are_equal(run: Run, write: Write) -> None:
+    new = {**make_example(), "created_at": make_time(-3), "expires_at": make_time(-2)}
+    nothing = {"equal": True, "changes": [], "versions": [], "tasks": [], "different": []}
+    assert compare(run, write, make_example(), new) == nothing
+
+
+def test_changes_of_only_one_plan_are_found(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    new["entries"][1]["actions"][0]["changes"][1]["name"] = "try-9"
+    comparison = compare(run, write, old, new)
+    assert list_changes(comparison) == [("old", "+try-2", ""), ("new", "+try-9", "")]
+    assert comparison["changes"][0] == {
+        "plan": "old",
+        "different": [],
+        "gateway": GATEWAY,
+        "kind": "sandbox",
+        "change": "+",
+        "name": "try-2",
+        "verb": "fork",
+        "task": "Fork it",
+        "path": "play.yml:10",
+        "host": "localhost",
+    }
+    assert list_tasks(comparison) == [("both", "Fork it", "actions")]
+
+
+def test_the_keys_of_a_different_change_are_named(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    new["entries"][1]["actions"][0]["changes"][0]["after"] = {"state": "running", "cpus": 2, "network": None}
+    comparison = compare(run, write, old, new)
+    assert list_changes(comparison) == [("both", "+try-1", "after.cpus after.metadata after.network")]
+    text = run("plan", "compare", write(old, "old.json"), write(new, "new.json")).out
+    (row,) = (line for line in text.splitlines() if line.startswith("both"))
+    cells = ["both", "after.cpus, after.metadata, after.network", "sandbox", "+", "try-1", "fork"]
+    assert re.split("  +", row.rstrip()) == [*cells, "Fork it (play.yml:10)", "localhost", URL]
+
+
+def test_true_and_1_are_different_values(run: Run, write: Write) -> None:
+    old, new = (make_plan(make_entry("A", make_action("create", make_change("a", None, {"x": x})))) for x in (1, True))
+    assert list_changes(compare(run, write, old, new)) == [("both", "+a", "after.x")]
+
+
+def test_a_change_that_creates_instead_of_updating_is_different(run: Run, write: Write) -> None:
+    old = make_plan(make_entry("A", make_action("build", make_change("a", {}, {}))))
+    new = make_plan(make_entry("A", make_action("build", make_change("a", None, {}))))
+    assert list_changes(compare(run, write, old, new)) == [("both", "+a", "before")]
+
+
+def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    change = make_change("first", None, {})
+    entry = make_entry("First", make_action("create", change), created={"first": "known-after-apply-0001"})
+    for number, later_entry in enumerate(new["entries"]):
+        text = json.dumps(later_entry)
+        new["entries"][number] = json.loads(re.sub(r"apply-(\d+)", lambda match: f"apply-{int(match[1]) + 1:04}", text))
+    new["entries"].insert(0, entry)
+    comparison = compare(run, write, old, new)
+    assert list_changes(comparison) == [("new", "+first", "")] and list_tasks(comparison) == [("new", "First", "")]
+    assert comparison["versions"] == [] and comparison["different"] == []
+
+
+def test_objects_with_another_version_are_found(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    new["entries"][0]["reads"] = {"/snapshots/before": "abcdefabcdef g1 f2", "/sandboxes/web": "0123456789ab g8 f0"}
+    comparison = compare(run, write, old, new)
+    assert comparison["versions"] == [
+        {"gateway": GATEWAY, "object": "/snapshots/before", "old": "", "new": "abcdefabcdef g1 f2"},
+        {"gateway": GATEWAY, "object": "/sandboxes/web", "old": "0123456789ab g7 f0", "new": "0123456789ab g8 f0"},
+    ]
+    assert comparison["changes"] == comparison["tasks"] == comparison["different"] == []
+    text = run("plan", "compare", write(old, "old.json"), write(new, "new.json")).out
+    assert re.search(rf"^/snapshots/before +does not exist +abcdefabcdef g1 f2 +{URL}", text, re.MULTILINE)
+
+
+def test_the_order_of_different_hosts_is_ignored(run: Run, write: Write) -> None:
+    def make_host_entries(host: str, first_id: int) -> Iterator[dict[str, Any]]:
+        planned_id = f"known-after-apply-{first_id:04x}"
+        for task in ("Create", "Change"):
+            action = make_action(task.lower(), make_change("a", None, {"id": planned_id}), id=planned_id)
+            reads = {f"/sandboxes/{planned_id}": f"{planned_id} g1 f0"}
+            created = {"a": planned_id} if task == "Create" else {}
+            yield make_entry(task, action, host=host, reads=reads, created=created)
+
+    old = make_plan(*make_host_entries("one", 9), *make_host_entries("two", 10))
+    new = make_plan(*make_host_entries("two", 9), *make_host_entries("one", 10))
+    assert compare(run, write, old, new)["equal"]
+
+
+def test_the_order_of_the_tasks_of_a_host_is_compared(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    new["entries"].reverse()
+    assert compare(run, write, old, new)["different"] == ["order of the tasks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "property_name"),
+    [
+        ("path", "play.yml:99", "path"),
+        ("costs", {"memory_mb": 513}, "costs"),
+        ("unknown", ["the size"], "unknown"),
+        ("failure", "no space", "failure"),
+        ("reads", {}, "reads"),
+        ("created", {"try-1": "known-after-apply-0002"}, "created"),
+        ("host", "web1", ""),
+        ("task", "Fork them", ""),
+    ],
+)
+def test_a_different_task_is_found(run: Run, write: Write, name: str, value: Any, property_name: str) -> None:
+    old, new = make_example(), make_example()
+    new["entries"][1][name] = value
+    comparison = compare(run, write, old, new)
+    if property_name:
+        assert list_tasks(comparison) == [("both", "Fork it", property_name)]
+    else:
+        assert [task["plan"] for task in comparison["tasks"]] == ["old", "new"]
+    assert comparison["changes"] == comparison["versions"] == comparison["different"] == []
+
+
+def test_a_different_request_is_found(run: Run, write: Write) -> None:
+    old, new = make_example(), make_example()
+    new["entries"][1]["actions"][0]["request"] = {"count": 3}
+    assert list_tasks(compare(run, write, old, new)) == [("both", "Fork it", "requests")]
+
+
+def test_hashes_of_secrets_are_not_compared(run: Run, write: Write) -> None:
+    """Each plan has its own salts."""
+    old, new = make_example(), make_example()
+    for plan, salt in ((old, "aa"), (new, "bb")):
+        plan["entries"][1]["actions"][0]["request"] = {"env": f"pbkdf2-sha256:{salt}:{salt}"}
+    assert list_tasks(compare(run, write, old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("problems", ["it failed"]), ("playbooks", []), ("gateways", {GATEWAY: "https://other.example"})],
+)
+def test_a_different_property_of_the_plan_is_found(run: Run, write: Write, name: str, value: Any) -> None:
+    comparison = compare(run, write, make_example(), {**make_example(), name: value})
+    assert comparison["different"] == [name] and comparison["changes"] == comparison["tasks"] == []
+
+
+# --- invalid files ---------------------------------------------------------------------------------------------------
+
+
+def check_refused(outcome: Outcome, words: str, code: int = 2) -> None:
+    assert outcome.code == code and outcome.out == "", outcome.out
+    message, hint = outcome.err.splitlines()
+    assert message.startswith("sandboxctl: ") and words in message and hint.startswith("  ")
+
+
+def with_field(path: str, value: Any) -> dict[str, Any]:
+    """Return the example with another value at the end of ``path``, such as "entries.0.host"."""
+    plan = make_example()
+    *steps, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    parent: Any = plan
+    for step in steps:
+        parent = parent[step]
+    parent[last] = value
+    return plan
+
+
+CHANGE = "entries.0.actions.0.changes.0"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("format", "1", "format: must be an integer"),
+        ("format", True, "format: must be an integer"),
+        ("format", 0, "format: Input should be 1"),
+        ("created_at", "yesterday", "created_at: "),
+        ("created_at", "2026-02-30T00:00:00Z", "created_at: day"),
+        ("created_at", "2026-01-01T00:00:00+00:00", "created_at: "),
+        ("expires_at", 5, "expires_at: "),
+        ("expires_at", "2000-01-01T00:00:00Z", "expires_at must be later than created_at"),
+        ("problems", "none", "problems: "),
+        ("problems", [""], "problems.0: must not be empty"),
+        ("playbooks", [1], "playbooks.0: must be text"),
+        ("gateways", {"x": URL}, "gateways.x"),
+        ("gateways", {GATEWAY: None}, f"gateways.{GATEWAY}: must be text"),
+        ("gateways", {OTHER_GATEWAY: URL}, f"entries.0.gateway: {GATEWAY} is not a key of gateways"),
+        ("entries", {}, "entries: "),
+        ("entries.0", [], "entries.0: "),
+        ("entries.0.host", "", "entries.0.host: must not be empty"),
+        ("entries.0.task", None, "entries.0.task: must be text"),
+        ("entries.0.path", 5, "entries.0.path: must be text"),
+        ("entries.0.gateway", "x", "entries.0.gateway: "),
+        ("entries.0.reads", {"/sandboxes/a": None}, "entries.0.reads./sandboxes/a: must be text"),
+        ("entries.0.created", {"a": "0123456789ab"}, "entries.0.created.a: "),
+        ("entries.0.costs", {"memory_mb": "1"}, "entries.0.costs.memory_mb: must be a number"),
+        ("entries.0.costs", {"memory_mb": True}, "entries.0.costs.memory_mb: must be a number"),
+        ("entries.0.costs", {"disk_bytes": 10**400}, "entries.0.costs.disk_bytes: must be a number"),
+        ("entries.0.costs", {"pause_ms": -1}, "costs.pause_ms must not be negative"),
+        ("entries.0.costs", {"cpus": 1}, "entries.0.costs.cpus"),
+        ("entries.0.unknown", [{}], "entries.0.unknown.0: must be text"),
+        ("entries.0.failure", 1, "entries.0.failure: must be text"),
+        ("entries.0.extra", 1, "entries.0.extra: unknown key"),
+        ("entries.0.actions.0.verb", None, "entries.0.actions.0.verb: must be text"),
+        ("entries.0.actions.0.request", [], "entries.0.actions.0.request: "),
+        (f"{CHANGE}.kind", "host", f"{CHANGE}.kind: "),
+        (f"{CHANGE}.name", 1, f"{CHANGE}.name: must be text"),
+        (f"{CHANGE}.before", "x", f"{CHANGE}.before: "),
+        (f"{CHANGE}.after", None, f"{CHANGE}: before and after are both null"),
+        ("two\nlines", 1, "two lines: unknown key"),
+        ("\ud800", 1, "should be a valid string"),
+        ("x" * 1000, 1, "xxx: unknown key"),
+        (f"{CHANGE}.after.cpus", json.loads("[" * 100 + "]" * 100), "nested more than 40 levels deep"),
+    ],
+)
+def test_an_invalid_field_is_named(run: Run, write: Write, path: str, value: Any, words: str) -> None:
+    outcome = run("plan", "show", write(with_field(path, value)))
+    check_refused(outcome, "plan.json is not a plan: ")
+    check_refused(outcome, words)
+    assert len(outcome.err.splitlines()[0]) < 600
+
+
+@pytest.mark.parametrize("name", [*make_example(), "digest"])
+def test_a_missing_field_is_named(run: Run, write: Write, name: str) -> None:
+    plan = json.loads(serialize(make_example()))
+    del plan[name]
+    check_refused(run("plan", "show", write(json.dumps(plan).encode())), f"not a plan: {name}: ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        serialize(make_example())[:-1],
+        b"\xff" + serialize(make_example()),
+        serialize(make_example()).decode().encode("utf-16"),
+        b"[" * 100_000,
+        serialize(make_example()).replace(b'"count": 2', b'"count": NaN'),
+        serialize(make_example()).replace(b'"count": 2', b'"count": 1e999'),
+        serialize(make_example()).replace(b'"count": 2', b'"count": ' + b"1" * 5000),
+        serialize(make_example()).replace(b'"count": 2', b'"count": 1, "count": 2'),
+    ],
+    ids=["empty", "truncated", "not-utf-8", "utf-16", "deep", "nan", "infinite", "long-number", "repeated-key"],
+)
+def test_a_file_that_is_not_json_is_refused(run: Run, write: Write, content: bytes) -> None:
+    check_refused(run("plan", "show", write(content)), "is truncated, or it is not JSON")
+
+
+def test_json_that_is_not_an_object_is_refused(run: Run, write: Write) -> None:
+    check_refused(run("plan", "show", write(b"[]")), "is not a plan: it must be an object")
+
+
+def test_an_edited_plan_is_refused(run: Run, write: Write) -> None:
+    content = serialize(make_example()).replace(b'"cpus": 2', b'"cpus": 4')
+    check_refused(run("plan", "show", write(content)), "edited after it was written: its digest does not match")
+
+
+def test_a_newer_format_is_refused_whatever_its_fields_are(run: Run, write: Write) -> None:
+    outcome = run("plan", "show", write(b'{"format": 2, "plan": []}'))
+    check_refused(outcome, "has a format newer than 1")
+    assert "use the sandboxctl of the release that wrote the plan" in outcome.err
+
+
+def test_a_file_that_is_too_long_is_refused(run: Run, write: Write, tmp_path: Path) -> None:
+    path = tmp_path / "long"
+    path.touch()
+    os.truncate(path, (64 << 20) + 1)
+    check_refused(run("plan", "show", str(path)), "is longer than 64 MiB, so it is not a plan")
+
+
+def test_a_file_that_cannot_be_read_is_refused(run: Run, write: Write, tmp_path: Path) -> None:
+    check_refused(run("plan", "show", str(tmp_path / "none.json")), "none.json does not exist", code=3)
+    check_refused(run("plan", "show", str(tmp_path)), "cannot be read: Is a directory")
+    plan = write(make_example())
+    check_refused(run("plan", "compare", plan, str(tmp_path / "none.json")), "none.json does not exist", code=3)
+    check_refused(run("plan", "compare", str(tmp_path), plan), "cannot be read: Is a directory")
+
+
+EXAMPLE = serialize(make_example())
+positions = st.integers(0, len(EXAMPLE) - 1)
+
+
+@given(content=positions.map(lambda length: EXAMPLE[:length]) | st.binary(max_size=50))
+def test_a_truncated_or_random_file_is_refused(content: bytes) -> None:
+    check_refused(run_on_content(content), "")
+
+
+@given(position=positions, mask=st.integers(1, 255))
+def test_a_file_with_a_flipped_byte_is_refused_unless_it_is_the_same_plan(position: int, mask: int) -> None:
+    content = bytearray(EXAMPLE)
+    content[position] ^= mask
+    # For example, a tab instead of a space does not change the plan.
+    with contextlib.suppress(ValueError):
+        if json.loads(content) == json.loads(EXAMPLE):
+            return
+    check_refused(run_on_content(bytes(content)), "")
+
+
+def run_on_content(content: bytes) -> Outcome:
+    """Run `sandboxctl plan show` on a file with this content, without fixtures, which Hypothesis would share."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["sandboxctl", "plan", "show", file.name]),
+        pytest.raises(SystemExit) as error_info,
+    ):
+        file.write(content)
+        file.flush()
+        sandboxctl.main()
+    return Outcome(int(error_info.value.code or 0), out.getvalue(), err.getvalue())

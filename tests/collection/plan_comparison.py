@@ -1,0 +1,213 @@
+"""Compare what a plan session predicts for a play with what the run does: results of tasks, and states of gateways."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import ID_PATTERN, PLANNED_ID_PREFIX, Client
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import LIFETIME_TOLERANCE_SECONDS
+
+RESULT_LIST_KEYS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
+_TIME_KEYS = ("createdat", "startedat", "endat", "updatedat", "expiresat")
+_MEASURED_KEYS = (
+    "usedmb",
+    "pausems",
+    "memory",  # which method captured it; "none" is always known
+    "memorybyteswritten",
+    "diskbytesunique",
+    "ready",  # how many forks have been prewarmed
+)
+_HOST_KEYS = ("address", "dataset", "zfssnapshot")
+UNKNOWN_KEYS = frozenset((*_TIME_KEYS, *_MEASURED_KEYS, *_HOST_KEYS))
+"""The only keys that may have unknown values, apart from ids and `diverged`. In lower case, without underscores."""
+_DIVERGED_KEY = "diverged"
+_LIFETIME_KEY = "timeout"
+"""The lifetime of a sandbox in seconds, which modules compute from two times."""
+_SETTLE_TIMEOUT_SECONDS = 20
+State = dict[str, list[dict[str, Any]]]
+
+
+class Counts:
+    """The number of values that were compared (``known``) and that were unknown, by key."""
+
+    def __init__(self) -> None:
+        self.known: Counter[str] = Counter()
+        self.unknown: Counter[str] = Counter()
+
+    @property
+    def unknown_share(self) -> float:
+        return self.unknown.total() / max(1, self.unknown.total() + self.known.total())
+
+    def __str__(self) -> str:
+        keys = ", ".join(f"{key} {count}" for key, count in self.unknown.most_common())
+        return f"{self.known.total()} values equal, {self.unknown.total()} unknown ({self.unknown_share:.1%}: {keys})"
+
+
+class PlanComparison:
+    """The comparison of one play. All of its checks use the same mapping of planned to real ids, which is one to one.
+
+    ``opened_at``: when the plan session began, in the gateway's notation.
+    """
+
+    def __init__(self, opened_at: str, result_counts: Counts, state_counts: Counts) -> None:
+        self._opened_at = opened_at
+        self._result_counts = result_counts
+        self._state_counts = state_counts
+        self._counts = result_counts
+        self._real_ids: dict[str, str] = {}
+        self._planned_ids: dict[str, str] = {}
+
+    def check_result(self, planned: dict[str, Any], actual: dict[str, Any], where: str) -> None:
+        """Check that a task had the predicted result, except for unknown values. Checks each item of a loop."""
+        self._counts = self._result_counts
+        assert bool(planned.get("failed")) == bool(actual.get("failed")), (where, planned, actual)
+        for key in ("changed", "failure", "diff", "outcomes", *RESULT_LIST_KEYS):
+            assert (key in planned) == (key in actual), (where, key, planned, actual)
+            values = planned.get(key), actual.get(key)
+            if key in RESULT_LIST_KEYS and "outcomes" not in planned and key in planned:
+                # A list of all objects, in the order of their creation, which differs for simultaneous forks.
+                values = _by_name(planned[key], "name"), _by_name(actual[key], "name")
+            self._check(*values, key, f"{where}: {key}")
+        planned_items, actual_items = planned.get("results") or [], actual.get("results") or []
+        for number, (planned_item, actual_item) in enumerate(zip(planned_items, actual_items, strict=True)):
+            self.check_result(planned_item, actual_item, f"{where}, item {number}")
+
+    def check_state(self, read_planned: Callable[[], State], read_actual: Callable[[], State]) -> None:
+        """Check that the gateway has the objects of the session, with the same properties and relations.
+
+        Reads both states again for up to 20 seconds, because gateways remove unused objects in the background.
+        """
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_SECONDS
+        while True:
+            attempt = copy.deepcopy(self)
+            attempt._counts = attempt._state_counts
+            try:
+                attempt._check_states(read_planned(), read_actual())
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                self._state_counts.known.update(attempt._counts.known - self._state_counts.known)
+                self._state_counts.unknown.update(attempt._counts.unknown - self._state_counts.unknown)
+                return
+            time.sleep(0.1)
+
+    def _check_states(self, planned: State, actual: State) -> None:
+        for kind, planned_objects in planned.items():
+            self._check(len(planned_objects), len(actual[kind]), kind, f"number of {kind}")
+            for planned_object, actual_object in zip(planned_objects, actual[kind], strict=True):
+                name = planned_object.get("name") or planned_object.get("names")
+                self._check(planned_object, actual_object, kind, f"{kind}: {name}")
+
+    def _check(self, planned: Any, actual: Any, key: str, where: str) -> None:
+        context = (where, planned, actual)
+        normalized_key = key.replace("_", "").lower()
+        if isinstance(planned, dict):
+            assert isinstance(actual, dict), context
+            self._check_dict(planned, actual, where)
+        elif isinstance(planned, list):
+            assert isinstance(actual, list) and len(planned) == len(actual), context
+            for number, (value, actual_value) in enumerate(zip(planned, actual, strict=True)):
+                self._check(value, actual_value, key, f"{where}[{number}]")
+        elif planned is None and actual is not None:
+            assert normalized_key in UNKNOWN_KEYS, context
+            self._counts.unknown[normalized_key] += 1
+        elif isinstance(planned, str) and isinstance(actual, str):
+            self._check_text(planned, actual, normalized_key, context)
+        else:
+            self._check_value(planned, actual, normalized_key, context)
+
+    def _check_dict(self, planned: dict[str, Any], actual: dict[str, Any], where: str) -> None:
+        missing_keys = {key for key in actual if key not in planned and key.lower() in UNKNOWN_KEYS}
+        actual_keys = [key for key in actual if key not in missing_keys]
+        assert len(planned) == len(actual_keys), (where, planned, actual)
+        self._counts.unknown.update(key.lower() for key in missing_keys)
+        for (key, value), actual_key in zip(planned.items(), actual_keys, strict=True):
+            self._check_key(key, actual_key, (where, planned, actual))
+            actual_value = actual[actual_key]
+            if key == _DIVERGED_KEY and value != actual_value:
+                # Whether a guest writes in the meantime, only the run can know.
+                assert value is None and planned.get("state", "running") == "running", (where, planned, actual)
+                self._counts.unknown[_DIVERGED_KEY] += 1
+            else:
+                self._check(value, actual_value, key, f"{where}.{key}")
+
+    def _check_key(self, planned: str, actual: str, context: Any) -> None:
+        """Check that two keys are equal, or are the ids of the same object."""
+        if planned.startswith(PLANNED_ID_PREFIX):
+            self._check_id(planned, actual, context)
+        else:
+            assert planned == actual, context
+
+    def _check_text(self, planned: str, actual: str, key: str, context: Any) -> None:
+        if PLANNED_ID_PREFIX in planned:
+            planned_parts, actual_parts = _split_at_ids(planned), _split_at_ids(actual)
+            assert planned_parts[::2] == actual_parts[::2], context
+            for planned_id, actual_id in zip(planned_parts[1::2], actual_parts[1::2], strict=True):
+                self._check_id(planned_id, actual_id, context)
+            self._counts.unknown["ids"] += 1
+        elif ID_PATTERN.fullmatch(planned):
+            self._check_id(planned, actual, context)
+            self._counts.known[key] += 1
+        else:
+            self._check_value(planned, actual, key, context)
+
+    def _check_id(self, planned: str, actual: str, context: Any) -> None:
+        """Check that two ids stand for the same object. An id that existed before the play stands for itself."""
+        is_new = planned.startswith(PLANNED_ID_PREFIX)
+        assert ID_PATTERN.fullmatch(actual) and (is_new or planned == actual), context
+        assert self._real_ids.setdefault(planned, actual) == actual, (self._real_ids[planned], context)
+        assert self._planned_ids.setdefault(actual, planned) == planned, (self._planned_ids[actual], context)
+
+    def _check_value(self, planned: Any, actual: Any, key: str, context: Any) -> None:
+        if planned == actual:
+            self._counts.known[key] += 1
+            return
+        if key in _TIME_KEYS:
+            assert isinstance(planned, str) and isinstance(actual, str), context
+            assert min(planned, actual) > self._opened_at, context
+        elif key == _LIFETIME_KEY:
+            assert abs(planned - actual) <= LIFETIME_TOLERANCE_SECONDS, context
+        else:
+            # The gateway itself, unlike the modules, does not hide what it cannot measure in a session.
+            assert self._counts is self._state_counts and key in UNKNOWN_KEYS, context
+            assert "none" not in (planned, actual), context
+        self._counts.unknown[key] += 1
+
+
+def _split_at_ids(text: str) -> list[str]:
+    """Return the parts of a text: text, id, text, id, …, text."""
+    return re.split(rf"\b({ID_PATTERN.pattern})\b", text)
+
+
+def read_state(client: Client) -> State:
+    """Return all objects that the gateway shows, without secrets. Equal states have equal orders."""
+    sandboxes = sorted(client.list_all("/sandboxes"), key=lambda each: each["name"])
+    snapshots = [client.get(f"/snapshots/{each['snapshotID']}") for each in client.list_all("/snapshots")]
+    volumes = sorted(client.list_all("/volumes"), key=lambda each: each["name"])
+    for snapshot in snapshots:
+        snapshot["users"] = _by_name(snapshot.get("users") or [], "name")
+        snapshot["volumes"] = _by_name(snapshot["volumes"], "name")
+    for volume in volumes:
+        volume["mounts"] = _by_name(volume["mounts"], "sandboxName")
+    return {
+        "sandboxes": sandboxes,
+        "snapshots": _by_name(snapshots, "names"),
+        "templates": _by_name(client.list_all("/templates"), "names"),
+        "volumes": volumes,
+        "volume snapshots": [
+            snapshot
+            for volume in volumes
+            for snapshot in _by_name(client.list_all(f"/volumes/{volume['name']}/snapshots"), "name")
+        ],
+    }
+
+
+def _by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Sort objects by name. Those without a name keep their order, which is that of their creation."""
+    return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])

@@ -1,0 +1,227 @@
+"""Generated plays, which run in check mode, and then as planned, against a gateway of any kind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from typing import Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils import _info
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import approved_option, new_state, update_state
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
+from hypothesis import strategies as st
+
+from tests.collection.plan_comparison import Counts, PlanComparison, read_state
+from tests.support.waiting import eventually
+from tests.unit.plugins import test_plans
+from tests.unit.plugins.test_plans import SANDBOXES, attachments, task_options, volumes
+
+PLAYS_VARIABLE = "GROVE_PLAYS"
+"""The environment variable for the number of generated plays; see ``number_of_plays``."""
+MAX_TASKS = 12
+MAX_UNKNOWN_SHARE = 0.2
+"""Bound for the share of unknown values. The long run has measured 6 %; a play that only forks has up to 17 %."""
+PlayTask = tuple[str, dict[str, Any]]
+
+_runs = itertools.count()
+_new_names = st.lists(st.sampled_from(["c", "ci-1", "ci-2"]), min_size=1, max_size=2, unique=True)
+_likely_options = {
+    "sandbox": st.fixed_dictionaries(
+        {
+            "name": _new_names,
+            "template": st.just("base"),
+            "state": st.sampled_from(["present", "running", "paused", "absent"]),
+            "metadata": st.none() | st.just({"k": "1"}),
+            "timeout": st.sampled_from([None, 3600]),
+            "volumes": volumes(),
+        }
+    ),
+    "fork": st.fixed_dictionaries(
+        {
+            "snapshot": st.sampled_from(["s", "base"]),
+            "count": st.integers(1, 3),
+            "name_prefix": st.just("ci"),
+            "paused": st.booleans(),
+            "exact": st.booleans(),
+        }
+    )
+    | st.fixed_dictionaries({"sandbox": st.sampled_from(["a", "b"]), "names": _new_names}),
+    "snapshot": st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["s"], ["t"], ["u"]]),
+            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]),
+            "when_changed": st.booleans(),
+            "memory": st.sampled_from(["auto", "none"]),
+            "volumes": st.sampled_from([None, ["data"]]),
+        }
+    )
+    | st.fixed_dictionaries(
+        {"name": st.sampled_from([["t"], ["u"]]), "state": st.just("absent"), "when_unused": st.booleans()}
+    ),
+    "rollback": st.fixed_dictionaries(
+        {"sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]), "snapshot": st.sampled_from(["s", "t"])}
+    ),
+    "volume": st.fixed_dictionaries(
+        {
+            "name": st.sampled_from([["data"], ["cache"], ["copy"]]),
+            "size_mb": st.sampled_from([64, 128]),
+            "snapshots": st.sampled_from([None, ["one"], ["one", "two"]]),
+            "attachments": attachments,
+        }
+    )
+    | st.just({"name": ["copy"], "size_mb": 128, "from_snapshot": "data@one"}),
+}
+"""Tasks that change something more often than those of ``task_options``, of which most are refused."""
+
+_LISTINGS = {
+    "sandbox_info": _info.SANDBOXES,
+    "snapshot_info": _info.SNAPSHOTS,
+    "template_info": _info.TEMPLATES,
+    "volume_info": _info.VOLUMES,
+}
+_info_options = {
+    "sandbox_info": st.sampled_from([{}, {"state": ["paused"]}, {"snapshot": "s"}, {"template": "base"}])
+    | st.builds(lambda name: {"name": [name]}, st.sampled_from(SANDBOXES)),
+    "snapshot_info": st.sampled_from([{}, {"sandbox": "a"}, {"template": "base"}]),
+    "template_info": st.just({}),
+    "volume_info": st.just({}),
+}
+
+
+def make_tasks(*, with_templates: bool) -> st.SearchStrategy[PlayTask]:
+    """Return a strategy for tasks of all modules. Without ``with_templates``, no task builds or removes a template."""
+    options = {**task_options}
+    if not with_templates:
+        options["template"] = st.just({"name": ["web"], "state": "absent"})
+    any_tasks = [st.tuples(st.just(kind), options[kind]) for kind in sorted(options)]
+    likely_tasks = [st.tuples(st.just(kind), _likely_options[kind]) for kind in sorted(_likely_options)]
+    info_tasks = st.one_of(*(st.tuples(st.just(kind), _info_options[kind]) for kind in _LISTINGS))
+    return st.one_of(*likely_tasks, *any_tasks, *likely_tasks, info_tasks)
+
+
+def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
+    """Run a task of any module. ``kind``: the name of the module without ``sandbox_``, except for ``sandbox_info``."""
+    if kind in _LISTINGS:
+        return run(_LISTINGS[kind], params, check=check, client=client)
+    return test_plans.run_task(client, kind, params, check=check)
+
+
+def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[PlayTask]]:
+    """Return a strategy for plays, whose length is uniformly distributed: those of ``st.lists`` are mostly short."""
+    return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(tasks, min_size=length, max_size=length))
+
+
+def number_of_plays(default: int, *, of_long_run: int) -> int:
+    """Return how many plays a test generates: ``default``, or ``of_long_run`` if GROVE_PLAYS is ``all``."""
+    return of_long_run if os.environ.get(PLAYS_VARIABLE) == "all" else default
+
+
+class PlayChecks:
+    """Checks plays, and counts their tasks and the values that were compared."""
+
+    def __init__(self) -> None:
+        self.results = Counts()
+        self.states = Counts()
+        self.play_count = 0
+        self.tasks: Counter[str] = Counter()
+        """The number of tasks that changed something, were refused, or did nothing."""
+
+    def __str__(self) -> str:
+        tasks = ", ".join(f"{count} {outcome}" for outcome, count in self.tasks.most_common())
+        return f"{self.play_count} plays ({tasks})\nresults of tasks: {self.results}\nstates of gateways: {self.states}"
+
+    def check_unknown_share(self) -> None:
+        """Check that most values were known, both in the results of tasks and in the states of gateways."""
+        assert self.results.unknown_share < MAX_UNKNOWN_SHARE, self.results
+        assert self.states.unknown_share < MAX_UNKNOWN_SHARE, self.states
+
+    def check(self, url: str, history: list[PlayTask], play: list[PlayTask], *, template: str = "base") -> None:
+        """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
+
+        At the beginning, the gateway must have only its templates.
+        """
+        client, planner = Client(url), Client(url)
+        try:
+            _set_up(client, template)
+            for kind, params in history:
+                run_task(client, kind, params)
+            assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
+            predicted = [run_task(planner, kind, params, check=True) for kind, params in play]
+            actual = apply_predicted(client, play, predicted)
+            comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
+            for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+                comparison.check_result(prediction, result, f"task {number}, {play[number][0]}")
+                self.tasks["failed" if result.get("failed") else "changed" if result["changed"] else "ok"] += 1
+            comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
+            self.play_count += 1
+        except AssertionError as error:
+            error.add_note(f"history = {history}\nplay = {play}")
+            raise
+        finally:
+            if planner.is_planning:
+                client.delete(f"/plans/{planner._plan_id}")
+            client.close()
+            planner.close()
+
+
+def _set_up(client: Client, template: str) -> None:
+    for kind, params in (
+        ("volume", {"name": ["data", "cache"], "size_mb": 64, "snapshots": ["one"]}),
+        ("sandbox", {"name": ["a"], "template": template, "volumes": [{"name": "data", "path": "/srv/a"}]}),
+        ("sandbox", {"name": ["b"], "template": template}),
+        ("snapshot", {"name": ["s"], "sandbox": ["a"], "volumes": ["data"]}),
+    ):
+        result = run_task(client, kind, params)
+        assert not result.get("failed"), result
+
+
+def apply_predicted(client: Client, play: list[PlayTask], predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run a play that may make only the changes that were predicted."""
+    results: list[dict[str, Any]] = []
+    entries = [
+        {**prediction.pop(PLAN_KEY), "task": number}
+        for number, prediction in enumerate(predicted)
+        if PLAN_KEY in prediction
+    ]
+    entries = json.loads(json.dumps(entries))
+    state = new_state()
+    for number, (kind, params) in enumerate(play):
+        # A listing changes nothing, and needs no plan.
+        options = {} if kind in _LISTINGS else {"approved_plan": approved_option(entries, {"task": number}, state)}
+        result = run_task(client, kind, {**params, **options})
+        if PLAN_KEY in result:
+            update_state(state, result.pop(PLAN_KEY))
+        results.append(result)
+    return results
+
+
+def empty(url: str) -> None:
+    """Remove all sandboxes, snapshots and volumes of a gateway, and wait until they are gone."""
+    client = Client(url)
+    try:
+        eventually(lambda: _remove_all(client), seconds=120)
+    finally:
+        client.close()
+
+
+def _remove_all(client: Client) -> bool:
+    """Remove the objects that are not in use. Returns whether there were none."""
+    for sandbox in list(client.list_all("/sandboxes")):
+        client.delete(f"/sandboxes/{sandbox['sandboxID']}")
+    objects: list[tuple[str, str, dict[str, Any]]] = [
+        (each["createdAt"], f"/snapshots/{each['snapshotID']}", {}) for each in client.list_all("/snapshots")
+    ]
+    objects += [
+        (each["createdAt"], f"/volumes/{each['name']}", {"withSnapshots": True}) for each in client.list_all("/volumes")
+    ]
+    for _, path, query in sorted(objects, reverse=True):  # descendants first
+        try:
+            client.delete(path, **query)
+        except Failure as failure:
+            if failure.kind not in ("in_use", "not_found"):
+                raise
+    return not objects

@@ -1,0 +1,155 @@
+"""Test that a run that applies a saved plan does exactly what the plan contains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.memory_gateway import MemoryGateway
+from tests.collection.runner import Result, Target, Task, check_plan
+from tests.collection.test_plan_sessions import PLAY, step
+
+ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.json"
+
+
+def make_plan(plan_target: Target, plan_path: Path, *tasks: Task, **keywords: Any) -> list[Result]:
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    results = plan_target.play(*tasks, options=("--check", "--diff"), environment=environment, **keywords)
+    assert json.loads(plan_path.read_text())["problems"] == [], plan_target.output
+    return results
+
+
+def apply_plan(plan_target: Target, plan_path: Path, *tasks: Task, **keywords: Any) -> list[Result]:
+    return plan_target.play(
+        *tasks, options=("--diff",), environment={"GROVE_SANDBOX_APPLY": str(plan_path)}, **keywords
+    )
+
+
+def read_state(plan_gateway: MemoryGateway) -> list[Any]:
+    with plan_gateway.client() as client:
+        return [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")]
+
+
+BOX = step("sandbox", name="box", template="base")
+
+
+@pytest.mark.parametrize("strategy", ["linear", "free"])
+def test_a_play_is_applied_as_planned(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, strategy: str
+) -> None:
+    predicted = make_plan(plan_target, plan_path, *PLAY, keywords={"strategy": strategy})
+    actual = apply_plan(plan_target, plan_path, *PLAY, keywords={"strategy": strategy})
+    for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+        check_plan(prediction, result, f"task {number}")
+    state = read_state(plan_gateway)
+    repeated = apply_plan(plan_target, plan_path, BOX, step("sandbox", name="box", metadata={"team": "blue"}))
+    assert not repeated[0]["changed"] and "nothing of this task was done" in repeated[1]["msg"]
+    assert read_state(plan_gateway) == state
+
+
+def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, plan_path: Path) -> None:
+    loop = {
+        "grove.sandbox.sandbox_snapshot": {"name": "{{ item }}", "sandbox": "box"},
+        "loop": ["one", "two"],
+        "register": "captures",
+    }
+    as_module = {"grove.sandbox.sandbox": {"name": "box", "metadata": {"a": "b"}}, "environment": {"NOTHING": "x"}}
+    forks = {
+        "grove.sandbox.sandbox_fork": {"snapshot": "{{ captures.results[1].snapshot.id }}", "names": ["fork"]},
+        "register": "forks",
+    }
+    retried = {
+        "grove.sandbox.sandbox": {"name": "{{ forks.sandbox.id }}", "state": "paused"},
+        "retries": 3,
+        "delay": 0,
+        "until": "{{ true }}",
+    }
+    play = ({**BOX, "no_log": True}, loop, as_module, forks, retried)
+    make_plan(plan_target, plan_path, *play)
+    entries = json.loads(plan_path.read_text())["entries"]
+    assert [[action["verb"] for action in entry["actions"]] for entry in entries] == [
+        ["create"],
+        ["capture"],
+        ["capture"],
+        ["update"],
+        ["fork"],
+        ["pause"],
+    ]
+    for result in apply_plan(plan_target, plan_path, *play):
+        assert not result.get("failed"), result
+
+
+def test_a_change_by_others_stops_the_task_before_it_does_anything(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
+) -> None:
+    plan_target.play(BOX)
+    play = (
+        step("sandbox_snapshot", name="before", sandbox="box"),
+        step("sandbox_fork", snapshot="before", count=2, name_prefix="try"),
+    )
+    make_plan(plan_target, plan_path, *play)
+    with plan_gateway.client() as client:
+        client.patch("/sandboxes/box", json={"metadata": {"touched": "yes"}}).raise_for_status()
+    state = read_state(plan_gateway)
+    first, second = apply_plan(plan_target, plan_path, *play)
+    assert "sandbox 'box' has changed since the plan was made" in first["msg"]
+    assert first["failure"]["kind"] == "not_planned" and second["failed"]
+    assert read_state(plan_gateway) == state
+
+
+def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path) -> None:
+    make_plan(plan_target, plan_path, BOX)
+    variables = plan_path.with_name("variables.json")
+    variables.write_text(json.dumps({"grove_sandbox_plan": json.loads(plan_path.read_text())}))
+    capture = step("sandbox_snapshot", name="before", sandbox="box")
+    created, refused = plan_target.play(BOX, capture, options=("-e", f"@{variables}"))
+    assert created["changed"] and "does not contain" in refused["msg"]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "edited", "missing", "incomplete"])
+def test_a_faulty_plan_stops_every_task(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, fault: str
+) -> None:
+    broken = step("sandbox", name="box", template="missing")
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    tasks = (BOX, {**broken, "ignore_errors": False}) if fault == "incomplete" else (BOX,)
+    plan_target.play(*tasks, options=("--check",), environment=environment)
+    text = plan_path.read_text()
+    if fault == "truncated":
+        plan_path.write_text(text[:-20])
+    elif fault == "edited":
+        plan_path.write_text(text.replace('"box"', '"cat"'))
+    elif fault == "missing":
+        plan_path.unlink()
+    state = read_state(plan_gateway)
+    (result,) = apply_plan(plan_target, plan_path, BOX)
+    assert result["failed"] and "plan" in result["msg"], result
+    assert read_state(plan_gateway) == state
+
+
+def test_apply_is_refused_where_it_cannot_be_enforced(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
+) -> None:
+    make_plan(plan_target, plan_path, BOX)
+    environment = {"GROVE_SANDBOX_APPLY": str(plan_path)}
+    state = read_state(plan_gateway)
+    (result,) = plan_target.play(BOX, options=("--check",), environment=environment)
+    assert "a check run cannot apply a plan" in result["msg"]
+    (result,) = plan_target.play({**BOX, "async": 60, "poll": 1}, environment=environment)
+    assert "async" in result["msg"]
+    assert read_state(plan_gateway) == state
+
+
+def test_an_asynchronous_task_makes_the_plan_incomplete(plan_target: Target, plan_path: Path) -> None:
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    plan_target.play({**BOX, "async": 60, "poll": 1}, options=("--check",), environment=environment)
+    (problem,) = json.loads(plan_path.read_text())["problems"]
+    assert "asynchronous" in problem and "play.yml" in problem

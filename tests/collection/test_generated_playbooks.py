@@ -1,0 +1,126 @@
+"""Test, with generated playbooks, that loops, blocks, rescues and failures are predicted, and then run as planned."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.api.memory_gateway import MemoryGateway
+from tests.collection.plan_comparison import Counts, PlanComparison, read_state
+from tests.collection.plays import PlayTask, make_tasks, number_of_plays
+from tests.collection.runner import Result, Target, Task
+from tests.unit.plugins.test_whole_plays import BusyHost
+
+ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+_SET_UP: Task = {
+    "grove.sandbox.sandbox": {"name": "a", "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}
+}
+_FAILING_TASKS: tuple[Task, ...] = (
+    {"grove.sandbox.sandbox_rollback": {"sandbox": "missing", "snapshot": "s"}},
+    {"grove.sandbox.sandbox": {"name": "d", "template": "missing"}},
+    {"ansible.builtin.fail": {"msg": "no"}},
+)
+tasks = make_tasks(with_templates=False)
+
+
+def make_ansible_task(task: PlayTask) -> Task:
+    kind, params = task
+    module = kind if kind.startswith("sandbox") else f"sandbox_{kind}"
+    return {f"grove.sandbox.{module}": {key: value for key, value in params.items() if value is not None}}
+
+
+def make_loop(task: PlayTask) -> Task:
+    """Return a task that does the same for each of its names, one after the other."""
+    kind, params = task
+    key = next((key for key in ("name", "names", "sandbox") if isinstance(params.get(key), list)), None)
+    if key is None:
+        return {**make_ansible_task(task), "loop": [1, 2], "ignore_errors": True}
+    item = "{{ item }}" if key != "names" else ["{{ item }}"]
+    return {**make_ansible_task((kind, {**params, key: item})), "loop": params[key], "ignore_errors": True}
+
+
+def make_block(before: list[PlayTask], failing: Task, rescue: list[PlayTask], always: list[PlayTask]) -> Task:
+    """Return a block whose first failure starts ``rescue``. A failure in ``rescue`` or ``always`` does not matter."""
+    return {
+        "block": [*map(make_ansible_task, before), failing],
+        "rescue": [{**make_ansible_task(task), "ignore_errors": True} for task in rescue],
+        "always": [{**make_ansible_task(task), "ignore_errors": True} for task in always],
+    }
+
+
+_few_tasks = st.lists(tasks, min_size=1, max_size=2)
+_blocks = st.builds(make_block, _few_tasks, st.sampled_from(_FAILING_TASKS), _few_tasks, _few_tasks)
+_plain_tasks = tasks.map(lambda task: {**make_ansible_task(task), "ignore_errors": True})
+playbooks = st.builds(
+    lambda first, block, second, loop, last: [*first, block, *second, loop, *last],
+    *(st.lists(_plain_tasks, max_size=1), _blocks),
+    *(st.lists(_plain_tasks, max_size=2), tasks.map(make_loop), st.lists(_plain_tasks, max_size=1)),
+)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path_factory.mktemp("playbooks"), BusyHost(), log={"level": "warning"})
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+def test_generated_playbooks_run_as_planned(
+    gateway: MemoryGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, plan_path = Target(gateway.unix_url, tmp_path), tmp_path / "plan.json"
+    results, states, outcomes = Counts(), Counts(), Counter[str]()
+
+    @settings(
+        max_examples=number_of_plays(5, of_long_run=40),
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(playbooks)
+    def check(playbook: list[Task]) -> None:
+        gateway.clear()
+        target.play({"grove.sandbox.sandbox_volume": {"name": ["data", "cache"], "size_mb": 64}}, _SET_UP)
+        environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+        predicted = target.run({"tasks": playbook}, options=("--check", "--diff"), environment=environment)
+        assert json.loads(plan_path.read_text())["problems"] == [], target.output
+        planner, client = find_session(gateway.unix_url), Client(gateway.unix_url)
+        actual = target.run(
+            {"tasks": playbook}, options=("--diff",), environment={"GROVE_SANDBOX_APPLY": str(plan_path)}
+        )
+        try:
+            comparison = PlanComparison(planner.plan_opened_at, results, states)
+            assert len(predicted) == len(actual), target.output
+            for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
+                comparison.check_result(prediction, result, f"result {number}")
+                outcomes[describe(result)] += 1
+            comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
+        finally:
+            client.delete(f"/plans/{planner._plan_id}")
+            planner.close()
+            client.close()
+
+    check()
+    with capsys.disabled():
+        print(f"\nplaybooks: {dict(outcomes)}\nresults of tasks: {results}\nstates of gateways: {states}")
+    assert outcomes["failed"] and outcomes["changed"], outcomes
+
+
+def find_session(url: str) -> Client:
+    """Return a client in the only plan session of a gateway."""
+    client = Client(url)
+    (plan,) = client.get("/plans")
+    client._plan_id, client.plan_opened_at = plan["planID"], plan["openedAt"]
+    return client
+
+
+def describe(result: Result) -> str:
+    return "failed" if result.get("failed") else "changed" if result["changed"] else "ok"

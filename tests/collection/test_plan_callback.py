@@ -1,0 +1,147 @@
+"""Test the callback ``plan`` in real runs. A test action writes the journal of these runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
+
+from tests.collection.runner import HERE, Target, Task
+
+GATEWAY_ID = "0123456789abcdef"
+FAILING_TASK: Task = {"ansible.builtin.fail": {"msg": "no"}}
+UNREACHABLE_TASK: Task = {
+    "ansible.builtin.ping": {},
+    "vars": {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1},
+}
+TASK_WITHOUT_RESULT: Task = {"ansible.builtin.meta": "noop"}
+
+
+def journal(name: str, line: int, *, removes: bool = False) -> Task:
+    """Return a task whose prediction is to create a sandbox or to remove it."""
+    entry = {
+        "host": "target",
+        "task": f"Declare {name}",
+        "path": f"play.yml:{line}",
+        "gateway": GATEWAY_ID,
+        "gateway_url": "unix:///run/gateway.sock",
+        "actions": [
+            {
+                "verb": "remove" if removes else "create",
+                "changes": [
+                    {
+                        "kind": "sandbox",
+                        "name": name,
+                        "before": {"cpus": 1} if removes else None,
+                        "after": None if removes else {"cpus": 1},
+                    }
+                ],
+                "request": {"name": name},
+            }
+        ],
+        "reads": {f"/sandboxes/{name}": ""},
+        "created": {} if removes else {name: "known-after-apply-0001"},
+        "costs": {"memory_mb": -256 if removes else 512},
+        "unknown": [],
+        "failure": None,
+    }
+    return {"journal": {"entry": json.dumps(entry)}}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    return Target("unix:///run/gateway.sock", tmp_path)
+
+
+def run(target: Target, *tasks: Task, check: bool = True, **variables: str) -> str:
+    """Run the tasks with the callback, and return the output after the recap."""
+    environment = {
+        "ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan",
+        "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action"),
+        **variables,
+    }
+    target.play(*tasks, options=("--check",) if check else (), environment=environment)
+    return re.sub(r"(?s).*PLAY RECAP[^\n]*\n[^\n]*\n", "", target.output).strip()
+
+
+TABLE = """\
+Gateway unix:///run/gateway.sock
+  sandboxes
+    + box  Declare box (play.yml:3)  512 MiB memory
+    - old  Declare old (play.yml:9)  -256 MiB memory
+
+Plan: 1 to create, 1 to remove; 256 MiB of memory."""
+TASKS = (journal("box", 3), journal("old", 9, removes=True))
+
+
+def test_a_check_run_prints_and_saves_its_plan(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    output = run(target, *TASKS, GROVE_SANDBOX_PLAN_FILE=str(path), GROVE_SANDBOX_PLAN_LIFETIME="7200")
+    document = _plan_file.load(str(path))
+    assert document["playbooks"] == ["play.yml"] and document["problems"] == []
+    assert document["gateways"] == {GATEWAY_ID: "unix:///run/gateway.sock"}
+    assert [entry["task"] for entry in document["entries"]] == ["Declare box", "Declare old"]
+    lifetime = _plan_file._parse_time(document["expires_at"]) - _plan_file._parse_time(document["created_at"])
+    assert lifetime.total_seconds() == 7200
+    assert output == (
+        f"{TABLE}\n\nThe plan is in {path}. Its digest begins with {document['digest'][:12]}.\n"
+        f"It can be applied until {document['expires_at']}."
+    )
+
+
+def test_a_run_without_check_mode_prints_and_saves_nothing(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an old plan")
+    assert run(target, *TASKS, check=False, GROVE_SANDBOX_PLAN_FILE=str(path)) == ""
+    assert path.read_text() == "an old plan"
+
+
+def test_a_check_run_without_changes_prints_one_line(target: Target) -> None:
+    assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
+
+
+def test_options_come_from_the_configuration_file_too(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "ansible.cfg").write_text("[grove_sandbox]\nplan_file = from-ini.json\nplan_lifetime = 60\n")
+    assert "It can be applied until " in run(target, TASKS[0], ANSIBLE_CONFIG=str(tmp_path / "ansible.cfg"))
+    assert (tmp_path / "from-ini.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "problem"),
+    [
+        ((TASKS[0], {**FAILING_TASK, "ignore_errors": False}), "a task failed on host target"),
+        ((TASKS[0], UNREACHABLE_TASK), "host target was unreachable"),
+        ((TASKS[0], FAILING_TASK), ""),
+        (({"block": [FAILING_TASK], "rescue": [TASKS[0]], "ignore_errors": False}, TASK_WITHOUT_RESULT), ""),
+    ],
+    ids=["failed", "unreachable", "ignored", "rescued"],
+)
+def test_failures_that_end_a_host_make_the_plan_unusable(
+    target: Target, tmp_path: Path, tasks: tuple[Task, ...], problem: str
+) -> None:
+    path = tmp_path / "plan.json"
+    output = run(target, *tasks, GROVE_SANDBOX_PLAN_FILE=str(path))
+    document = _plan_file.load(str(path))
+    assert document["problems"] == [problem] * bool(problem)
+    assert [entry["task"] for entry in document["entries"]] == ["Declare box"]
+    assert (f"It cannot be applied: {problem}." in output) is bool(problem)
+    assert ("can be applied until" in output) is not bool(problem)
+
+
+def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("an old plan")
+    output = run(target, TASKS[0], GROVE_SANDBOX_PLAN_FILE=str(path), GROVE_SANDBOX_PLAN_LIFETIME="0")
+    assert "[ERROR]: plan_lifetime must be from 1 to 31536000 seconds, not 0" in output
+    assert not path.exists()
+
+
+def test_only_a_terminal_and_forced_colours_show_colours(target: Target, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    variables = {"ANSIBLE_NOCOLOR": "0", "ANSIBLE_FORCE_COLOR": "1", "ANSIBLE_LOG_PATH": str(log)}
+    assert "\033[0;32m+ box\033[0m  Declare box" in run(target, TASKS[0], **variables)
+    assert "\033[0;32m+ box" not in log.read_text() and "+ box  Declare box" in log.read_text()
+    assert "\033" not in run(target, TASKS[0])

@@ -1,0 +1,69 @@
+"""Test, with generated plays and real machines, that a plan session predicts whole plays on every kind of host.
+
+The plays do not build or remove templates, because that takes minutes: a task of the module `sandbox_template` only
+declares that a template does not exist. ``tests/unit/plugins/test_whole_plays.py`` covers templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.collection.plays import PlayChecks, PlayTask, empty, make_plays, make_tasks, number_of_plays
+from tests.engine.conftest import HOST_KINDS
+from tests.support import session
+from tests.support.busy_gateway import BUSY_PROGRAM
+from tests.support.gateway import TEMPLATE as KVM_TEMPLATE
+from tests.support.gateway import Gateway
+from tests.support.jail_gateway import jail_gateway
+from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
+
+tasks = make_tasks(with_templates=False)
+
+
+@pytest.fixture(scope="module", params=HOST_KINDS)
+def busy_gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, str]]:
+    """A gateway and the name of its template. Each running sandbox has diverged."""
+    if request.param == "kvm_xfs":
+        yield request.getfixturevalue("seeded_gateways")(program=BUSY_PROGRAM), KVM_TEMPLATE
+    else:
+        directory = session.run_dir() / "plays"
+        directory.mkdir()
+        world = request.getfixturevalue("jail_zfs_world")
+        with jail_gateway(world, directory, program=BUSY_PROGRAM) as gateway:
+            yield gateway, JAIL_TEMPLATE
+
+
+@pytest.mark.slow
+def test_a_plan_predicts_a_whole_play_on_real_machines(
+    busy_gateway: tuple[Gateway, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway, template = busy_gateway
+    checks = PlayChecks()
+
+    def name_template(tasks: list[PlayTask]) -> list[PlayTask]:
+        named_tasks: list[PlayTask] = json.loads(json.dumps(tasks).replace('"base"', json.dumps(template)))
+        return named_tasks
+
+    @settings(
+        max_examples=number_of_plays(3, of_long_run=40),
+        deadline=None,
+        phases=[Phase.generate],  # no attempts to find a shorter play, which would take hours
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(tasks, max_size=2), make_plays(tasks))
+    def check(history: list[PlayTask], play: list[PlayTask]) -> None:
+        try:
+            checks.check(gateway.url, name_template(history), name_template(play), template=template)
+        finally:
+            empty(gateway.url)
+
+    check()
+    with capsys.disabled():
+        print(f"\n{checks}")
+    checks.check_unknown_share()

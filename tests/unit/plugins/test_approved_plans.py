@@ -1,0 +1,341 @@
+"""Test that a task of an applied plan does only what the plan contains, and nothing if an object has changed since."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    APPLY_VARIABLE,
+    approved_option,
+    new_state,
+    update_state,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
+
+from tests.api.memory_gateway import MemoryGateway
+from tests.unit.plugins.test_plans import run_task
+
+_runs = itertools.count()
+Task = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path_factory.mktemp("approved"), log={"level": "error"})
+    gateway.build_template("base")
+    yield gateway
+    gateway.end()
+
+
+@pytest.fixture
+def client(gateway: MemoryGateway) -> Iterator[Client]:
+    """A client of a gateway with the sandboxes web and other, the snapshot golden and the volume data@monday."""
+    gateway.clear()
+    client = Client(gateway.unix_url)
+    for kind, params in (
+        ("volume", {"name": ["data"], "size_mb": 64, "snapshots": ["monday"]}),
+        ("sandbox", {"name": ["web", "other"], "template": "base", "timeout": 3600}),
+        ("snapshot", {"name": ["golden"], "sandbox": ["web"]}),
+        ("fork", {"snapshot": "golden", "names": ["fork-1"]}),
+    ):
+        assert not run_task(client, kind, params).get("failed")
+    yield client
+    client.close()
+
+
+def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
+    """Return the entries of a plan file, as read back from JSON."""
+    planner = Client(gateway.unix_url)
+    try:
+        assert planner.enter_plan(f"approved-plan-{next(_runs):06}")
+        entries = [run_task(planner, kind, params, check=True)[PLAN_KEY] for kind, params in tasks]
+    finally:
+        planner.close()
+        with gateway.client() as client:
+            client.delete(f"/plans/{planner._plan_id}").raise_for_status()
+    return json.loads(json.dumps(entries))
+
+
+def apply(client: Client, task: Task, *entries: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run a task that may do only what ``entries`` contain. ``state``: that of a run, which is updated."""
+    kind, params = task
+    state = new_state() if state is None else state
+    result = run_task(client, kind, {**params, "approved_plan": approved_option(entries, {}, state)})
+    if PLAN_KEY in result:
+        update_state(state, result[PLAN_KEY])
+    return result
+
+
+def read_state(client: Client) -> str:
+    return json.dumps([[*client.list_all(path)] for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")])
+
+
+CAPTURE = ("snapshot", {"name": ["new"], "sandbox": ["web"]})
+FORK = ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try"})
+UPDATE = ("sandbox", {"name": ["web"], "metadata": {"team": "red"}})
+REMOVE = ("sandbox", {"name": ["web"], "state": "absent"})
+ROLL_BACK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
+REMOVE_SNAPSHOT = ("snapshot", {"name": ["golden"], "state": "absent"})
+GROW = ("volume", {"name": ["data"], "size_mb": 256})
+
+
+def act(kind: str, **params: Any) -> Callable[[Client], Any]:
+    return lambda client: run_task(client, kind, params)
+
+
+@pytest.mark.parametrize(
+    ("task", "drift", "message"),
+    [
+        (CAPTURE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' not found"),
+        (UPDATE, act("sandbox", name=["web"], state="absent"), "sandbox 'web'"),
+        (FORK, act("sandbox", name=["fork-1"], state="absent"), "the users of snapshot 'golden' have changed"),
+        (FORK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
+        (FORK, act("fork", snapshot="golden", names=["try-1"]), "sandbox 'try-1' did not exist"),
+        (FORK, act("snapshot", name=["golden"], sandbox=["web"], prewarm=1), "generation"),
+        (UPDATE, act("rollback", sandbox=["web"], snapshot="golden", unless_clean=False), "sandbox 'web' has changed"),
+        (UPDATE, act("snapshot", name=["newer"], sandbox=["web"]), "sandbox 'web' has changed"),
+        (UPDATE, act("sandbox", name=["web"], metadata={"team": "blue"}), "sandbox 'web' has changed"),
+        (UPDATE, act("sandbox", name=["web"], timeout=7200), "sandbox 'web' has changed"),
+        (UPDATE, act("sandbox", name=["web"], network={"allow_internet": False}), "sandbox 'web' has changed"),
+        (REMOVE, act("sandbox", name=["web"], state="paused"), "sandbox 'web' has changed"),
+        (REMOVE, act("sandbox", name=["web"], volumes=[{"name": "data", "path": "/srv"}]), "'web' has changed"),
+        (ROLL_BACK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
+        (GROW, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (GROW, act("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
+        (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), ""),
+    ],
+)
+def test_nothing_is_done_after_a_change_by_others(
+    gateway: MemoryGateway, client: Client, task: Task, drift: Callable[[Client], Any], message: str
+) -> None:
+    (entry,) = make_plan(gateway, task)
+    assert entry["actions"], entry
+    drift(client)
+    before = read_state(client)
+    result = apply(client, task, entry)
+    assert result["failed"] and message in result["msg"], result
+    if message:
+        assert result["failure"]["kind"] in ("not_planned", "not_found"), result
+    assert read_state(client) == before
+
+
+@pytest.mark.parametrize("task", [CAPTURE, FORK, UPDATE, REMOVE, ROLL_BACK, GROW])
+def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, client: Client, task: Task) -> None:
+    """Another object with the same name and the same number of changes is not the planned one."""
+    (entry,) = make_plan(gateway, task)
+    gateway.clear()
+    for kind, params in (
+        ("volume", {"name": ["data"], "size_mb": 64, "snapshots": ["monday"]}),
+        ("sandbox", {"name": ["web", "other"], "template": "base", "timeout": 3600}),
+        ("snapshot", {"name": ["golden"], "sandbox": ["web"]}),
+        ("fork", {"snapshot": "golden", "names": ["fork-1"]}),
+    ):
+        run_task(client, kind, params)
+    before = read_state(client)
+    result = apply(client, task, entry)
+    assert "has been replaced by another one" in result["msg"], result
+    assert read_state(client) == before
+
+
+def test_a_renamed_sandbox_is_not_found(gateway: MemoryGateway, client: Client) -> None:
+    (entry,) = make_plan(gateway, UPDATE)
+    client.patch("/sandboxes/web", {"name": "webber"})
+    result = apply(client, UPDATE, entry)
+    assert result["failed"] and read_state(client).count("webber") == 1, result
+
+
+@pytest.mark.parametrize(
+    "other_task",
+    [
+        ("fork", {"snapshot": "golden", "count": 3, "name_prefix": "try"}),
+        ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try", "metadata": {"a": "b"}}),
+        ("fork", {"snapshot": "golden", "count": 2, "name_prefix": "try", "paused": True}),
+        ("fork", {"sandbox": "web", "count": 2, "name_prefix": "try"}),
+        ("fork", {"snapshot": "golden", "names": ["fork-1"], "state": "absent"}),
+        UPDATE,
+    ],
+)
+def test_other_actions_than_the_planned_ones_are_refused(
+    gateway: MemoryGateway, client: Client, other_task: Task
+) -> None:
+    (entry,) = make_plan(gateway, FORK)
+    before = read_state(client)
+    result = apply(client, other_task, entry)
+    assert result["failure"]["kind"] == "not_planned" and "Make a new plan" in result["msg"], result
+    assert read_state(client) == before
+
+
+def test_an_action_outside_the_plan_is_refused(gateway: MemoryGateway, client: Client) -> None:
+    before = read_state(client)
+    result = apply(client, UPDATE)
+    assert "does not contain this task's changes (update)" in result["msg"]
+    (entry,) = make_plan(gateway, UPDATE)
+    result = apply(client, UPDATE, {**entry, "gateway": "0" * 16})
+    assert "another gateway" in result["msg"]
+    assert read_state(client) == before
+    unchanged = ("sandbox", {"name": ["web"], "state": "running"})
+    assert apply(client, unchanged)["changed"] is False, "a task without changes needs no plan"
+
+
+def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Client) -> None:
+    def create(secret: str) -> Task:
+        return ("sandbox", {"name": ["safe"], "template": "base", "env": {"TOKEN": secret}})
+
+    (entry,) = make_plan(gateway, create("correct-horse"))
+    assert "correct-horse" not in json.dumps(entry)
+    assert "secrets" in apply(client, create("battery-staple"), entry)["msg"]
+    assert apply(client, create("correct-horse"), entry)["changed"]
+
+
+def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client: Client) -> None:
+    create = ("sandbox", {"name": ["box"], "template": "base"})
+    remove = ("sandbox", {"name": ["box"], "state": "absent"})
+    entries = make_plan(gateway, create, remove)
+    state = new_state()
+    result = apply(client, create, *entries, state=state)
+    assert state["bindings"][entries[0]["created"]["box"]] == result["sandbox"]["id"]
+    stranger = {**new_state(), "used": [0], "bindings": {entries[0]["created"]["box"]: "0123456789ab"}}
+    assert "replaced by another one" in apply(client, remove, *entries, state=stranger)["msg"]
+    assert apply(client, remove, *entries, state=state)["changed"]
+
+
+@pytest.mark.parametrize(
+    ("create", "remove"),
+    [
+        (("sandbox", {"name": ["box"], "template": "base"}), ("sandbox", {"name": ["box"], "state": "absent"})),
+        (("volume", {"name": ["box"], "size_mb": 64}), ("volume", {"name": ["box"], "state": "absent"})),
+    ],
+)
+def test_an_object_that_others_created_in_place_of_the_run_is_kept(
+    gateway: MemoryGateway, client: Client, create: Task, remove: Task
+) -> None:
+    entries = make_plan(gateway, create, remove)
+    run_task(client, *create)
+    before = read_state(client)
+    state = new_state()
+    assert "others have already made them" in apply(client, create, entries[0], state=state)["msg"]
+    remaining = {**state, "used": [0]}
+    assert "replaced by another one" in apply(client, remove, *entries, state=remaining)["msg"]
+    assert read_state(client) == before
+
+
+def test_values_of_users_are_compared_whatever_their_keys(gateway: MemoryGateway, client: Client) -> None:
+    def create(value: str, timeout: int) -> Task:
+        metadata = {"address": value, "end": value, "serial": "000000001234"}
+        return ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata, "timeout": timeout})
+
+    (entry,) = make_plan(gateway, create("one", 5))
+    assert "in the plan" in apply(client, create("two", 5), entry)["msg"]
+    assert "in the plan" in apply(client, create("one", -1), entry)["msg"]
+    result = apply(client, create("one", 5), entry)
+    assert result["changed"], result
+
+
+def test_objects_are_compared_however_they_are_named(gateway: MemoryGateway, client: Client) -> None:
+    ids = [client.get(f"/sandboxes/{name}")["sandboxID"] for name in ("web", "other")]
+    remove = ("sandbox", {"name": ids, "state": "absent"})
+    (entry,) = make_plan(gateway, remove)
+    client.patch("/sandboxes/web", {"metadata": {"keep": "me"}})
+    assert "has changed" in apply(client, remove, entry)["msg"]
+    assert client.find("/sandboxes/web") and client.find("/sandboxes/other")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("sandbox", {"name": ["mounts"], "template": "base", "volumes": [{"name": "data", "path": "/srv/data"}]}),
+        ("fork", {"snapshot": "golden", "names": ["f"], "volumes": [{"name": "data", "path": "/srv/data"}]}),
+    ],
+)
+def test_mounted_volumes_are_compared(gateway: MemoryGateway, client: Client, task: Task) -> None:
+    (entry,) = make_plan(gateway, task)
+    client.delete("/volumes/data", withSnapshots=True)
+    client.post("/volumes", {"name": "data", "sizeMB": 128})
+    assert "volume 'data' has been replaced" in apply(client, task, entry)["msg"]
+
+
+def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Client) -> None:
+    remove = ("volume", {"name": ["data"], "state": "absent", "purge": True})
+    (entry,) = make_plan(gateway, remove)
+    client.post("/volumes/data/snapshots", {"name": "precious"})
+    assert "the snapshots of volume 'data' have changed" in apply(client, remove, entry)["msg"]
+
+
+def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: MemoryGateway, client: Client) -> None:
+    run_task(client, "sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
+    run_task(client, "snapshot", {"name": ["mounted"], "sandbox": ["web"]})
+    run_task(client, "sandbox", {"name": ["web"], "volumes": []})
+    roll_back = ("rollback", {"sandbox": ["web"], "snapshot": "mounted", "unless_clean": False})
+    (entry,) = make_plan(gateway, roll_back)
+    client.delete("/volumes/data", withSnapshots=True)
+    assert "the mounts of snapshot 'mounted' have changed" in apply(client, roll_back, entry)["msg"]
+
+
+def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway, client: Client) -> None:
+    """Which host of the run comes first makes no difference, and neither do sandboxes of others from the template."""
+    tasks = [("sandbox", {"name": [f"box-{host}"], "template": "base"}) for host in ("a", "b", "c")] + [
+        ("fork", {"snapshot": "golden", "names": [f"fork-{host}"]}) for host in ("a", "b", "c")
+    ]
+    entries = make_plan(gateway, *tasks)
+    run_task(client, "sandbox", {"name": ["stranger"], "template": "base"})
+    state = new_state()
+    for task in reversed(tasks):
+        result = apply(client, task, *entries, state=state)
+        assert result["changed"], result
+
+
+def test_a_rollback_that_proves_unnecessary_is_skipped(gateway: MemoryGateway, client: Client) -> None:
+    tasks = [
+        ("sandbox", {"name": ["web"], "metadata": {"a": "b"}}),
+        ("snapshot", {"name": ["now"], "sandbox": ["web"]}),
+        ("rollback", {"sandbox": ["web"], "snapshot": "now"}),
+        ("sandbox", {"name": ["web"], "metadata": {"a": "c"}}),
+    ]
+    entries = make_plan(gateway, *tasks)
+    entries[2]["actions"] = (
+        make_plan(gateway, ROLL_BACK)[0]["actions"] if not entries[2]["actions"] else entries[2]["actions"]
+    )
+    state = new_state()
+    results = [apply(client, task, *entries, state=state) for task in tasks]
+    assert [result.get("failed") for result in results] == [None] * 4, results
+    assert results[3]["changed"]
+
+
+def test_names_that_contain_a_secret_are_not_masked_in_the_plan(gateway: MemoryGateway, client: Client) -> None:
+    create = ("sandbox", {"name": ["production-db"], "template": "base", "env": {"STAGE": "production"}})
+    (entry,) = make_plan(gateway, create)
+    assert entry["created"].keys() == {"production-db"}
+    assert apply(client, create, entry)["changed"]
+
+
+def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) -> None:
+    (entry,) = make_plan(gateway, FORK)
+    for path, value in (
+        (("actions", 0, "verb"), "clone"),
+        (("actions", 0, "request", "body", "names", 0), "try-9"),
+        (("actions", 0, "changes", 0, "after", "memory_mb"), 1),
+        (("reads", "/snapshots/golden"), "0123456789ab generation 0 forks 1"),
+    ):
+        changed_entry = copy.deepcopy(entry)
+        *steps, last = path
+        item = changed_entry
+        for step in steps:
+            item = item[step]
+        assert item[last] != value
+        item[last] = value
+        assert apply(client, FORK, changed_entry)["failure"]["kind"] == "not_planned", path
+    assert apply(client, FORK, entry)["changed"]
+
+
+def test_a_module_without_its_action_plugin_applies_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(APPLY_VARIABLE, "/tmp/plan.json")
+    before = read_state(client)
+    result = run_task(client, *UPDATE)
+    assert "without its action plugin" in result["msg"]
+    assert read_state(client) == before

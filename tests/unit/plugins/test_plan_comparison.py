@@ -1,0 +1,88 @@
+"""Test that the comparison of plans and runs finds differences, and accepts unknown values only where it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.collection.plan_comparison import Counts, PlanComparison
+
+OPENED_AT, EARLIER, LATER = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "2026-01-02T00:00:01Z"
+PLANNED, OTHER_PLANNED, REAL, OTHER_REAL = "known-after-apply-0001", "known-after-apply-0002", "a" * 12, "b" * 12
+
+
+def result(**fields: Any) -> dict[str, Any]:
+    return {"changed": True, "outcomes": [], "sandboxes": [fields]}
+
+
+@pytest.fixture
+def comparison() -> PlanComparison:
+    return PlanComparison(OPENED_AT, Counts(), Counts())
+
+
+@pytest.mark.parametrize(
+    ("planned", "actual"),
+    [
+        ({"id": PLANNED, "parent": PLANNED}, {"id": REAL, "parent": REAL}),
+        ({"message": f"sandbox {PLANNED} is in use"}, {"message": f"sandbox {REAL} is in use"}),
+        ({PLANNED: 1}, {REAL: 1}),
+        ({"id": REAL}, {"id": REAL}),
+        ({"address": None, "started_at": None}, {"address": "10.0.0.1", "started_at": LATER}),
+        ({"state": "running", "diverged": None}, {"state": "running", "diverged": True}),
+        ({"timeout": 3600}, {"timeout": 3599}),
+    ],
+)
+def test_equal_and_unknown_values_are_accepted(
+    comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]
+) -> None:
+    comparison.check_result(result(**planned), result(**actual), "task")
+
+
+@pytest.mark.parametrize(
+    ("planned", "actual"),
+    [
+        ({"id": PLANNED, "parent": PLANNED}, {"id": REAL, "parent": OTHER_REAL}),
+        ({"id": PLANNED, "parent": OTHER_PLANNED}, {"id": REAL, "parent": REAL}),
+        ({"id": REAL, "parent": PLANNED}, {"id": REAL, "parent": REAL}),
+        ({"id": PLANNED}, {"id": ""}),
+        ({"message": f"sandbox {PLANNED} is in use"}, {"message": f"sandbox {REAL} is gone"}),
+        ({PLANNED: 1, "id": PLANNED}, {REAL: 1, "id": OTHER_REAL}),
+        ({"id": REAL}, {"id": OTHER_REAL}),
+        ({"name": None}, {"name": "box"}),
+        ({"cpus": 1}, {"cpus": 2}),
+        ({"cpus": 1}, {}),
+        ({}, {"cpus": 1}),
+        ({"used_mb": 1}, {"used_mb": 2}),
+        ({"state": "paused", "diverged": None}, {"state": "paused", "diverged": True}),
+        ({"state": "running", "diverged": False}, {"state": "running", "diverged": True}),
+        ({"started_at": EARLIER}, {"started_at": LATER}),
+        ({"timeout": 3600}, {"timeout": 7200}),
+    ],
+)
+def test_differences_are_found(comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        comparison.check_result(result(**planned), result(**actual), "task")
+
+
+def test_all_checks_of_a_play_use_the_same_ids(comparison: PlanComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.collection.plan_comparison._SETTLE_TIMEOUT_SECONDS", 0)
+    comparison.check_result(result(id=PLANNED), result(id=REAL), "task")
+    comparison.check_state(lambda: state(PLANNED, "full"), lambda: state(REAL, "incremental"))
+    for actual in (state(OTHER_REAL, "full"), state(REAL, "none"), {"snapshots": []}):
+        with pytest.raises(AssertionError):
+            comparison.check_state(lambda: state(PLANNED, "full"), lambda actual=actual: actual)
+
+
+def test_values_are_counted_by_key() -> None:
+    results, states = Counts(), Counts()
+    comparison = PlanComparison(OPENED_AT, results, states)
+    comparison.check_result(result(id=PLANNED, cpus=1, address=None), result(id=REAL, cpus=1, address="x"), "task")
+    comparison.check_state(lambda: state(PLANNED, "full"), lambda: state(REAL, "incremental"))
+    assert dict(results.unknown) == {"ids": 1, "address": 1}
+    assert results.known["cpus"] == 1 and results.unknown_share == pytest.approx(2 / (2 + results.known.total()))
+    assert dict(states.unknown) == {"ids": 1, "memory": 1}
+
+
+def state(id: str, memory: str) -> dict[str, list[dict[str, Any]]]:
+    return {"snapshots": [{"snapshotID": id, "names": ["s"], "memory": memory, "generation": 1}]}

@@ -1,0 +1,279 @@
+"""Test that plan files are saved completely, and that only valid, unedited and unexpired ones are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
+from hypothesis import given
+from hypothesis import strategies as st
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+GATEWAY_ID = "0123456789abcdef"
+ENTRY = {
+    "host": "localhost",
+    "task": "Fork it … again",
+    "path": "play.yml:12",
+    "gateway": GATEWAY_ID,
+    "gateway_url": "unix:///run/gateway.sock",
+    "actions": [
+        {
+            "verb": "fork",
+            "changes": [
+                {"kind": "sandbox", "name": "try-1", "before": None, "after": {"metadata": {"team": "red"}}},
+                {"kind": "sandbox", "name": "try-2", "before": {"cpus": 1}, "after": None},
+            ],
+            "request": {"snapshot": "before", "names": ["try-1"]},
+        }
+    ],
+    "reads": {"/snapshots/before": "known-after-apply-0001 g1 f0", "/sandboxes/x": ""},
+    "created": {"try-1": "known-after-apply-0002"},
+    "costs": {"memory_mb": 256, "disk_bytes": -1048576, "pause_ms": 5.5},
+    "unknown": ["the cost of the first capture"],
+    "failure": None,
+}
+
+
+def make_document(*entries: dict[str, Any], created_at: datetime = NOW, lifetime_seconds: int = 3600) -> dict[str, Any]:
+    return _plan_file.make_document(
+        entries or (ENTRY,),
+        playbooks=["site.yml"],
+        problems=[],
+        created_at=created_at,
+        lifetime_seconds=lifetime_seconds,
+    )
+
+
+def write_signed(path: Path, document: Any) -> str:
+    """Write a document with the right digest, whatever it contains."""
+    signed = {**document, "digest": _plan_file.digest(document)}
+    path.write_text(json.dumps(signed, sort_keys=True, separators=(",", ":")) + "\n")
+    return str(path)
+
+
+def set_value(document: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    """Return a copy of the document with one value replaced. ``place``: keys and numbers, separated by slashes."""
+    copy: dict[str, Any] = json.loads(json.dumps(document))
+    *parents, last = [int(key) if key.isdigit() else key for key in place.split("/")]
+    container: Any = copy
+    for key in parents:
+        container = container[key]
+    if value is REMOVED:
+        del container[last]
+    else:
+        container[last] = value
+    return copy
+
+
+REMOVED = object()
+
+
+def test_a_plan_is_made_from_journal_entries() -> None:
+    document = make_document()
+    assert document["gateways"] == {GATEWAY_ID: "unix:///run/gateway.sock"}
+    assert "gateway_url" not in document["entries"][0] and "gateway_url" in ENTRY
+    assert document["created_at"] == NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert document["expires_at"] == (NOW + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert document["digest"] == _plan_file.digest(document) != _plan_file.digest({**document, "playbooks": []})
+
+
+@pytest.mark.parametrize("lifetime_seconds", [0, -5, 365 * 86400 + 1, 10**30])
+def test_lifetimes_that_are_not_allowed_are_refused(lifetime_seconds: int) -> None:
+    with pytest.raises(Failure, match=rf"plan_lifetime must be from 1 to 31536000 seconds, not {lifetime_seconds}"):
+        make_document(lifetime_seconds=lifetime_seconds)
+
+
+def test_a_saved_plan_can_be_loaded(tmp_path: Path) -> None:
+    path, document = tmp_path / "plan.json", make_document()
+    path.write_text("an old plan")
+    path.chmod(0o644)
+    _plan_file.save(str(path), document)
+    assert _plan_file.load(str(path)) == document == json.loads(path.read_text())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [*tmp_path.iterdir()] == [path], "a temporary file is left"
+
+
+def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, document = tmp_path / "plan.json", make_document()
+    path.write_text("an old plan")
+    with pytest.raises(Failure, match=r"entries\[0\].host must be a string that is not empty, not 3. Report this bug"):
+        _plan_file.save(str(path), set_value(document, "entries/0/host", 3))
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(Failure, match=r"cannot be saved in .*: No space left on device. Set plan_file to"):
+        _plan_file.save(str(path), document)
+    monkeypatch.setattr(_plan_file, "_MAX_FILE_BYTES", 100)
+    with pytest.raises(Failure, match=r"bytes long, but a plan file is at most 100 bytes long: split the playbook"):
+        _plan_file.save(str(path), document)
+    with pytest.raises(Failure, match=r"No such file or directory"):
+        monkeypatch.undo()
+        _plan_file.save(str(tmp_path / "none" / "plan.json"), document)
+    assert path.read_text() == "an old plan" and [*tmp_path.iterdir()] == [path]
+
+
+WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "format": (0, True, 1.0, "1", None, REMOVED),
+    "created_at": (5, "2026-11-24", "2026-13-24T17:40:00Z", "٢٠٢٦-11-24T17:40:00Z", REMOVED),
+    "expires_at": (None, "2026-11-24T17:40:00+00:00", "2001-01-01T00:00:00Z", REMOVED),
+    "problems": (None, "none", [1], [""], REMOVED),
+    "playbooks": ({}, [None], ["a/site.yml"], [""], REMOVED),
+    "gateways": ([], {"0123": "unix:///a"}, {GATEWAY_ID: None}, {GATEWAY_ID: ""}, {}, REMOVED),
+    "entries": (None, {}, [None], [[]], REMOVED),
+    "entries/0/host": (None, "", 1, REMOVED),
+    "entries/0/task": (None, ["a"], REMOVED),
+    "entries/0/path": (None, 12, REMOVED),
+    "entries/0/gateway": ("fedcba9876543210", "x", None, REMOVED),
+    "entries/0/actions": (None, {"verb": "fork"}, ["fork"], REMOVED),
+    "entries/0/actions/0/verb": ("", "Fork", "rm -rf", None, REMOVED),
+    "entries/0/actions/0/changes": (None, {}, [None], REMOVED),
+    "entries/0/actions/0/request": (None, [], "x", REMOVED),
+    "entries/0/actions/0/changes/0/kind": ("host", None, [], REMOVED),
+    "entries/0/actions/0/changes/0/name": ("", None, 1, REMOVED),
+    "entries/0/actions/0/changes/0/before": (False, [], "x", REMOVED),
+    "entries/0/actions/0/changes/0/after": (0, [], None, REMOVED),
+    "entries/0/reads": (None, [], {"": "1"}, {"/sandboxes/x": None}, REMOVED),
+    "entries/0/created": (None, [], {"try-1": "0123456789ab"}, {"try-1": 2}, {"": "known-after-apply-0002"}, REMOVED),
+    "entries/0/costs": (None, [], {"gold": 1}, REMOVED),
+    "entries/0/costs/memory_mb": (None, "256", True, 10**400, 1 << 53),
+    "entries/0/costs/disk_bytes": (None, [], -(10**400)),
+    "entries/0/costs/pause_ms": (None, -1, False),
+    "entries/0/unknown": (None, "much", [None], [""], REMOVED),
+    "entries/0/failure": (False, 1, REMOVED),
+    "surprise": (1,),
+    "entries/0/surprise": (1,),
+    "entries/0/actions/0/surprise": (1,),
+    "entries/0/actions/0/changes/0/surprise": (1,),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(place, value) for place, values in WRONG_VALUES.items() for value in values]
+)
+def test_every_wrong_field_is_refused(tmp_path: Path, place: str, value: Any) -> None:
+    """The digest of these files is right."""
+    path = write_signed(tmp_path / "plan.json", set_value(make_document(), place, value))
+    with pytest.raises(Failure) as caught:
+        _plan_file.load(path)
+    assert "is invalid: " in caught.value.message and "Make a new plan" in caught.value.message
+    field = place.rpartition("/")[2]
+    assert field in caught.value.message or field == "gateways", caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]x", "NaN", "\ufeff{}", "[" * 200_000, '{"a": ' * 200_000, "1" * 5000])
+def test_files_that_are_not_json_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(
+        Failure, match=r"is truncated, or it is not JSON. Make a new plan: run ansible-playbook --check"
+    ):
+        _plan_file.load(str(path))
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3", '"plan"', "{}", '{"format": null}'])
+def test_json_that_is_not_a_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(
+        Failure, match=r"is invalid: (the document must be an object|format must be a positive integer)"
+    ):
+        _plan_file.load(str(path))
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    value: Any = {}
+    for _ in range(60):
+        value = [value]
+    path = write_signed(tmp_path / "plan.json", set_value(make_document(), "entries/0/actions/0/request", {"x": value}))
+    with pytest.raises(Failure, match=r"nested more than 40 levels deep"):
+        _plan_file.load(path)
+
+
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Failure, match=r"does not exist. Make it first: run ansible-playbook --check"):
+        _plan_file.load(str(tmp_path / "plan.json"))
+    with pytest.raises(Failure, match=r"cannot be read: .*null byte.* Name the file that the check run saved"):
+        _plan_file.load("plan\0.json")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(Failure, match=r"is not a regular file|cannot be read: Is a directory"):
+            _plan_file.load(str(path))
+    path = tmp_path / "plan.json"
+    _plan_file.save(str(path), make_document())
+    monkeypatch.setattr(_plan_file, "_MAX_FILE_BYTES", path.stat().st_size - 1)
+    with pytest.raises(Failure, match=r"bytes, so it is not a plan"):
+        _plan_file.load(str(path))
+
+
+def rename_task(text: str) -> str:
+    return text.replace("Fork it", "Fork IT")
+
+
+def reformat(text: str) -> str:
+    return json.dumps(json.loads(text), indent=1)
+
+
+def repeat_key(text: str) -> str:
+    return text.replace('"problems":[]', '"problems":["x"],"problems":[]')
+
+
+def exceed_range(text: str) -> str:
+    return text.replace('"memory_mb":256', '"memory_mb":1e999')
+
+
+def remove_digest(text: str) -> str:
+    return json.dumps({key: value for key, value in json.loads(text).items() if key != "digest"})
+
+
+@pytest.mark.parametrize("edit", [rename_task, reformat, repeat_key, exceed_range, remove_digest])
+def test_edited_plans_are_refused(tmp_path: Path, edit: Callable[[str], str]) -> None:
+    path = tmp_path / "plan.json"
+    _plan_file.save(str(path), make_document())
+    text = path.read_text()
+    path.write_text(edit(text))
+    assert path.read_text() != text
+    with pytest.raises(Failure, match=r"has been edited since it was made: its digest does not match. Make a new plan"):
+        _plan_file.load(str(path))
+
+
+def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": 2, "news": [1]}')
+    with pytest.raises(
+        Failure, match=r"has format 2, but this release of grove.sandbox reads formats up to 1: use the"
+    ):
+        _plan_file.load(str(path))
+
+
+def test_expired_plans_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    _plan_file.save(path, make_document(created_at=NOW - timedelta(hours=1), lifetime_seconds=3600))
+    with pytest.raises(Failure, match=r"expired at \d{4}-\S+Z. Make a new plan"):
+        _plan_file.load(path)
+    _plan_file.save(path, make_document(created_at=NOW - timedelta(hours=1), lifetime_seconds=3660))
+    _plan_file.load(path)
+
+
+@given(data=st.data())
+def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    _plan_file.save(str(path), make_document())
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content = content[:position]
+    else:
+        content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with pytest.raises(Failure):
+        _plan_file.load(str(path))

@@ -1,0 +1,123 @@
+"""Test that the lookup ``plan`` returns the plan of a check run, and fails elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible import constants as C
+from ansible import context
+from ansible.errors import AnsibleError
+from ansible.module_utils.common.collections import ImmutableDict
+from ansible_collections.grove.sandbox.plugins.lookup import plan as lookup
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file, _plan_journal
+
+from tests.unit.plugins.test_plan_file import ENTRY
+
+
+@pytest.fixture(autouse=True)
+def run_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(C, "DEFAULT_LOCAL_TMP", str(tmp_path))
+    start_run(monkeypatch)
+
+
+def start_run(monkeypatch: pytest.MonkeyPatch, *, check: bool = True, playbooks: Any = ("plays/site.yml",)) -> None:
+    monkeypatch.setattr(context, "CLIARGS", ImmutableDict(check=check, args=playbooks))
+
+
+def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    plugin = lookup.LookupModule()
+    # As the plugin loader does, which needs the collection in a directory of its own.
+    plugin._load_name = "grove.sandbox.plan"
+    definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
+    C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)
+    (document,) = plugin.run(list(terms), variables=variables, **options)
+    # As an artifact of a job, the document becomes JSON.
+    plan: dict[str, Any] = json.loads(json.dumps(document))
+    return _plan_file.check(plan, "the lookup")
+
+
+def test_the_lookup_returns_the_plan_so_far() -> None:
+    assert look_up()["entries"] == []
+    _plan_journal.add_entry(ENTRY)
+    plan = look_up()
+    assert [entry["task"] for entry in plan["entries"]] == [ENTRY["task"]]
+    assert plan["gateways"] == {ENTRY["gateway"]: ENTRY["gateway_url"]}
+    assert plan["playbooks"] == ["site.yml"] and plan["problems"] == []
+
+
+def test_the_lifetime_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lifetime(plan: dict[str, Any]) -> float:
+        times = [_plan_file._parse_time(plan[key]) for key in ("created_at", "expires_at")]
+        return (times[1] - times[0]).total_seconds()
+
+    assert lifetime(look_up()) == 86400
+    assert lifetime(look_up(plan_lifetime=60)) == 60
+    monkeypatch.setenv("GROVE_SANDBOX_PLAN_LIFETIME", "3600")
+    assert lifetime(look_up()) == 3600
+    with pytest.raises(AnsibleError, match="plan_lifetime must be from 1 to 31536000 seconds, not 0"):
+        look_up(plan_lifetime=0)
+
+
+def test_tasks_without_a_plan_and_missing_hosts_are_problems() -> None:
+    _plan_journal.add_entry({"task": "a", "path": "site.yml:3", "host": "web", "problem": "the changes are unknown"})
+    variables = {"ansible_play_hosts_all": ["web", "db"], "ansible_play_hosts": ["web"]}
+    assert look_up(variables=variables)["problems"] == [
+        "a task failed on host db, or the host was unreachable",
+        "the changes are unknown",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("plays/site.yml", "./other.yml"), ["site.yml", "other.yml"]),
+        ("all", []),
+    ],
+    ids=["playbooks", "ad hoc"],
+)
+def test_playbooks_are_named_without_their_directories(
+    monkeypatch: pytest.MonkeyPatch, arguments: Any, names: list[str]
+) -> None:
+    start_run(monkeypatch, playbooks=arguments)
+    assert look_up()["playbooks"] == names
+
+
+def test_the_lookup_fails_outside_a_check_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_run(monkeypatch, check=False)
+    with pytest.raises(AnsibleError, match="only a check run has a plan"):
+        look_up()
+
+
+def test_arguments_are_refused() -> None:
+    with pytest.raises(AnsibleError, match="has no arguments except plan_lifetime"):
+        look_up("plan.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "is empty"),
+        ({}, "is empty"),
+        ("{", "it is not JSON"),
+        ('{"format": NaN}', "it is not JSON"),
+        ({"created_at": _plan_file._parse_time("2026-11-24T17:40:00Z")}, "pass the plan as JSON text"),
+    ],
+)
+def test_an_extra_variable_that_is_not_a_plan_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: Any, message: str
+) -> None:
+    monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _: {"grove_sandbox_plan": value})
+    with pytest.raises(_plan_journal.Failure, match=message):
+        _plan_journal.applied_plan()
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_an_extra_variable_can_be_the_plan_or_its_text(monkeypatch: pytest.MonkeyPatch, as_text: bool) -> None:
+    plan = look_up()
+    value = json.dumps(plan) if as_text else plan
+    monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _: {"grove_sandbox_plan": value})
+    assert _plan_journal.applied_plan() == plan
