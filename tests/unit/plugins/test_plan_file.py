@@ -42,7 +42,9 @@ ENTRY = {
 }
 
 
-def make_document(*entries: dict[str, Any], created_at: datetime = NOW, lifetime_seconds: int = 3600) -> dict[str, Any]:
+def make_document(
+    *entries: dict[str, Any], created_at: datetime = NOW, lifetime_seconds: int = 86400
+) -> dict[str, Any]:
     return _plan_file.make_document(
         entries or (ENTRY,),
         playbooks=["site.yml"],
@@ -81,7 +83,7 @@ def test_a_plan_is_made_from_journal_entries() -> None:
     assert document["gateways"] == {GATEWAY_ID: "unix:///run/gateway.sock"}
     assert "gateway_url" not in document["entries"][0] and "gateway_url" in ENTRY
     assert document["created_at"] == NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
-    assert document["expires_at"] == (NOW + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert document["expires_at"] == (NOW + timedelta(days=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     assert document["digest"] == _plan_file.digest(document) != _plan_file.digest({**document, "playbooks": []})
 
 
@@ -257,10 +259,11 @@ def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
 
 def test_expired_plans_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    _plan_file.save(path, make_document(created_at=NOW - timedelta(hours=1), lifetime_seconds=3600))
+    hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    _plan_file.save(path, make_document(created_at=hour_ago, lifetime_seconds=3600))
     with pytest.raises(Failure, match=r"expired at \d{4}-\S+Z. Make a new plan"):
         _plan_file.load(path)
-    _plan_file.save(path, make_document(created_at=NOW - timedelta(hours=1), lifetime_seconds=3660))
+    _plan_file.save(path, make_document(created_at=hour_ago, lifetime_seconds=3660))
     _plan_file.load(path)
 
 
