@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,6 +207,31 @@ def test_a_killed_gateway_leaves_no_secrets_behind(
     assert [sandbox.env for sandbox in sandboxes] == ([] if expected_env is None else [expected_env])
     assert "to which no record refers" in notes[-1]
     assert len(list_secret_files(tmp_path)) == len(sandboxes)
+
+
+def test_environments_are_durable_before_their_record(
+    storage: ZfsStorage, base: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and its directory entry survive a power failure that the record survives."""
+    durable: list[tuple[Path, int]] = []
+    set_prop, fsync = zfs.lzc_set_prop, os.fsync
+
+    def record_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        durable.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+
+    def check_and_set_prop(*arguments: Any, **options: Any) -> None:
+        [file] = list_secret_files(tmp_path)
+        assert durable[0] == (file, file.stat().st_size), "the whole file"
+        assert [path for path, _ in durable] == [file, file.parent]
+        set_prop(*arguments, **options)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(zfs, "lzc_set_prop", check_and_set_prop)
+    sandbox = create_sandbox(storage, base)
+    assert len(durable) == 2
+    monkeypatch.undo()
+    assert restart(storage) == ([sandbox], [])
 
 
 def test_files_of_another_dataset_are_kept(
