@@ -177,9 +177,11 @@ def raw_service(
 
 
 @contextlib.contextmanager
-def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[socket.socket]:
-    """Open a connection to the gateway, and send ``pieces`` unchanged."""
-    with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection:
+def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes, local: bool = False) -> Iterator[socket.socket]:
+    """Open a connection to the gateway, and send ``pieces`` unchanged. ``local``: connect to its unix socket."""
+    with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as connection:
+        connection.settimeout(30)
+        connection.connect(str(memory_gateway.socket) if local else ("127.0.0.1", memory_gateway.port))
         for piece in pieces:
             connection.sendall(piece)
         yield connection

@@ -18,7 +18,7 @@ import pytest
 
 from sandbox_gateway.engine import guest_json
 from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogWriter
-from sandbox_gateway.errors import Busy, Invalid
+from sandbox_gateway.errors import Invalid, OutputLost
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
 from tests.api.memory_gateway import MemoryGateway
@@ -323,11 +323,13 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
         await reader.read()
 
     statuses: list[int] = []
+    can_retry: list[bool] = []
 
     def attack() -> None:
         with memory_gateway.client() as client:
             response = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(response.status_code)
+            can_retry.append("retry-after" in response.headers)
 
     with (
         memory_gateway.client() as client,
@@ -343,6 +345,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
         for thread in threads:
             thread.join(100)
     assert not guest_json._held_bytes
+    assert not any(can_retry), "the client would run the command again"
 
 
 async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +356,7 @@ async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pyte
         readers = [stack.enter_context(guest_json.ResponseReader(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
         for reader in readers[:4]:
             await reader.feed(b'"' + b"x" * ((1 << 18) - 1))
-        with pytest.raises(Busy, match="of all sandboxes"):
+        with pytest.raises(OutputLost, match="of all sandboxes"):
             await readers[4].feed(b'"')
     assert not guest_json._held_bytes
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings, replace_file
 from tests.kvm_xfs.test_netns import run_inside
 from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
@@ -256,6 +256,33 @@ async def test_a_server_cannot_make_the_gateway_write_through_a_link(xfs_root: P
         assert host_file.read_text() == "unchanged"
         assert volume.pid == pid
         assert volume.mount_volume(guest) == volume.mount_volume(other_guest)
+
+
+def test_a_server_cannot_plant_a_file_while_the_gateway_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server creates a link, to an existing or a missing file, after the gateway has removed the last one."""
+    directory, existing_file, missing_file = tmp_path / "root", tmp_path / "file", tmp_path / "missing"
+    directory.mkdir()
+    new_path = directory / f"{launcher.CONFIG_FILE}.new"
+    existing_file.write_text("unchanged")
+    unlink = os.unlink
+    directory_fd = os.open(directory, os.O_PATH)
+    for plant in (
+        lambda: new_path.symlink_to(existing_file),
+        lambda: new_path.symlink_to(missing_file),
+        lambda: new_path.hardlink_to(existing_file),
+    ):
+
+        def unlink_and_plant(path: str, *, dir_fd: int | None = None, plant: Callable[[], None] = plant) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                unlink(path, dir_fd=dir_fd)
+            plant()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink_and_plant)
+            with pytest.raises(FileExistsError):
+                replace_file(launcher.CONFIG_FILE, "text", dir_fd=directory_fd)
+        assert existing_file.read_text() == "unchanged" and not missing_file.exists()
+    os.close(directory_fd)
 
 
 async def test_a_server_that_prevents_the_gateways_writes_is_replaced(xfs_root: Path) -> None:

@@ -113,6 +113,13 @@ class Busy(GatewayError):
     status = 429
 
 
+class OutputLost(GatewayError):
+    """A limit was reached after a command had started. A client that repeats the request runs the command again."""
+
+    kind = "output_lost"
+    status = 429
+
+
 class Timeout(GatewayError):
     kind = "timeout"
     status = 504

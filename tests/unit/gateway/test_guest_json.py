@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.errors import BackendFailed, Busy
+from sandbox_gateway.errors import BackendFailed, OutputLost
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
@@ -112,13 +112,13 @@ async def test_concurrent_responses_are_limited_per_sandbox_and_in_total(
         await first_response.feed(b'{"a": "' + b"x" * 13)
         with guest_json.ResponseReader("one", "exec") as second_response:
             await second_response.feed(b" " * 10)
-            with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
+            with pytest.raises(OutputLost, match="the sandbox's agent is sending more than"):
                 await second_response.feed(b" ")
         with guest_json.ResponseReader("two", "exec") as other_sandbox_response:
             await other_sandbox_response.feed(b" " * 30)
             with (
                 guest_json.ResponseReader("three", "exec") as third_sandbox_response,
-                pytest.raises(Busy, match="the agents of all sandboxes"),
+                pytest.raises(OutputLost, match="the agents of all sandboxes"),
             ):
                 await third_sandbox_response.feed(b" ")
         with guest_json.ResponseReader("one", "exec") as next_response:

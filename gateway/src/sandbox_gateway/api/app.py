@@ -36,7 +36,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "Not found",
         409: "In use, name taken, or in the wrong state",
         413: "Too large, or over a quota",
-        429: "Busy: try again later",
+        429: "Busy: try again after the time in Retry-After. Without that header, the command has run",
         500: "A backend failed, or the gateway has a bug",
         504: "The operation did not finish in time",
         507: "No space left",

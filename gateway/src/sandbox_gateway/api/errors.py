@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.limits import TooSlow
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.errors import GatewayError, Invalid
+from sandbox_gateway.errors import GatewayError, Invalid, OutputLost
 from sandbox_gateway.log import Logger
 
 log = Logger("api")
@@ -86,7 +86,9 @@ def error_response(
     headers: Mapping[str, str] | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
-    retry_headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+    # Clients repeat a request after this time, which must not run a command twice.
+    can_retry = status in (429, 503) and kind != OutputLost.kind
+    retry_headers = {"Retry-After": str(RETRY_SECONDS)} if can_retry else {}
     body = error_body(status, kind, message, blockers, details)
     return JSONResponse(body, status, headers={**retry_headers, **(headers or {})})
 

@@ -14,7 +14,7 @@ from collections import Counter
 from types import TracebackType
 from typing import Any
 
-from sandbox_gateway.errors import BackendFailed, Busy
+from sandbox_gateway.errors import BackendFailed, OutputLost
 
 DEFAULT_MAX_BYTES = 256 << 10
 """Maximum length of a response without command output."""
@@ -68,7 +68,7 @@ class ResponseReader:
     async def feed(self, data: bytes) -> None:
         """Process the next bytes of the response, in linear time.
 
-        Raises BackendFailed if the JSON is invalid or too long, and Busy if a quota is exceeded.
+        Raises BackendFailed if the JSON is invalid or too long, and OutputLost if a quota is exceeded.
         """
         for start in range(0, len(data), _PIECE_BYTES):
             self._consume(data[start : start + _PIECE_BYTES])
@@ -81,14 +81,14 @@ class ResponseReader:
             raise invalid_response_error(f"answered {self._request} with more than {self._max_bytes} bytes")
         if _held_bytes.total() > MAX_TOTAL_HELD_BYTES:
             limit_mib = MAX_TOTAL_HELD_BYTES >> 20
-            raise Busy(
-                f"the agents of all sandboxes together are sending more than {limit_mib} MiB of responses at once: try "
-                "again later"
+            raise OutputLost(
+                "the command may have run, but its output is lost: the agents of all sandboxes together are sending "
+                f"more than {limit_mib} MiB of responses at once. Write large output to files"
             )
         if _held_bytes[self._sandbox] > MAX_HELD_BYTES:
-            raise Busy(
-                f"the sandbox's agent is sending more than {MAX_HELD_BYTES >> 20} MiB of responses at once: "
-                "run fewer commands with large output at the same time"
+            raise OutputLost(
+                "the command may have run, but its output is lost: the sandbox's agent is sending more than "
+                f"{MAX_HELD_BYTES >> 20} MiB of responses at once. Run fewer commands with large output at a time"
             )
         position = 0
         while position < len(piece):
@@ -147,7 +147,7 @@ class ResponseReader:
 
 
 async def parse(sandbox: str, request: str, data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, Any]:
-    """Parse a complete response, like ``ResponseReader``. Raises BackendFailed or Busy."""
+    """Parse a complete response, like ``ResponseReader``. Raises BackendFailed or OutputLost."""
     with ResponseReader(sandbox, request, max_bytes) as response:
         await response.feed(data)
         return await response.parse()
