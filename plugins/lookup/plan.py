@@ -14,7 +14,7 @@ description:
     document that the callback plugin P(grove.sandbox.plan#callback) saves in a file. This plugin does not require the
     callback.
   - Outside a check run, the lookup fails.
-  - Publish the plan with M(ansible.builtin.set_stats) in the last task of the last play. In AWX, it is then among the
+  - Publish the plan with C(ansible.builtin.set_stats) in the last task of the last play. In AWX, it is then among the
     artifacts of the job, and a workflow passes it to its next job as the extra variable C(grove_sandbox_plan). A run
     with this variable makes only the changes in the plan.
 author:

@@ -72,7 +72,7 @@ def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, pla
         "delay": 0,
         "until": "{{ true }}",
     }
-    play = ({**BOX, "no_log": True}, loop, as_module, forks, retried)
+    play = (BOX, loop, as_module, forks, retried)
     make_plan(plan_target, plan_path, *play)
     entries = json.loads(plan_path.read_text())["entries"]
     assert [[action["verb"] for action in entry["actions"]] for entry in entries] == [
@@ -146,6 +146,17 @@ def test_apply_is_refused_where_it_cannot_be_enforced(
     (result,) = plan_target.play({**BOX, "async": 60, "poll": 1}, environment=environment)
     assert "async" in result["msg"]
     assert read_state(plan_gateway) == state
+
+
+def test_changes_of_a_task_with_no_log_are_not_saved(plan_target: Target, plan_path: Path) -> None:
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    secret_task = {
+        "grove.sandbox.sandbox": {"name": "box", "template": "base", "metadata": {"a": "hidden"}},
+        "no_log": True,
+    }
+    plan_target.play(secret_task, options=("--check",), environment=environment)
+    (problem,) = json.loads(plan_path.read_text())["problems"]
+    assert "no_log" in problem and "hidden" not in plan_path.read_text()
 
 
 def test_an_asynchronous_task_makes_the_plan_incomplete(plan_target: Target, plan_path: Path) -> None:
