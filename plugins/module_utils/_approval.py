@@ -59,7 +59,7 @@ def object_version(path: str, data: Any, opened_at: str = "") -> str:
         return ""
     if isinstance(data, list):
         return "entries=" + ",".join(f"{each.get('name', '')}:{each.get('snapshotID', '')}" for each in data)
-    if path.startswith("/volumes"):
+    if path.startswith("/volumes") and "/snapshots/" not in path:
         # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
         created_at = data.get("createdAt") or ""
         ident = data.get("ownerSandboxID") or (_NEW if opened_at and created_at > opened_at else created_at)

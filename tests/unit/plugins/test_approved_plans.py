@@ -267,6 +267,21 @@ def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Clie
     assert "the snapshots of volume 'data' have changed" in apply(client, remove, entry)["msg"]
 
 
+def test_snapshots_of_a_volume_that_the_run_itself_makes_are_known(gateway: MemoryGateway, client: Client) -> None:
+    mount = ("sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
+    assert run_task(client, *mount)["changed"]
+    tasks = [
+        ("volume", {"name": ["data"], "snapshots": ["tuesday"]}),
+        ("snapshot", {"name": ["with-data"], "sandbox": ["web"], "volumes": ["data"]}),
+        ("volume", {"name": ["data"], "size_mb": 128}),
+    ]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    for task in tasks:
+        result = apply(client, task, *entries, state=state)
+        assert result["changed"], result
+
+
 def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: MemoryGateway, client: Client) -> None:
     run_task(client, "sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
     run_task(client, "snapshot", {"name": ["mounted"], "sandbox": ["web"]})
