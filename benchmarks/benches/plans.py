@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 from benchmarks.benches.tasks import FORK_COUNT, SIMULATION_NOTE, open_gateway
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.sessions import PlanSessions
+from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, new_id
 from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
 from tests.support import session
+
+_SNAPSHOT_COUNT, _SANDBOX_COUNT = 10_000, 2_000
+_OPEN_LIMIT_MS, _MEMORY_LIMIT_BYTES = 5, 5_000_000
 
 
 class Plans:
@@ -21,7 +32,13 @@ class Plans:
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=30, quick=2)
-        settings = {"forks": FORK_COUNT, "rounds": rounds, "machines": "tests/api/memory_host.py"}
+        settings = {
+            "forks": FORK_COUNT,
+            "rounds": rounds,
+            "snapshots": _SNAPSHOT_COUNT,
+            "sandboxes": _SANDBOX_COUNT,
+            "machines": "tests/api/memory_host.py",
+        }
         result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         unchanged, check, sessions = [], [], []
         scratch = session.run_dir() / "plans"
@@ -38,6 +55,11 @@ class Plans:
             "check", "a check run that would fork 100", samples=check, floor="unchanged", target=Target("ratio", 1.2)
         )
         result.add_measure("session", "opening and ending a plan session over HTTP", samples=sessions)
+        open_times, sizes = asyncio.run(_measure_large_sessions(scratch, rounds))
+        title = f"opening a session over {_SNAPSHOT_COUNT:,} snapshots and {_SANDBOX_COUNT:,} sandboxes"
+        result.add_measure("large", title, samples=open_times, target=Target("p50", _OPEN_LIMIT_MS))
+        title = "memory that this session holds"
+        result.add_measure("memory", title, "bytes", samples=sizes, target=Target("p50", _MEMORY_LIMIT_BYTES))
         return result
 
 
@@ -62,3 +84,35 @@ def _time_session(gateway: MemoryGateway, number: int) -> float:
         plan = client.post("/plans", json={"run": f"a measured run {number:06}"}).json()
         client.delete(f"/plans/{plan['planID']}").raise_for_status()
         return (time.perf_counter() - start) * 1000
+
+
+async def _measure_large_sessions(state_root: Path, rounds: int) -> tuple[list[float], list[float]]:
+    """Return how many milliseconds plan sessions over a large index take to open, and how many bytes they hold."""
+    engine = Engine(MemoryHost(), Config.model_validate({"host": {"state_root": str(state_root)}}))
+    snapshots = [Snapshot(names=[f"snapshot-{number}"]) for number in range(_SNAPSHOT_COUNT)]
+    for child, parent in itertools.pairwise(reversed(snapshots)):
+        child.parent = parent.id
+    sandboxes = [
+        Sandbox(name=f"sandbox-{number}", state=SandboxState.PAUSED, forked_from=snapshots[number].id)
+        for number in range(_SANDBOX_COUNT)
+    ]
+    assert not engine.index.load(sandboxes, snapshots)
+    sessions = PlanSessions(engine)
+    open_times, sizes = [], []
+    for is_traced in (False, True):  # tracing makes each allocation slower
+        for _ in range(rounds):
+            gc.collect()
+            if is_traced:
+                tracemalloc.start()
+            start = time.perf_counter()
+            plan = sessions.open("bench", new_id())
+            duration_ms = (time.perf_counter() - start) * 1000
+            if is_traced:
+                sizes.append(float(tracemalloc.get_traced_memory()[0]))
+                tracemalloc.stop()
+            else:
+                open_times.append(duration_ms)
+            await sessions.close("bench", plan.id)
+            del plan
+    await engine.background.cancel()
+    return open_times, sizes
