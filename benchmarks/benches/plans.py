@@ -87,7 +87,7 @@ def _time_session(gateway: MemoryGateway, number: int) -> float:
 
 
 async def _measure_large_sessions(state_root: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Return how many milliseconds plan sessions over a large index take to open, and how many bytes they hold."""
+    """Return the opening times (in ms) and the sizes (in bytes) of plan sessions over a large index."""
     engine = Engine(MemoryHost(), Config.model_validate({"host": {"state_root": str(state_root)}}))
     snapshots = [Snapshot(names=[f"snapshot-{number}"]) for number in range(_SNAPSHOT_COUNT)]
     for child, parent in itertools.pairwise(reversed(snapshots)):

@@ -475,7 +475,7 @@ class _Escalation:
         if self.become and self.become.check_missing_password(err):
             raise AnsibleError(
                 f"{self.become.name} in sandbox {self._sandbox} requires a password: set "
-                "ansible_become_password, or set remote_user to the become user, which requires no password"
+                "ansible_become_password, or connect as the become user (remote_user), which needs no password"
             )
 
     def _fail(self, process: Process, reason: str) -> None:

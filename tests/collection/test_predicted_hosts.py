@@ -144,7 +144,7 @@ PREDICTED_ID = "{{ created.sandbox.id }}"
 
 
 def make_guest_tasks(directory: Path) -> list[Task]:
-    """Return tasks of all kinds of action plugins that use the connection."""
+    """Return a task for each kind of action plugin that uses the connection."""
     (directory / "source").write_text("{{ 1 + 1 }}")
     target = directory / "target"
     target.mkdir(exist_ok=True)

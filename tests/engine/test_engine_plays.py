@@ -45,7 +45,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     gateway, template = busy_gateway
     checks = PlayChecks()
 
-    def name_template(tasks: list[PlayTask]) -> list[PlayTask]:
+    def replace_base(tasks: list[PlayTask]) -> list[PlayTask]:
         named_tasks: list[PlayTask] = json.loads(json.dumps(tasks).replace('"base"', json.dumps(template)))
         return named_tasks
 
@@ -59,7 +59,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     @given(st.lists(tasks, max_size=2), make_plays(tasks))
     def check(history: list[PlayTask], play: list[PlayTask]) -> None:
         try:
-            checks.check(gateway.url, name_template(history), name_template(play), template=template)
+            checks.check(gateway.url, replace_base(history), replace_base(play), template=template)
         finally:
             empty(gateway.url)
 

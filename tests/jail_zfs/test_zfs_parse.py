@@ -240,7 +240,7 @@ def test_names_are_extracted_from_errors() -> None:
 
 
 @given(st.text())
-def test_any_error_is_joined_into_one_line(stderr: str) -> None:
+def test_any_error_becomes_one_line(stderr: str) -> None:
     assert isinstance(cause_of(stderr), Cause)
     assert len(join_lines(stderr).splitlines()) <= 1
     find_listed_datasets(stderr)

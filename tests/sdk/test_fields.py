@@ -238,7 +238,7 @@ MODELS = sorted(
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_refused_and_ignored_fields_belong_to_a_client(model: type[Body]) -> None:
+def test_refused_and_ignored_fields_are_sent_by_a_client(model: type[Body]) -> None:
     """A model must not list fields that clients no longer send, because these should be treated as unknown fields."""
     sent_names = {
         name for client in CLIENTS for request in client.list_requests() for name in _list_names(request.body)

@@ -57,7 +57,7 @@ _EXPECTED_STATUSES = {"snapshot": 201, "read": 200}
 
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 @pytest.mark.parametrize("status", ["200 OK", "500 no"])
-def test_unterminated_strings_do_not_delay_others(
+def test_unterminated_strings_do_not_delay_other_requests(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str, status: str
 ) -> None:
     with memory_gateway.client() as client:

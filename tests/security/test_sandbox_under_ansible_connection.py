@@ -394,7 +394,7 @@ def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
     check_refused(output, "ansible_sandbox_gateway_token")
 
 
-def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
+def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_the_sandboxs_key(
     core: str, gateway: FakeGateway, attacker_server: FakeGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """A gateway that lists another gateway's sandbox id receives neither the tasks nor the key for that sandbox."""

@@ -111,7 +111,7 @@ def mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
     return [formats.parse_mount(volume) for volume in volumes]
 
 
-def count_fields(
+def build_count_fields(
     count: int | None, names: list[str] | None, concurrency: int | None, best_effort: bool
 ) -> tuple[dict[str, Any], int]:
     """Return the request's fields for the number and names of sandboxes, and the number of sandboxes."""

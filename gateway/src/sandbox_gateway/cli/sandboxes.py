@@ -241,7 +241,7 @@ def clone(
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
-    fork_fields, total = options.count_fields(count, names, concurrency, best_effort)
+    fork_fields, total = options.build_count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**fork_fields, **sandbox_options.body()}
     forks = fork_many(settings.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")

@@ -134,7 +134,7 @@ def fork(
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
-    count_fields, total = options.count_fields(count, names, concurrency, best_effort)
+    count_fields, total = options.build_count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(
         cpus,
         memory,

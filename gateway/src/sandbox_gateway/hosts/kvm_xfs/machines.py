@@ -220,7 +220,7 @@ class Machines:
                 )
 
     async def _release_slot(self, instance: str, slot: Slot) -> None:
-        """Release the slot of an ended machine as soon as no volume server accepts its address."""
+        """Release the slot of a machine that has ended, once no volume server accepts its address any longer."""
         if not self._volumes.revoke_all(instance, lambda: self._network_slots.release(slot)):
             await self._network_slots.release(slot)
 

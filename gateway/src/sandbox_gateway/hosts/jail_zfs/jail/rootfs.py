@@ -119,9 +119,9 @@ def _check_tree(tree: Tree) -> int:
         )
     minor_version = python_minor_version(tree, python_paths[0].name)
     if minor_version is None or minor_version < _MIN_MINOR_VERSION:
-        version = "an unknown version" if minor_version is None else f"version 3.{minor_version}"
+        version = "of an unknown version" if minor_version is None else f"Python 3.{minor_version}"
         raise Invalid(
-            f"the root file system's python3 has {version}: install Python 3.{_MIN_MINOR_VERSION} or later in it "
+            f"the root file system's python3 is {version}: install Python 3.{_MIN_MINOR_VERSION} or later in it "
             "for the agent"
         )
     return minor_version

@@ -141,7 +141,7 @@ class MemoryRoots:
     def _start_using(self, directory: MemoryDirectory, known_roots: _KnownRoots) -> None:
         """Create the gateway's directory in the configured root. Raises Conflict if the root cannot be used."""
         try:
-            problem = _find_problem_of_root(directory.root)
+            problem = _find_root_problem(directory.root)
             if not problem:
                 self._write_known_roots(known_roots)  # The name must not change if this is interrupted.
                 for path in (directory.directory, directory.snapshots, directory.machines):
@@ -202,7 +202,7 @@ def sync_image_directory(files: SnapshotFiles) -> None:
 def _find_problem(directory: MemoryDirectory) -> str:
     """Return why a gateway's directory in a memory root cannot be used, as a clause, or "" if it can."""
     try:
-        if problem := _find_problem_of_root(directory.root):
+        if problem := _find_root_problem(directory.root):
             return problem
         if not directory.snapshots.is_dir():
             return f"{directory.root} is not mounted, because {directory.directory} does not exist"
@@ -211,7 +211,7 @@ def _find_problem(directory: MemoryDirectory) -> str:
     return ""
 
 
-def _find_problem_of_root(root: Path) -> str:
+def _find_root_problem(root: Path) -> str:
     if not root.is_dir():
         return f"the directory {root} does not exist"
     status = root.stat()

@@ -61,7 +61,7 @@ class Copier:
             self._write(runs, data)
 
     def copy(self, runs: Runs) -> None:
-        """Copy pages in pieces, to use little memory. If the machine is running, later calls must copy new writes."""
+        """Copy pages in chunks, to limit memory use. If the machine is running, call this again for later writes."""
         buffer = np.empty(min(total_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
         for piece in split(runs, _PIECE_BYTES):
             data = buffer[: total_bytes(piece)]
