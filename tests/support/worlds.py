@@ -197,15 +197,13 @@ class KvmXfsWorld:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
-        machine_pids = [
-            process.pid for process in list_running(config.host.state_root / "sandboxes", config.network.prefix)
-        ]
+        machines = list_running(config.host.state_root / "sandboxes", config.network.prefix)
         serving_directory = config.host.state_root / "serving"
-        for pid in [
-            *machine_pids,
-            *(int(process.name) for process in _list_processes() if _find_names_below(process, serving_directory)),
+        servers = (process for process in _list_processes() if _find_names_below(process, serving_directory))
+        for descriptor in [
+            *(machine.pidfd for machine in machines),
+            *(os.pidfd_open(int(server.name)) for server in servers),
         ]:
-            descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             assert select.select([descriptor], [], [], 10)[0]
             os.close(descriptor)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import MachineProcess, list_running
@@ -32,6 +35,7 @@ _MAX_CONCURRENT_QUERIES = 16
 _DISK_TIMEOUT_SECONDS = 5.0
 """Time for machines that the earlier gateway has just started to open their disks."""
 _DISK_INTERVAL_SECONDS = 0.01
+_KILL_TIMEOUT_SECONDS = 10.0
 
 log = Logger("kvm_xfs")
 
@@ -114,26 +118,35 @@ class Machines:
     async def adopt(self, scan: Scan) -> None:
         """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
         sandboxes = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
-        known_processes: dict[str, tuple[int, int]] = {}
+        known_processes: dict[str, tuple[MachineProcess, int]] = {}
         deadline = time.monotonic() + _DISK_TIMEOUT_SECONDS
         for process in list_running(self._layout.sandboxes, self._config.network.prefix):
             sandbox = sandboxes.get(process.instance)
-            if sandbox is not None and await _is_machine_of(process, self._layout.instance(sandbox), deadline):
+            if (
+                sandbox is None
+                or process.instance in known_processes
+                or not await _is_machine_of(process, self._layout.instance(sandbox), deadline)
+            ):
                 if process.slot_number is None:
-                    raise BackendFailed(
-                        f"process {process.pid} of sandbox {sandbox.id} is in no network slot of this gateway: restore "
-                        "network.prefix, or end the process"
-                    )
-                known_processes[process.instance] = (process.pid, process.slot_number)
-            elif process.slot_number is not None and await _stop_stray(process):
-                scan.repaired.append(f"stopped the machine {process.instance}, which belonged to no sandbox")
+                    os.close(process.pidfd)
+                elif await _stop_stray(process):
+                    name = f"the machine {process.instance}" if process.instance else "an unknown machine"
+                    scan.repaired.append(f"stopped {name}, which belonged to no sandbox")
+            elif process.slot_number is None:
+                os.close(process.pidfd)
+                raise BackendFailed(
+                    f"process {process.pid} of sandbox {sandbox.id} is in no network slot of this gateway: restore "
+                    "network.prefix, or end the process"
+                )
+            else:
+                known_processes[process.instance] = (process, process.slot_number)
         await self._network_slots.open({slot_number for _, slot_number in known_processes.values()})
         self._cgroups.sweep(set(known_processes))
-        for instance, (pid, slot_number) in known_processes.items():
-            try:
-                machine = Machine(pid, self._layout.instance(sandboxes[instance]))
-            except ProcessLookupError:
-                continue  # It has just ended.
+        for instance, (process, slot_number) in known_processes.items():
+            if wait_until_ended(process.pidfd, 0):
+                os.close(process.pidfd)
+                continue
+            machine = Machine(process.pid, self._layout.instance(sandboxes[instance]), pidfd=process.pidfd)
             self._watch(instance, machine, self._network_slots.adopt(slot_number))
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
@@ -141,11 +154,11 @@ class Machines:
                     "emptied regularly: pause and resume its sandbox to fix this"
                 )
             # The earlier gateway may have died before it set the limits, or during a capture.
-            self._start_limiting(sandboxes[instance], pid)
+            self._start_limiting(sandboxes[instance], machine.pid)
             try:
                 was_stopped = await machine.resume_if_stopped()
             except Exception as error:  # A guest that controls QEMU can cause any.
-                log.warning("machine stopped", pid=pid, reason=str(error) or type(error).__name__)
+                log.warning("machine stopped", pid=machine.pid, reason=str(error) or type(error).__name__)
                 scan.repaired.append(f"stopped the machine {instance}, which did not answer as QEMU does")
                 await self.stop(sandboxes[instance])
                 continue
@@ -282,14 +295,14 @@ async def _is_machine_of(process: MachineProcess, files: InstanceFiles, deadline
 
 
 async def _stop_stray(process: MachineProcess) -> bool:
-    """Stop a machine. Returns False if it has already ended."""
+    """Kill a process and wait until it has ended. Returns False if it had already ended. Raises Timeout."""
     start = time.monotonic()
-    try:
-        machine = Machine(process.pid, InstanceFiles(process.directory))
-    except ProcessLookupError:
-        return False
-    await machine.kill()
-    log.info(
-        "stopped a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - start) * 1000)
-    )
-    return True
+    had_ended = wait_until_ended(process.pidfd, 0)
+    send_signal(process.pidfd, signal.SIGKILL)
+    has_ended = await asyncio.to_thread(wait_until_ended, process.pidfd, _KILL_TIMEOUT_SECONDS)
+    os.close(process.pidfd)
+    if not has_ended:
+        raise Timeout(f"process {process.pid} did not exit within {_KILL_TIMEOUT_SECONDS:g} s of SIGKILL")
+    ms = round((time.monotonic() - start) * 1000)
+    log.info("stopped a machine that belonged to no sandbox", pid=process.pid, ms=ms)
+    return not had_ended

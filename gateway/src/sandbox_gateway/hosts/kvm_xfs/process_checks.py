@@ -1,24 +1,103 @@
-"""Check which process has a pid, from what the kernel knows about it.
+"""Find processes by what the kernel knows about them, and signal them.
 
-Any user of the host can start a process with any command line, and a guest that has taken over a process of the gateway
-can change the command line of that process. All functions raise OSError if the process has ended.
+Any user of the host can start a process with any command line. A guest that has taken over a process of the gateway can
+change or erase the command line, close files, and end threads, even the main thread. But it cannot leave its network
+namespace: that requires unshare(2), setns(2) or a new process, which the seccomp filters of QEMU and of volume servers
+refuse. Its user cannot change either, but all machines may run as root, and a range of user ids may be misconfigured. A
+control group may be missing, because the host lacks the controllers or the gateway died before it set the limits.
+
+A pid can get a new meaning at any time, except for a child that has not been waited for. So processes are identified
+with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
+OSError if the process has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import select
+import signal
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+_STOP_TIMEOUT_SECONDS = 5.0
 _MAX_DESCRIPTORS = 4096
 """QEMU has a few dozen."""
 
 
-def list_pids() -> Iterator[int]:
-    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+_T = TypeVar("_T")
+
+
+def find_processes(identify: Callable[[int, int], _T | None]) -> Iterator[tuple[int, int, _T]]:
+    """Yield (pid, pidfd, identity) for each process for which ``identify(pid, pidfd)`` returns an identity.
+
+    The caller closes the pidfd. ``identify`` may raise OSError, which means None.
+    """
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        identity = None
+        with contextlib.suppress(OSError):
+            identity = identify(pid, pidfd)
+        # If it has ended, another process may have got its pid, and `identify` may have read about that process.
+        if identity is None or wait_until_ended(pidfd, 0):
+            os.close(pidfd)
+        else:
+            yield pid, pidfd, identity
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """Send a signal to a process, unless it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def wait_until_ended(pidfd: int, seconds: float) -> bool:
+    """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
+
+
+def identify_namespace(path: Path) -> tuple[int, int]:
+    """Return the device and inode of a namespace's file, which identify the namespace."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
+    """Return the identity of a process's network namespace, even if the main thread has ended."""
+    namespace = _namespace_of_threads(pid)
+    if namespace is None and not wait_until_ended(pidfd, 0):
+        # All listed threads have ended, but there are new ones. Stop the process, so that it cannot repeat this.
+        send_signal(pidfd, signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
+        try:
+            while namespace is None and not wait_until_ended(pidfd, 0) and time.monotonic() < deadline:
+                namespace = _namespace_of_threads(pid)
+        finally:
+            send_signal(pidfd, signal.SIGCONT)
+    if namespace is None:
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended or does not stop")
+    return namespace
+
+
+def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
+    """Return the identity of the network namespace of the first thread that has not ended, or None if all have ended.
+
+    Raises PermissionError if the gateway may not know, which a guest cannot cause.
+    """
+    for thread in Path(f"/proc/{pid}/task").iterdir():  # The main thread is the first one.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return identify_namespace(thread / "ns" / "net")
+    return None
 
 
 def program_name(pid: int) -> str:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
+
 _STOP_TIMEOUT_SECONDS = 2.0
 _POLL_INTERVAL_SECONDS = 0.00005
 
@@ -50,23 +52,19 @@ _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 _libc.ptrace.restype = ctypes.c_long
 
 
-def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
+def track_writes(pid: int, pidfd: int, areas: Sequence[tuple[int, int]]) -> None:
     """Make the kernel track the writes of process ``pid`` to ``areas``, which are pairs of start and end addresses.
 
-    Stops the process's main thread for about 0.2 ms. The process keeps running even if this raises
-    OSError or TimeoutError.
+    ``pidfd`` must refer to the same process, so that no later process with the same pid is affected. Stops the
+    process's main thread for about 0.2 ms. The process keeps running even if this raises OSError or TimeoutError.
     """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}, only on x86_64")
     instruction_address = _find_syscall_instruction(pid)
-    pidfd = os.pidfd_open(pid)
-    try:
-        flags = os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
-        remote_descriptor = _run_system_call(pid, instruction_address, _SYS_USERFAULTFD, flags)
-        descriptor = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, remote_descriptor, 0)
-        _raise_if_failed(descriptor)
-    finally:
-        os.close(pidfd)
+    flags = os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
+    remote_descriptor = _run_system_call(pid, pidfd, instruction_address, _SYS_USERFAULTFD, flags)
+    descriptor = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, remote_descriptor, 0)
+    _raise_if_failed(descriptor)
     try:
         # The process chose the descriptor: it must not make this process configure another kind of file.
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != "anon_inode:[userfaultfd]":
@@ -91,9 +89,9 @@ def _find_syscall_instruction(pid: int) -> int:
     raise OSError(errno.ENOEXEC, f"process {pid} has no vDSO with a system call instruction")
 
 
-def _run_system_call(pid: int, instruction_address: int, number: int, argument: int) -> int:
+def _run_system_call(pid: int, pidfd: int, instruction_address: int, number: int, argument: int) -> int:
     """Make the main thread of ``pid`` run one system call and then continue as before. Returns the call's result."""
-    with _stopped(pid) as signals:
+    with _stopped(pid, pidfd) as signals:
         original_registers, registers = _Registers(), _Registers()
         _ptrace(_GETREGS, pid, ctypes.addressof(original_registers))
         ctypes.memmove(ctypes.addressof(registers), ctypes.addressof(original_registers), ctypes.sizeof(_Registers))
@@ -113,11 +111,13 @@ def _run_system_call(pid: int, instruction_address: int, number: int, argument: 
 
 
 @contextlib.contextmanager
-def _stopped(pid: int) -> Iterator[list[int]]:
+def _stopped(pid: int, pidfd: int) -> Iterator[list[int]]:
     """Stop the main thread of ``pid`` inside this context. Delivers the signals in the yielded list afterwards."""
     signals: list[int] = []
-    _ptrace(_SEIZE, pid)
+    _ptrace(_SEIZE, pid)  # From now on, no other process gets this pid before it has been waited for.
     try:
+        if wait_until_ended(pidfd, 0):
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")
         _ptrace(_INTERRUPT, pid)
         while (status := _wait_until_stopped(pid)) >> 16 != _PTRACE_EVENT_STOP:
             # It stopped for a signal first: deliver the signal, then wait for the next stop.
@@ -127,8 +127,7 @@ def _stopped(pid: int) -> Iterator[list[int]]:
         with contextlib.suppress(ProcessLookupError):
             _ptrace(_DETACH, pid)
         for each in signals:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, each)
+            send_signal(pidfd, each)
 
 
 def _step(pid: int, instruction_address: int, signals: list[int]) -> None:

@@ -49,8 +49,12 @@ def _handle_request(connection: socket.socket) -> None:
     try:
         _check_peer(connection)
         pid, areas = _read_request(connection)
-        _check_program(pid)
-        track_writes(pid, areas)
+        pidfd = os.pidfd_open(pid)
+        try:
+            _check_program(pid)
+            track_writes(pid, pidfd, areas)
+        finally:
+            os.close(pidfd)
         response = {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         response = {"error": (getattr(error, "strerror", None) or str(error))[:200]}

@@ -24,6 +24,7 @@ from sandbox_gateway.hosts.kvm_xfs.bounded_log import (
     read_log,
 )
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
@@ -50,11 +51,18 @@ class Machine:
     """A QEMU process, started by this gateway or by an earlier one."""
 
     def __init__(
-        self, pid: int, files: InstanceFiles, line: socket.socket | None = None, log: int = -1, console_log: int = -1
+        self,
+        pid: int,
+        files: InstanceFiles,
+        line: socket.socket | None = None,
+        log: int = -1,
+        console_log: int = -1,
+        pidfd: int = -1,
     ) -> None:
         """Start watching a process. ``log``: descriptor of its log; by default, the log is opened.
 
-        ``console_log``: descriptor of the copy of its console, or -1 if there is none. ``forget`` closes both.
+        ``console_log``: descriptor of the copy of its console, or -1 if there is none. ``pidfd``: required unless the
+        process is a child, whose pid cannot get a new meaning. ``forget`` closes all three.
         """
         self.pid = pid
         self.files = files
@@ -76,7 +84,7 @@ class Machine:
         """The copy of the console, saved when the machine ends."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
         self._ended = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
@@ -247,8 +255,7 @@ class Machine:
     async def kill(self, seconds: float = 10) -> None:
         """Kill the process and wait until it has ended. Raises Timeout."""
         if not self.has_ended:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            send_signal(self._pidfd, signal.SIGKILL)
         await self.detach()
         if self.has_ended:
             return
@@ -297,7 +304,7 @@ class Machine:
 
     def _on_end(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         self._ended.set()
         self.forget()
         for callback in self._callbacks:

@@ -16,11 +16,15 @@ from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
 class MachineProcess(NamedTuple):
-    """A process whose command line is that of a machine, which does not prove that a gateway started it."""
+    """A process that runs in a network slot, or whose command line is that of a machine.
+
+    The command line does not prove that a gateway started the process. The owner of this object closes ``pidfd``.
+    """
 
     pid: int
-    directory: Path
-    """The directory of the machine's files when it started. They may have been moved since."""
+    pidfd: int
+    directory: Path | None
+    """The directory of the machine's files when it started, according to the command line. They may have been moved."""
     slot_number: int | None
     """The number of the network slot in which the process runs. None: in no slot, so that any user can have started it.
 
@@ -29,28 +33,39 @@ class MachineProcess(NamedTuple):
 
     @property
     def instance(self) -> str:
-        return self.directory.name
+        """The instance that the process claims to be, or an empty string."""
+        return self.directory.name if self.directory else ""
 
 
 def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
-    """Yield each process whose command line names a memory file below ``root``. ``prefix``: ``network.prefix``."""
+    """Yield each process that runs in a network slot, or whose command line names a memory file below ``root``.
+
+    ``prefix``: ``network.prefix``. Only root can start a process in a slot. So a process there that claims to be no
+    machine is one that hides, or was started by a gateway that died.
+    """
     slots: dict[tuple[int, int], int] = {}
     for path in RUN_NETNS.glob(f"{prefix}-*"):
         number = path.name.removeprefix(f"{prefix}-")
         if number.isdecimal():
             with contextlib.suppress(FileNotFoundError):
-                slots[_identify(path)] = int(number)
-    for pid in process_checks.list_pids():
-        with contextlib.suppress(OSError):
-            options = [each for each in process_checks.read_arguments(pid) if f"mem-path={root}/" in each]
-            directory = Path(options[0].split("mem-path=", 1)[1].split(",", 1)[0]).parent if options else root
-            if directory.parent.parent == root:
-                yield MachineProcess(pid, directory, slots.get(_identify(Path(f"/proc/{pid}/ns/net"))))
+                slots[process_checks.identify_namespace(path)] = int(number)
+
+    def identify(pid: int, pidfd: int) -> tuple[Path | None, int | None] | None:
+        directory = _claimed_directory(pid, root)
+        slot_number = slots.get(process_checks.network_namespace(pid, pidfd))
+        return None if directory is None and slot_number is None else (directory, slot_number)
+
+    for pid, pidfd, (directory, slot_number) in process_checks.find_processes(identify):
+        yield MachineProcess(pid, pidfd, directory, slot_number)
 
 
-def _identify(namespace: Path) -> tuple[int, int]:
-    status = namespace.stat()
-    return status.st_dev, status.st_ino
+def _claimed_directory(pid: int, root: Path) -> Path | None:
+    """Return the directory below ``root`` that contains the memory file in the command line of a process, if any."""
+    for argument in process_checks.read_arguments(pid):
+        if f"mem-path={root}/" in argument:
+            directory = Path(argument.split("mem-path=", 1)[1].split(",", 1)[0]).parent
+            return directory if directory.parent.parent == root else None
+    return None
 
 
 def start_in_namespace(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, wait_until_ended
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess
 
 _RELEASE_TIMEOUT_SECONDS = 10.0
 _FORMAT_TIMEOUT_SECONDS = 120.0
@@ -77,8 +78,7 @@ def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
         with contextlib.suppress(BackendFailed):
             root_fd = server.open_root()
         try:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            send_signal(pidfd, signal.SIGKILL)
             if not wait_until_ended(pidfd, seconds):
                 raise TimeoutError
             if root_fd >= 0:

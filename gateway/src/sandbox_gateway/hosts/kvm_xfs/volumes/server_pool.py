@@ -4,7 +4,8 @@ A server runs in a mount namespace that contains only its volume's file system (
 guest forges cannot lead to other files, and nothing remains mounted when the server ends. Servers share a separate
 network namespace, in which they cannot open connections to other machines (`network`). They have control groups and a
 seccomp filter (`seccomp`), and run as root with only the capabilities to act on behalf of users in the guests. A server
-outlives the gateway; the next gateway finds it by its command line.
+outlives the gateway; the next gateway finds it by its command line, or by its network
+namespace if it has changed its command line.
 
 A guest mounts a volume through the volume's ports at the address of its gateway. These ports and this address never
 change. Handles are derived from the file system's UUID and inodes, so they are valid for every later server of the
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping
@@ -46,7 +46,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, block_co
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
     ServerSettings,
-    list_processes,
+    find_servers,
     load_settings,
 )
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
@@ -89,15 +89,13 @@ class ServerPool:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._access.clear()
         repaired: list[str] = []
-        for pid, volume, is_serving in list_processes(self._root):
+        stopped_volumes: set[str] = set()
+        for found in find_servers(self._root, self._starter.namespace):
+            volume = found.volume
             settings = load_settings(self._root / volume)
-            server = ServerProcess(volume, pid, settings or ServerSettings("", 0, {}))
-            try:
-                server.pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
+            server = ServerProcess(volume, found.pid, settings or ServerSettings("", 0, {}), pidfd=found.pidfd)
             if (
-                is_serving
+                found.is_serving
                 and settings
                 and volume in known_volumes
                 and volume not in self._servers
@@ -105,20 +103,22 @@ class ServerPool:
             ):
                 server.send_signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
-                    server.log = open_log_of(pid)
+                    server.log = open_log_of(found.pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.access_pairs())
                 continue
-            repaired.append(f"stopped a server for volume {volume} that could not be adopted")
-            try:
-                await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
-            except GatewayError as error:
-                repaired.append(str(error))
-            server.stop_watching()
+            name = f"a server for volume {volume}" if volume else "an unknown server"
+            repaired.append(f"stopped {name} that could not be adopted")
+            stopped_volumes.add(volume)
+            repaired += await _stop_found(server)
         for directory in self._root.iterdir():
-            if directory.name not in self._servers:
-                shutil.rmtree(directory, ignore_errors=True)
+            if directory.name in self._servers:
+                continue
+            # A server that hid its volume may have been writing to the image until now.
+            if directory.name not in stopped_volumes and (settings := load_settings(directory)):
+                repaired += await _stop_found(ServerProcess(directory.name, 0, settings))
+            shutil.rmtree(directory, ignore_errors=True)
         self._starter.cgroups.sweep(set(self._servers))
         return repaired
 
@@ -339,3 +339,14 @@ class ServerPool:
                     server.stop_watching()
                     return
             await asyncio.sleep(_REPLACE_INTERVAL_SECONDS)
+
+
+async def _stop_found(server: ServerProcess) -> list[str]:
+    """Stop a server of an earlier gateway, if it runs, and wait for its image. Returns what went wrong."""
+    try:
+        await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
+    except GatewayError as error:
+        return [str(error)]
+    finally:
+        server.stop_watching()
+    return []

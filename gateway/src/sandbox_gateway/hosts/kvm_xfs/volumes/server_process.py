@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs import process_checks
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import read_log
+from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
 
@@ -73,8 +74,7 @@ class ServerProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, number)
+            send_signal(self.pidfd, number)
 
     def open_root(self) -> int:
         """Open the root of the served file system. Returns the descriptor. Raises BackendFailed if the server ended."""
@@ -140,31 +140,50 @@ class ServerProcess:
         self.pidfd = self.log = -1
 
 
-def wait_until_ended(pidfd: int, seconds: float) -> bool:
-    """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))
+class FoundServer(NamedTuple):
+    """A server process or a launcher. The owner of this object closes ``pidfd``."""
+
+    pid: int
+    pidfd: int
+    volume: str
+    """The volume that it claims to serve. Empty: none, so the process hides."""
+    is_serving: bool
+    """False for a launcher, and for a process that hides."""
 
 
-def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield (pid, volume, is_serving) for each server process of the gateway whose files are below ``root``.
+def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
+    """Yield each process of volume servers: those whose files are below ``root``, and all that run in ``namespace``.
 
-    A process that is not serving is a launcher.
+    ``namespace``: the file of the network namespace of volume servers. Only root can start a process there.
     """
-    for pid in process_checks.list_pids():
-        with contextlib.suppress(OSError):
-            arguments = process_checks.read_arguments(pid)
-            path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME
-            if not is_serving and len(arguments) > _DIRECTORY_ARGUMENT:
-                path = Path(arguments[_DIRECTORY_ARGUMENT])
-            # The program matters too, because other users choose the arguments of programs that become root, like sudo.
-            if (
-                path.parent == root
-                and process_checks.runs_as_gateway_user(pid)
-                and process_checks.program_name(pid).startswith(launcher.SERVER_NAME if is_serving else "python")
-            ):
-                yield pid, path.name, is_serving
+    servers_namespace = None
+    with contextlib.suppress(FileNotFoundError):
+        servers_namespace = process_checks.identify_namespace(namespace)
+
+    def identify(pid: int, pidfd: int) -> tuple[str, bool] | None:
+        if claim := _claimed_volume(pid, root):
+            return claim
+        return ("", False) if process_checks.network_namespace(pid, pidfd) == servers_namespace else None
+
+    for pid, pidfd, (volume, is_serving) in process_checks.find_processes(identify):
+        yield FoundServer(pid, pidfd, volume, is_serving)
+
+
+def _claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
+    """Return the volume and whether the process is serving, if it is the gateway's according to its command line."""
+    arguments = process_checks.read_arguments(pid)
+    path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME
+    if not is_serving and len(arguments) > _DIRECTORY_ARGUMENT:
+        path = Path(arguments[_DIRECTORY_ARGUMENT])
+    if path.parent != root:
+        return None
+    # The program matters too, because other users choose the arguments of programs that become root, like sudo.
+    with contextlib.suppress(OSError):
+        if process_checks.runs_as_gateway_user(pid) and process_checks.program_name(pid).startswith(
+            launcher.SERVER_NAME if is_serving else "python"
+        ):
+            return path.name, is_serving
+    return None
 
 
 def save_settings(directory: Path, settings: ServerSettings) -> None:

@@ -94,9 +94,12 @@ class ServerStarter:
                 await self._wait_until_ready(process, server, marker)
             yield server
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                # Kill the whole process group, because the server's pid may be unknown.
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # Kill the whole process group, because the server's pid may be unknown.
+                    os.killpg(process.pid, signal.SIGKILL)
+            # After the launcher has ended, another process group may have its pid. Then the server is known.
+            server.send_signal(signal.SIGKILL)
             await process.wait()
             log_tail = server.log_tail()
             server.stop_watching()
