@@ -6,6 +6,8 @@ files and end its main thread.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -23,6 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs import process_checks
 from sandbox_gateway.hosts.kvm_xfs.memory import injection
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import server_pool as server_pool_module
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings, save_settings
 from tests.kvm_xfs.test_volume_server import kill_process, setup
 from tests.security.test_guest_root_disk import find_qemu_pid
 from tests.security.test_host_user_processes import machine_setup, start_process, was_killed
@@ -130,6 +133,15 @@ async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, mon
         slot = await s.take_slot()
         pid = start_python(slot.path, _RELAY_PROGRAM)
         eventually(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
+        original_function = process_checks.identify_namespace
+
+        def look_late(path: Path) -> tuple[int, int]:
+            deadline = time.monotonic() + 0.5
+            while path.is_relative_to(f"/proc/{pid}") and path.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return original_function(path)
+
+        monkeypatch.setattr(process_checks, "identify_namespace", look_late)
         async with s.restarted_gateway([]) as (_, scan):
             assert was_killed(pid)
             assert scan.repaired == ["stopped an unknown machine, which belonged to no sandbox"]
@@ -153,6 +165,22 @@ async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callab
             process_checks.send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         assert volume.read_contents("file") == b"data"
+
+
+@need_root
+async def test_the_gateway_waits_for_the_image_of_a_server_that_hid(xfs_root: Path) -> None:
+    """After the server has ended, the kernel may still be writing to the image."""
+    async with setup(xfs_root) as s:
+        volume = await s.create_volume()
+        directory = s.root / "servers" / volume.id
+        directory.mkdir()
+        save_settings(directory, ServerSettings(str(volume.image), volume.port, {}))
+        with volume.image.open("rb") as image:
+            fcntl.flock(image, fcntl.LOCK_EX)
+            task = asyncio.create_task(s.servers.open({volume.id}))
+            await asyncio.sleep(1)
+            assert not task.done()
+        assert await task == []
 
 
 def reuse_pid(pid: int) -> subprocess.Popen[bytes]:
