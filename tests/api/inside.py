@@ -195,10 +195,10 @@ def request_head(request: str, *fields: str, **headers: str) -> bytes:
 
 def read_response(connection: socket.socket) -> tuple[int, dict[str, Any]]:
     """Read a response, and return its status and its JSON object, or an empty dict for other content types."""
-    data = b""
+    data = bytearray()
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)
-        assert piece, f"the connection was closed after {data!r}"
+        assert piece, f"the connection was closed after {bytes(data)!r}"
         data += piece
     head, _, body = data.partition(b"\r\n\r\n")
     status = int(head.split(b" ")[1])
@@ -206,5 +206,5 @@ def read_response(connection: socket.socket) -> tuple[int, dict[str, Any]]:
         return status, {}
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     while len(body) < length:
-        body += connection.recv(4096)
+        body += connection.recv(65536)
     return status, json.loads(body)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.api import output
+from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
 from sandbox_gateway.api.data_plane import heads
 from tests.api.inside import (
     AGENT_PORT,
@@ -28,7 +29,7 @@ from tests.api.inside import (
     read_response,
     request_head,
 )
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 from tests.security.hostile import make_endless_sender
 from tests.support import waiting
@@ -187,21 +188,89 @@ def test_output_that_no_client_reads_is_limited_in_total(
             return message
 
         connections = [run(sandbox["sandboxID"]), run(sandbox["name"])]
-        assert f"the output of sandbox {sandbox['sandboxID']}" in read_refusal(run(sandbox["name"]))
+        assert f"the responses of sandbox {sandbox['sandboxID']}" in read_refusal(run(sandbox["name"]))
         connections.append(run("other"))
-        assert "the output of caller 'runner'" in read_refusal(run("other"))
+        assert "the responses to caller 'runner'" in read_refusal(run("other"))
         # Another client can use the other half.
         connections += [run(ref, ADMIN_KEY) for ref in ("other", "third", "third")]
-        assert "the output of all sandboxes together" in read_refusal(run("fourth", ""))
+        assert "the responses to all callers" in read_refusal(run("fourth", ""))
         # A client that reads its response receives all of it, and one that disconnects frees its share.
         response = b""
         while not response.endswith(b"\r\n0\r\n\r\n"):
             response += connections[0].recv(1 << 20)
         assert response.startswith(b"HTTP/1.1 200 ") and response.count(rb"\u0000") == len(OUTPUT)
         connections[1].close()
-        eventually(lambda: f"sandbox {sandbox['sandboxID']}" not in output._unsent_bytes)
+        eventually(lambda: f"of sandbox {sandbox['sandboxID']}" not in output._unsent_bytes)
         assert run("one").recv(12) == b"HTTP/1.1 200"
     eventually(lambda: not output._unsent_bytes)
+
+
+METADATA_BYTES = 7 << 19
+RESPONSE_BYTES = 4 * METADATA_BYTES
+"""The size of a list of four sandboxes, which is larger than all buffers of a connection."""
+MAX_READ_COUNT = 4
+"""The number of such responses that a key may leave unread in the next test."""
+
+
+@pytest.mark.parametrize("route", ["/sandboxes", "/plans/{}/sandboxes", "/lineage", "/lineage?flat=true"])
+def test_large_responses_that_no_client_reads_are_limited_in_total(
+    memory_gateway: MemoryGateway, api: httpx.Client, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client with a read key requests large JSON on many connections, and does not read it."""
+    for number in range(4):
+        create_sandbox(api, name=f"large-{number}", metadata={"notes": "x" * METADATA_BYTES})
+    for name in ("lineage", "walk_lineage"):
+        nodes = [{"id": "x" * (1 << 16)}] * (RESPONSE_BYTES >> 16)
+        monkeypatch.setattr(memory_gateway.engine.snapshots, name, lambda *_, nodes=nodes: nodes)
+    key_limit = MAX_READ_COUNT * RESPONSE_BYTES + RESPONSE_BYTES // 2
+    monkeypatch.setattr(output, "MAX_UNSENT_BYTES", 2 * key_limit)
+    with memory_gateway.client(READ_KEY) as client:
+        plan_id = client.post("/plans", json={"run": f"attack on {route}"}).json()["planID"]
+    request = request_head(f"GET {route.format(plan_id)}", "Host: gateway", f"X-API-Key: {READ_KEY}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: memory_gateway.client(READ_KEY).delete(f"/plans/{plan_id}"))
+        memory_before = measure_memory()
+        unread: list[socket.socket] = []
+        refused: list[socket.socket] = []
+        for _ in range(CLIENT_COUNT):
+            connection = stack.enter_context(raw_connection(memory_gateway, request))
+            status_line = connection.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL)
+            (unread if status_line == b"HTTP/1.1 200" else refused).append(connection)
+        # The limit allows a fifth of what the client has requested.
+        assert measure_memory() - memory_before < CLIENT_COUNT * RESPONSE_BYTES // 2
+        assert len(unread) == MAX_READ_COUNT
+        assert MAX_READ_COUNT * RESPONSE_BYTES <= output._unsent_bytes["to all callers"] <= key_limit
+        for each in refused:
+            assert b"\r\nretry-after: 1\r\n" in each.recv(65536, socket.MSG_PEEK).lower()
+            status, error = read_response(each)
+            assert (status, error["kind"]) == (429, "busy") and "the responses to caller 'looker'" in error["message"]
+        # Small responses, and those to other clients, are not refused.
+        with memory_gateway.client(READ_KEY) as client:
+            assert client.get("/volumes").status_code == 200
+        assert len(api.get("/sandboxes").content) > RESPONSE_BYTES
+        # A client that reads its response receives all of it, and then a next one.
+        for connection in [unread[0]] * 2:
+            status, entries = read_response(connection)
+            assert status == 200 and len(json.dumps(entries)) > RESPONSE_BYTES
+            connection.sendall(request)
+    eventually(lambda: not output._unsent_bytes)
+
+
+def test_requests_whose_responses_are_unread_do_not_hold_their_bodies(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    """Otherwise, the clients would use up the limit for the bodies of all requests."""
+    body = json.dumps({"args": ["x"], "padding": "x" * (MAX_BODY_BYTES - 1000)}).encode()
+    request = request_head("POST /sandboxes/one/exec", "Host: gateway", f"Content-Length: {len(body)}", KEY) + body
+    with (
+        raw_service(memory_gateway, sandbox, RESPONSE_WITH_OUTPUT, port=AGENT_PORT),
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(MAX_HELD_BYTES // len(body) + 1):
+            connection = stack.enter_context(raw_connection(memory_gateway, request))
+            assert connection.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 200"
+        assert output._unsent_bytes
+        assert api.patch("/sandboxes/one", json={"metadata": {"a": "x" * (MAX_BODY_BYTES - 1000)}}).status_code == 200
 
 
 def test_event_listeners_that_never_read_use_little_memory(memory_gateway: MemoryGateway, api: httpx.Client) -> None:

@@ -114,7 +114,7 @@ class Busy(GatewayError):
 
 
 class OutputLost(GatewayError):
-    """A limit was reached after a command had started. A client that repeats the request runs the command again."""
+    """A limit was reached after a request had taken effect, or a command had started. A repeated request acts again."""
 
     kind = "output_lost"
     status = 429

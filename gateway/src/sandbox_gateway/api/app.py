@@ -20,6 +20,7 @@ from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import plans, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.native.shapes import HealthShape, room_shape
+from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
@@ -36,7 +37,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "Not found",
         409: "In use, name taken, or in the wrong state",
         413: "Too large, or over a quota",
-        429: "Busy: try again after the time in Retry-After. Without that header, the command has run",
+        429: "Busy: try again after the time in Retry-After. Without that header, the request has been carried out",
         500: "A backend failed, or the gateway has a bug",
         504: "The operation did not finish in time",
         507: "No space left",
@@ -98,6 +99,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     # The middleware added last runs first.
     app.add_middleware(BodyLimitMiddleware, seconds=config.server.request_seconds)
     app.add_middleware(AuthMiddleware, keys=keys)
+    app.add_middleware(LargeResponseMiddleware)
     app.add_middleware(
         DataPlane, engine=engine, keys=keys, addresses=AddressFormats(config.server.domain), pools=app.state.pools
     )

@@ -1,6 +1,6 @@
-"""Send responses that contain a guest program's output.
+"""Send large responses in pieces, and limit how much of them clients have not received yet.
 
-The output can be up to 32 MiB, or six times as much when encoded as JSON. The responses are encoded and sent in pieces,
+A guest program's output can be up to 32 MiB, or six times as much when encoded as JSON. It is encoded while it is sent,
 so that the event loop can serve other requests in between.
 """
 
@@ -12,76 +12,134 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
+from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import caller_of
-from sandbox_gateway.errors import OutputLost
+from sandbox_gateway.errors import Busy, OutputLost
 
 Output = bytes | str
 MAX_UNSENT_BYTES = 512 << 20
-"""Maximum memory for the large outputs of all sandboxes that clients have not received completely.
+"""Maximum memory for all large responses that clients have not received completely.
 
 One key can use half of it, so that it does not prevent others from running commands.
 """
 MAX_UNSENT_BYTES_PER_SANDBOX = 192 << 20
-"""The same for one sandbox. A single text of 48 MiB takes this much if one of its characters takes four bytes."""
+"""The same for the output of one sandbox. A single text of 48 MiB takes this much if one of its characters takes four
+bytes.
+"""
 _PIECE_BYTES = 32 << 10
 _MAX_UNSPLIT_BYTES = 16 << 10
-"""Maximum size of an output that is sent in one piece and never counts as unsent: even thousands of them are small."""
+"""Maximum size of a body that is sent in one piece and never counts as unsent: even thousands of them are small."""
+_HANDOVER = "sandbox_gateway.large_response"
+"""The type of the ASGI message with which a response passes itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
-"""The size of the outputs that count as unsent, by the owner of a limit as error messages name it."""
+"""The size of the responses that count as unsent, by the owner of a limit as error messages name it."""
 
 
 def respond(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with ``fields`` as a JSON object. Bytes are decoded as UTF-8, with invalid ones replaced.
 
-    ``sandbox``: the id of the sandbox. Sending the response raises OutputLost if too much output has not been sent yet.
+    ``sandbox``: the id of the sandbox.
     """
     outputs = [value for value in fields.values() if isinstance(value, Output)]
+    pieces = _encode_object(fields)
     if sum(map(len, outputs)) <= _MAX_UNSPLIT_BYTES:
-        return Response(b"".join(_encode_object(fields)), media_type="application/json")
-    return _LargeResponse(sandbox, sum(map(sys.getsizeof, outputs)), fields)
+        return Response(b"".join(pieces), media_type="application/json")
+    return _LargeResponse(pieces, sum(map(sys.getsizeof, outputs)), sandbox, media_type="application/json")
 
 
 class _LargeResponse(StreamingResponse):
-    """A response that counts as unsent until the client has received it or disconnected."""
+    """A response that ``LargeResponseMiddleware`` sends."""
 
-    def __init__(self, sandbox: str, size: int, fields: Mapping[str, Output | int | bool | None]) -> None:
-        super().__init__(_merge_into_chunks(_encode_object(fields)), media_type="application/json")
-        self._sandbox = sandbox
-        self._size = size
+    def __init__(
+        self, pieces: Iterator[bytes], size: int, sandbox: str = "", status: int = 200, media_type: str | None = None
+    ) -> None:
+        """Create a response. ``size``: the memory that it takes. ``sandbox``: the sandbox whose output it contains."""
+        super().__init__(_merge_into_chunks(pieces), status, media_type=media_type)
+        self.size = size
+        self.sandbox = sandbox
+
+    @classmethod
+    def from_messages(cls, start: Message, bodies: Sequence[bytes]) -> _LargeResponse:
+        response = cls(_split(bodies), sum(map(len, bodies)), status=start["status"])
+        response.raw_headers = [*start["headers"]]
+        return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _counted_as_unsent(self._sandbox, caller_of(scope).name, self._size):
-            await super().__call__(scope, receive, send)
+        await send({"type": _HANDOVER, "response": self})
+
+
+class LargeResponseMiddleware:
+    """Middleware that sends large responses when the request is finished, so that only the response takes memory.
+
+    A response counts as unsent until the client has received it or disconnected. Beyond the limits, raises Busy if the
+    client can repeat the request, and OutputLost otherwise.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        response: _LargeResponse | None = None
+        start: Message | None = None
+        bodies: list[bytes] = []
+
+        async def send_unless_large(message: Message) -> None:
+            nonlocal response, start
+            if message["type"] == _HANDOVER:
+                response = message["response"]
+            elif message["type"] == "http.response.start" and _declared_length(message) > _MAX_UNSPLIT_BYTES:
+                start = message
+            elif start is not None:
+                bodies.append(message["body"])
+            else:
+                await send(message)
+
+        await self.app(scope, receive, send_unless_large)
+        if start is not None:
+            response = _LargeResponse.from_messages(start, bodies)
+        if response is not None:
+            with _counted_as_unsent(response, scope):
+                await response.stream_response(send)
+
+
+def _declared_length(start: Message) -> int:
+    return int(Headers(raw=start["headers"]).get("content-length", 0))
 
 
 @contextlib.contextmanager
-def _counted_as_unsent(sandbox: str, caller: str, size: int) -> Iterator[None]:
-    limits = {
-        f"sandbox {sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX,
-        f"caller {caller!r}": MAX_UNSENT_BYTES // 2,
-        "all sandboxes together": MAX_UNSENT_BYTES,
-    }
+def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]:
+    limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}
+    limits |= {f"to caller {caller_of(scope).name!r}": MAX_UNSENT_BYTES // 2, "to all callers": MAX_UNSENT_BYTES}
     for owner, limit in limits.items():
-        if _unsent_bytes[owner] + size > limit:
+        if _unsent_bytes[owner] + response.size > limit:
+            reason = f"the responses {owner} that clients have not received yet would exceed {limit >> 20} MiB"
+            if scope["method"] in ("GET", "HEAD") or response.status_code >= 400:
+                raise Busy(f"{reason}: receive earlier responses first, or request shorter lists with `limit`")
             raise OutputLost(
-                f"the command has run, but its output is lost: the output of {owner} that clients have not received "
-                f"yet would exceed {limit >> 20} MiB. Receive the responses of earlier commands before you run more "
-                "commands with large output, or write the output to a file"
+                f"the request has been carried out, but its response is lost: {reason}. Receive earlier responses "
+                "first, and write large output of commands to files"
             )
     for owner in limits:
-        _unsent_bytes[owner] += size
+        _unsent_bytes[owner] += response.size
     try:
         yield
     finally:
         for owner in limits:
-            _unsent_bytes[owner] -= size
+            _unsent_bytes[owner] -= response.size
             if not _unsent_bytes[owner]:
                 del _unsent_bytes[owner]
+
+
+def _split(bodies: Sequence[bytes]) -> Iterator[bytes]:
+    return (body[start : start + _PIECE_BYTES] for body in bodies for start in range(0, len(body), _PIECE_BYTES))
 
 
 async def _merge_into_chunks(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
