@@ -12,10 +12,16 @@ options: {}
 attributes:
   check_mode:
     support: full
-    description: Can run in check mode and predict the changes of a run.
+    description: >-
+      Predicts a whole play. In C(ansible-playbook --check), each task sees what the tasks before it would have done.
+      Values that only the run can know are V(null), and the ids of objects that only the run creates are
+      C(known-after-apply-) and a number, which later tasks can use. If the gateway is too old to have plan sessions, or
+      if only the task itself is in check mode, the task is predicted alone.
   diff_mode:
     support: full
-    description: Returns the state before and after each change, including predicted changes in check mode.
+    description: >-
+      Returns the state before and after each change. In check mode, these are the predicted changes to the state that the
+      tasks before it would have left. Ids that are known only after the run are C(known-after-apply-) and a number.
   idempotent:
     support: full
     description: A second run changes nothing, unless the resources have been changed in between.

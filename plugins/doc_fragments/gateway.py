@@ -48,6 +48,13 @@ options:
     description:
       - The part of the applied plan that concerns this task. The action plugin sets it; do not set it yourself.
     type: dict
+  from_action_plugin:
+    description:
+      - Whether the action plugin of the same name has started the module. Only the action plugin knows whether the run
+        applies a plan, so a module that can change something refuses to work without it. The action plugin sets it; do
+        not set it yourself.
+    type: bool
+    default: false
   predict_only:
     description:
       - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it

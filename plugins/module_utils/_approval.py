@@ -24,8 +24,6 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 
-APPLY_VARIABLE = "GROVE_SANDBOX_APPLY"
-"""The environment variable with the path of the plan that a run may carry out."""
 _SECRET_KEYS = ("env", "envVars")
 _HASH_PREFIX = "pbkdf2-sha256:"
 _HASH_ROUNDS = 100_000

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule, env_fallback
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, run
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     "check_run": {"type": "str"},
     "predict_only": {"type": "bool", "default": False},
     "approved_plan": {"type": "dict"},
+    "from_action_plugin": {"type": "bool", "default": False},
 }
 
 
@@ -51,6 +53,12 @@ def main(resource_kind: ResourceKind) -> None:
     # The invocation is not logged, because `env` may contain secrets. As a no_log option, `env` would not work: Ansible
     # would censor its values, even short ones, in all results.
     module = _GatewayModule(argument_spec(resource_kind), supports_check_mode=True, no_log=True, **resource_kind.RULES)
+    if not isinstance(resource_kind, Listing) and not module.params["from_action_plugin"]:
+        # Only the action plugin knows whether the run applies a plan, or records one.
+        module.fail_json(
+            "this module was started without its action plugin, for example by ansible.builtin.package, so it cannot "
+            "know whether the run applies a plan: use the module itself as the action of a task"
+        )
     result = run(resource_kind, module.params, check=module.check_mode)
     if not module._diff:
         remove_diff(result)

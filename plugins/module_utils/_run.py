@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
-    APPLY_VARIABLE,
     Approval,
     describe_actions,
     estimate_costs,
@@ -50,12 +48,6 @@ def run(
     """
     gateway_client = client
     try:
-        is_managed = not isinstance(resource_kind, Listing)
-        if is_managed and not check and params.get("approved_plan") is None and os.environ.get(APPLY_VARIABLE):
-            raise Failure(
-                f"{APPLY_VARIABLE} is set, but this module was started without its action plugin, which compares the "
-                "task with the plan: run the task with its full name on a normal connection, or unset the variable"
-            )
         gateway_client = gateway_client or connect(params)
         try:
             if check and params.get("check_run"):

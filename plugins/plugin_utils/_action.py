@@ -89,7 +89,7 @@ class GatewayAction(ActionBase):
 
         Variables in the task's ``environment`` take precedence, because the module reads them itself.
         """
-        args = dict(self._task.args)
+        args = {**self._task.args, "from_action_plugin": True}
         environment = self._environment()
         for option, variable in (("gateway_url", URL_VARIABLE), ("gateway_token", TOKEN_VARIABLE)):
             if args.get(option) is None and os.environ.get(variable) and variable not in environment:

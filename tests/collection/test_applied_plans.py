@@ -164,3 +164,35 @@ def test_an_asynchronous_task_makes_the_plan_incomplete(plan_target: Target, pla
     plan_target.play({**BOX, "async": 60, "poll": 1}, options=("--check",), environment=environment)
     (problem,) = json.loads(plan_path.read_text())["problems"]
     assert "asynchronous" in problem and "play.yml" in problem
+
+
+PACKAGE: Task = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox", "name": "box", "template": "base"}}
+"""A task whose action starts a module of the collection without the module's own action plugin."""
+
+
+@pytest.mark.parametrize("way", ["environment", "configuration file", "extra variable", "check run", "no plan"])
+def test_a_module_without_its_action_plugin_changes_nothing(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, way: str
+) -> None:
+    make_plan(plan_target, plan_path, BOX)
+    options: tuple[str, ...] = ()
+    environment = {}
+    if way == "environment":
+        environment = {"GROVE_SANDBOX_APPLY": str(plan_path)}
+    elif way == "configuration file":
+        configuration = plan_path.with_name("ansible.cfg")
+        configuration.write_text(f"[grove_sandbox]\napply = {plan_path}\n")
+        environment = {"ANSIBLE_CONFIG": str(configuration)}
+    elif way == "extra variable":
+        variables = plan_path.with_name("variables.json")
+        variables.write_text(json.dumps({"grove_sandbox_plan": plan_path.read_text()}))
+        options = ("-e", f"@{variables}")
+    elif way == "check run":
+        options = ("--check",)
+    state = read_state(plan_gateway)
+    (result,) = plan_target.play(PACKAGE, options=options, environment=environment)
+    assert "started without its action plugin" in result["msg"] and result["failure"]["kind"] == "invalid", result
+    assert read_state(plan_gateway) == state
+    information = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox_info", "name": "box"}}
+    (result,) = plan_target.play(information, options=options, environment=environment)
+    assert result["sandboxes"] == [] and not result.get("failed"), result

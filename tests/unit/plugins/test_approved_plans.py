@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
-    APPLY_VARIABLE,
     approved_option,
     new_state,
     update_state,
@@ -346,11 +345,3 @@ def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) 
         item[last] = value
         assert apply(client, FORK, changed_entry)["failure"]["kind"] == "not_planned", path
     assert apply(client, FORK, entry)["changed"]
-
-
-def test_a_module_without_its_action_plugin_applies_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(APPLY_VARIABLE, "/tmp/plan.json")
-    before = read_state(client)
-    result = run_task(client, *UPDATE)
-    assert "without its action plugin" in result["msg"]
-    assert read_state(client) == before

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._module import argument_spec
 
 from tests.collection.predictions import RESOURCE_KINDS
@@ -85,3 +86,10 @@ def test_differences_are_detected() -> None:
         "state: choices ['present', 'absent'] is documented, ['present'] accepted",
         "volumes.clone: type 'bool' is documented, 'str' accepted",
     ]
+
+
+def test_the_attributes_describe_plans() -> None:
+    attributes = load_documentation(PLUGIN_DIRECTORY / "doc_fragments" / "attributes.py")["attributes"]
+    for name in ("check_mode", "diff_mode"):
+        assert "tasks before it" in attributes[name]["description"], name
+        assert PLANNED_ID_PREFIX in attributes[name]["description"], name
