@@ -17,6 +17,7 @@ description:
   - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
     failures that are predicted.
   - Prints nothing if the run is not a check run.
+  - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 requirements:
@@ -65,6 +66,7 @@ EXAMPLES = r"""
 # ANSIBLE_CALLBACKS_ENABLED=grove.sandbox.plan GROVE_SANDBOX_PLAN_FILE=plan.json ansible-playbook --check site.yml
 """
 
+import atexit
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +76,7 @@ from ansible import context
 from ansible.plugins.callback import CallbackBase
 from ansible.utils.color import ANSIBLE_COLOR
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
-from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file, _plan_journal, _plan_table
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_file, _plan_journal, _plan_table
 
 if TYPE_CHECKING:
     from ansible.executor.stats import AggregateStats
@@ -100,9 +102,16 @@ class CallbackModule(CallbackBase):
         if not context.CLIARGS.get("check"):
             return
         plan_path = self.get_option("plan_file")
-        if plan_path and not self._playbooks:
-            self._remove_old_plan(Path(plan_path))
+        if not self._playbooks:
+            # Every playbook of the run has its own statistics, and an interrupted run has none.
+            atexit.register(self._end_sessions)
+            if plan_path:
+                self._remove_old_plan(Path(plan_path))
         self._playbooks.append(Path(playbook._file_name).name)
+
+    def _end_sessions(self) -> None:
+        for message in _check_run.end_sessions():
+            self._display.v(make_printable(message))
 
     def v2_playbook_on_stats(self, stats: AggregateStats) -> None:
         if not context.CLIARGS.get("check"):
@@ -138,7 +147,7 @@ class CallbackModule(CallbackBase):
         try:
             path.unlink()
         except FileNotFoundError:
-            pass
+            atexit.register(self._end_sessions)
         except OSError as error:
             self._display.error(f"the old plan {str(path)!r} cannot be removed: {error.strerror}. Remove it")
 

@@ -20,8 +20,8 @@ attributes:
   diff_mode:
     support: full
     description: >-
-      Returns the state before and after each change. In check mode, these are the predicted changes to the state that the
-      tasks before it would have left. Ids that are known only after the run are C(known-after-apply-) and a number.
+      Returns the state before and after each change. In check mode, these are the predicted changes to the state that
+      the tasks before it would have left. Ids that are known only after the run are C(known-after-apply-) and a number.
   idempotent:
     support: full
     description: A second run changes nothing, unless the resources have been changed in between.

@@ -115,7 +115,8 @@ class Client:
         self._has_connected = False
         self._clock_skew = timedelta(0)
         self._has_checked_version = False
-        self._plan_id = ""
+        self.plan_id = ""
+        """The id of the plan session in which requests are carried out; "" if there is none."""
         self.plan_opened_at = ""
         """When the plan session began, in the gateway's notation."""
         self.gateway_id = ""
@@ -144,14 +145,24 @@ class Client:
             if failure.kind in ("too_old", "forbidden"):
                 return False
             raise
-        self._plan_id, self.plan_opened_at = plan["planID"], plan["openedAt"]
+        self.plan_id, self.plan_opened_at = plan["planID"], plan["openedAt"]
         self.gateway_id, self.typical_costs = plan.get("gatewayID") or "", plan.get("typical")
         return True
+
+    def session_reference(self) -> dict[str, Any]:
+        """Return what another process needs to end the plan session of this client, including the API key."""
+        return {
+            "url": self.address.url,
+            "token": self._token,
+            "ca_path": self._ca_path,
+            "validate_certs": self._validate_certs,
+            "plan_id": self.plan_id,
+        }
 
     @property
     def is_planning(self) -> bool:
         """Whether requests are carried out in a plan session."""
-        return bool(self._plan_id)
+        return bool(self.plan_id)
 
     def now(self) -> datetime:
         """Return the gateway's current time, estimated from the date of its last response."""
@@ -266,9 +277,9 @@ class Client:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         payload = None
-        if self._plan_id:
+        if self.plan_id:
             # In the path, no proxy can remove the session from the request, which would then change the host.
-            target = f"{self.address.prefix}/plans/{self._plan_id}" + to_session_ids(target[len(self.address.prefix) :])
+            target = f"{self.address.prefix}/plans/{self.plan_id}" + to_session_ids(target[len(self.address.prefix) :])
         if body is not None:
             payload = to_session_ids(json.dumps(body)).encode()
             headers["Content-Type"] = "application/json"
@@ -350,7 +361,7 @@ class Client:
         if not raw_body:
             return None
         try:
-            return json.loads(to_planned_ids(raw_body.decode()) if self._plan_id else raw_body)
+            return json.loads(to_planned_ids(raw_body.decode()) if self.plan_id else raw_body)
         except (ValueError, RecursionError):
             raise self._not_a_gateway_error(request, f"it returned status {status} without JSON") from None
 

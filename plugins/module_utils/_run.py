@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 MASK = "********"
 PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or what it used of an applied plan."""
+SESSION_KEY = "_plan_session"
+"""The key of a result for the action plugin: the id of the plan session that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 
 
@@ -73,6 +75,8 @@ def run(
             **entry,
             **({"failure": mask_secrets(entry["failure"], secrets)} if "failure" in entry else {}),
         }
+    if check and params.get("check_run") and gateway_client is not None and gateway_client.is_planning:
+        masked_result[SESSION_KEY] = gateway_client.plan_id
     return masked_result
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
+from ansible.utils.path import unfrackpath
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Address
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -21,7 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     URL_VARIABLE,
     argument_spec,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, failure_result, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, failure_result, run
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import applied_plan
@@ -80,6 +82,7 @@ class GatewayAction(ActionBase):
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
+        self._record_session(result, args)
         self._record_plan(result, args, task_vars)
         # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
         return dict(wrap_var(result))
@@ -112,6 +115,24 @@ class GatewayAction(ActionBase):
         if self._task.async_val:
             raise Failure("a task with async cannot be part of an applied plan: remove async, or do not apply a plan")
         return {"approved_plan": _plan_journal.approved(plan, self._task_key(task_vars))}
+
+    def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
+        """Record the plan session that the task has used, so that this host can end it after the run."""
+        plan_id = result.pop(SESSION_KEY, None)
+        if not isinstance(plan_id, str) or self._connection.transport == CONNECTION_PLUGIN_NAME:
+            return
+        environment = self._environment()
+        url = str(args.get("gateway_url") or environment.get(URL_VARIABLE) or DEFAULT_URL)
+        if self._connection.transport != "local" and Address(url).is_local:
+            return  # Only the managed host can reach this gateway.
+        session = {
+            "url": url,
+            "token": str(args.get("gateway_token") or environment.get(TOKEN_VARIABLE) or ""),
+            "ca_path": unfrackpath(args["ca_path"], follow=False) if args.get("ca_path") else "",
+            "validate_certs": boolean(args.get("validate_certs", True)),
+            "plan_id": plan_id,
+        }
+        _check_run.record_open_session(session)
 
     def _record_plan(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
         """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""

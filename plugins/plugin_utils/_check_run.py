@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import is_planned_id
 
 _MARKER_NAME = "grove.sandbox-plan"
+_SESSION_NAME = "grove.sandbox-session"
+_END_TIMEOUT_SECONDS = 5
 
 
 class PlannedMachineSkip(AnsibleActionSkip, AnsibleConnectionFailure):
@@ -69,12 +73,56 @@ def enter_session(client: Client) -> bool:
     if not has_session():
         return False
     try:
-        return client.enter_plan(make_run_name())
+        if not client.enter_plan(make_run_name()):
+            return False
     except Failure as failure:
         # There is no place for another session of this key, so no task of this run has one.
         if failure.kind == "over_quota":
             return False
         raise
+    record_open_session(client.session_reference())
+    return True
+
+
+def record_open_session(session: dict[str, Any]) -> None:
+    """Record a session for ``end_sessions``. ``session``: see ``Client.session_reference``.
+
+    The file contains the API key. Like the modules that Ansible writes, only its owner can read it, and it is removed
+    with the run's temporary directory.
+    """
+    text = json.dumps(session, sort_keys=True)
+    path = Path(C.DEFAULT_LOCAL_TMP) / f"{_SESSION_NAME}-{hashlib.sha256(text.encode()).hexdigest()}.json"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def end_sessions() -> list[str]:
+    """End the recorded sessions of this run, and return a message for each one that was not ended."""
+    messages = []
+    for path in sorted(Path(C.DEFAULT_LOCAL_TMP).glob(f"{_SESSION_NAME}-*.json")):
+        try:
+            session = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:  # the process that wrote it was killed
+            continue
+        path.unlink()
+        try:
+            client = Client(
+                session["url"], session["token"], session["ca_path"], session["validate_certs"], _END_TIMEOUT_SECONDS
+            )
+            try:
+                client.delete(f"/plans/{quote_segment(session['plan_id'])}")
+            finally:
+                client.close()
+        except Failure as failure:
+            messages.append(
+                f"the plan session {session['plan_id']} was not ended, so it ends when it has been idle for some time: "
+                f"{failure.message}"
+            )
+    return messages
 
 
 def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:

@@ -163,7 +163,7 @@ class PlayChecks:
             raise
         finally:
             if planner.is_planning:
-                client.delete(f"/plans/{planner._plan_id}")
+                client.delete(f"/plans/{planner.plan_id}")
             client.close()
             planner.close()
 

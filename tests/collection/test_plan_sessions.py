@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.errors import Forbidden, NotFound
-from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.collection.runner import Target, Task, check_plan
+from tests.support import ansible_core_versions
 
 
 def step(module: str, **options: Any) -> Task:
@@ -62,6 +66,105 @@ def test_sessions_of_ended_runs_make_place_for_new_ones(
     for _ in range(4):
         (result,) = plan_target.play(box, options=("--check",))
         assert result["changed"] and not result.get("failed"), result
+
+
+def list_sessions(gateway: MemoryGateway) -> list[Any]:
+    """Return the sessions of all keys."""
+    open_sessions = []
+    for key in (None, ADMIN_KEY, READ_KEY):
+        with gateway.client(key) as client:
+            open_sessions += client.get("/plans").json()
+    return open_sessions
+
+
+def make_playbook(gateway: MemoryGateway, *further_tasks: Task) -> dict[str, Any]:
+    """Return a play that opens a session in each way: in this process, with another key, and as a module."""
+    box = {"name": "box", "template": "base"}
+    tasks = [
+        {"grove.sandbox.sandbox": {**box, "gateway_url": gateway.unix_url}},
+        {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url, "gateway_token": READ_KEY}},
+        {
+            "grove.sandbox.sandbox": box,
+            "environment": {"SANDBOX_GATEWAY_URL": gateway.url, "SANDBOX_GATEWAY_TOKEN": ADMIN_KEY},
+        },
+        *further_tasks,
+    ]
+    return {"hosts": "all", "connection": "local", "tasks": tasks}
+
+
+@pytest.fixture
+def opened_ids(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The ids of all sessions that were opened."""
+    ids = set()
+    original_open = sessions.PlanSessions.open
+
+    def open_session(self: sessions.PlanSessions, owner: str, run: str) -> sessions.PlanSession:
+        session = original_open(self, owner, run)
+        ids.add(session.id)
+        return session
+
+    monkeypatch.setattr(sessions.PlanSessions, "open", open_session)
+    return ids
+
+
+@pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_the_callback_ends_the_sessions_of_a_run(
+    plan_gateway: MemoryGateway, tmp_path: Path, opened_ids: set[str], core: str, fails: bool
+) -> None:
+    """The second playbook needs the session of the first one, unless that fails."""
+    failing: Task = {"ansible.builtin.fail": {}}
+    checks = (
+        {"grove.sandbox.sandbox": {"name": "box", "template": "base", "gateway_url": plan_gateway.unix_url}},
+        {"ansible.builtin.debug": {"msg": "the second playbook has run"}},
+    )
+    for name, play in (
+        ("first.yml", make_playbook(plan_gateway, *([failing] if fails else []))),
+        ("second.yml", make_playbook(plan_gateway, *checks)),
+    ):
+        (tmp_path / name).write_text(json.dumps([{"gather_facts": False, **play}]))
+    process = ansible_core_versions.run_command(
+        core,
+        "playbook",
+        "--check",
+        "-i",
+        "target,",
+        "-e",
+        f"ansible_python_interpreter={sys.executable}",
+        "first.yml",
+        "second.yml",
+        cwd=tmp_path,
+        environment={"ANSIBLE_CALLBACKS_ENABLED": "grove.sandbox.plan"},
+    )
+    assert process.returncode == (2 if fails else 0), process.stdout + process.stderr
+    assert ("the second playbook has run" in process.stdout) is not fails, process.stdout
+    assert len(opened_ids) == 3 and list_sessions(plan_gateway) == [], process.stdout + process.stderr
+
+
+def test_without_the_callback_sessions_expire(
+    plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_target.run({**make_playbook(plan_gateway), "module_defaults": {}}, options=("--check",))
+    assert len(list_sessions(plan_gateway)) == 3
+    monkeypatch.setattr(sessions, "IDLE_SECONDS", 0.0)
+    assert list_sessions(plan_gateway) == []
+
+
+def test_an_error_at_the_end_of_a_session_is_only_shown_in_verbose_output(
+    plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise NotFound("plan", "of another run")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions.PlanSessions, "close", refuse)
+        for options in (("--check",), ("--check", "-v")):
+            (result,) = plan_target.play(
+                PLAY[0], options=options, environment={"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+            )
+            assert result["changed"] and "failed=0" in plan_target.output
+            is_shown = "was not ended" in plan_target.output and "plan 'of another run' not found" in plan_target.output
+            assert is_shown is ("-v" in options), plan_target.output
 
 
 @pytest.mark.parametrize("status", [403, 404])
