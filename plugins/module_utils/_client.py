@@ -133,13 +133,14 @@ class Client:
             self._connection.close()
             self._connection = None
 
-    def enter_plan(self, run: str) -> bool:
+    def enter_plan(self, run: str, *, wait: bool = True) -> bool:
         """Carry out all further requests in the plan session of ``run``, which changes nothing on the host.
 
-        Returns False if the gateway is too old to have plan sessions.
+        Returns False if the gateway is too old to have plan sessions. ``wait``: whether to wait for a place if there
+        are too many sessions.
         """
         try:
-            plan = self.post("/plans", {"run": run})
+            plan = self.call("POST", "/plans", body={"run": run}, wait=wait).data
         except Failure as failure:
             # An old gateway checks the scope of the key before it looks for the route.
             if failure.kind in ("too_old", "forbidden"):
@@ -244,9 +245,14 @@ class Client:
         self._has_checked_version = True
         self.gateway_id = self.gateway_id or str(health.get("gatewayID", ""))
 
-    def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Response:
-        """Send a request. Retries it for up to ``timeout`` seconds while the gateway reports that it is busy."""
-        deadline = time.monotonic() + self.timeout
+    def call(
+        self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None, wait: bool = True
+    ) -> Response:
+        """Send a request. Retries it for up to ``timeout`` seconds while the gateway reports that it is busy.
+
+        If ``wait`` is False, sends it only once.
+        """
+        deadline = time.monotonic() + (self.timeout if wait else 0)
         while True:
             try:
                 return self._send_once(method, path, query, body)

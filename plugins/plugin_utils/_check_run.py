@@ -73,11 +73,11 @@ def enter_session(client: Client) -> bool:
     if not has_session():
         return False
     try:
-        if not client.enter_plan(make_run_name()):
+        if not client.enter_plan(make_run_name(), wait=False):
             return False
     except Failure as failure:
         # There is no place for another session of this key, so no task of this run has one.
-        if failure.kind == "over_quota":
+        if failure.kind == "busy":
             return False
         raise
     record_open_session(client.session_reference())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ import pytest
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.records import PLANNED_PREFIX
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.support.waiting import eventually
 
 PLANNED_ID = re.compile(rf"{PLANNED_PREFIX}[0-9a-f]{{4}}")
 
@@ -204,7 +208,10 @@ def test_the_number_of_sessions_is_limited(
             for number in range(sessions.MAX_SESSIONS_PER_KEY)
         ]
         response = client.post("/plans", json={"run": f"{run} more"})
-        assert (response.status_code, response.json()["kind"]) == (413, "over_quota"), response.text
+        assert (response.status_code, response.json()["kind"]) == (429, "busy"), response.text
+        assert (
+            "wait until another check run has ended" in response.json()["message"] and response.headers["Retry-After"]
+        )
         monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
         assert client.get(f"/plans/{ids[0]}").status_code == 200
         new_id = client.post("/plans", json={"run": f"{run} more"}).json()["planID"]
@@ -232,6 +239,66 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
         assert client.get(f"/plans/{plan_id}").status_code == 200
         time.sleep(0.5)
         assert client.get(f"/plans/{plan_id}").status_code == 404
+
+
+def test_a_thousand_sessions_at_once_are_limited_and_disturb_nobody(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[weakref.ref[sessions.PlanSession]] = []
+    most_sessions = 0
+    original_open = sessions.PlanSessions.open
+
+    def open_session(self: sessions.PlanSessions, owner: str, run: str) -> sessions.PlanSession:
+        nonlocal most_sessions
+        session = original_open(self, owner, run)
+        most_sessions = max(most_sessions, len(self._sessions))
+        opened.append(weakref.ref(session))
+        return session
+
+    def open_many(key: str | None, number: int) -> list[httpx.Response]:
+        with memory_gateway.client(key) as client:
+            return [client.post("/plans", json={"run": f"{run} {number} {each}"}) for each in range(50)]
+
+    monkeypatch.setattr(sessions.PlanSessions, "open", open_session)
+    keys = (EXEC_KEY, READ_KEY, None)
+    with memory_gateway.client(ADMIN_KEY) as other, ThreadPoolExecutor(20) as pool:
+        plan_path = f"/plans/{other.post('/plans', json={'run': run}).json()['planID']}"
+        assert other.post(f"{plan_path}/sandboxes/one/snapshots", json={"name": "mark"}).status_code == 201
+        for min_idle_seconds in (sessions.MIN_IDLE_SECONDS, 0.0):  # with 0, each new session ends another one
+            monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", min_idle_seconds)
+            futures = [
+                pool.submit(open_many, keys[number % len(keys)], number + 20 * (not min_idle_seconds))
+                for number in range(20)
+            ]
+            count = 0
+            while not all(future.done() for future in futures) or not count:
+                count += 1
+                name = f"new-{count}-{min_idle_seconds:.0f}"
+                assert other.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
+                assert other.delete(f"/sandboxes/{name}").status_code == 204
+            responses = [response for future in futures for response in future.result()]
+            assert len(responses) == 1000 and most_sessions == sessions.MAX_SESSIONS
+            refusals = [response for response in responses if response.status_code != 200]
+            assert bool(refusals) is bool(min_idle_seconds)
+            for refusal in refusals:
+                assert (refusal.status_code, refusal.json()["kind"]) == (429, "busy"), refusal.text
+                assert re.match(r"the limit of \d+ plan sessions for (the key|this gateway)", refusal.json()["message"])
+                assert refusal.headers["Retry-After"]
+            assert other.get(f"{plan_path}/snapshots/mark").status_code == 200
+    assert len(opened) > 1000
+    for key in keys:
+        with memory_gateway.client(key) as client:
+            for each in client.get("/plans").json()[::2]:
+                assert client.delete(f"/plans/{each['planID']}").status_code == 204
+    monkeypatch.setattr(sessions, "IDLE_SECONDS", 0.0)
+    with memory_gateway.client() as client:
+        assert client.get("/plans").json() == []
+
+    def is_freed() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in opened)
+
+    eventually(is_freed, seconds=30)
 
 
 @pytest.mark.parametrize("body", [{}, {"run": "short"}, {"run": "x" * 129}, {"run": 7}])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from sandbox_gateway.engine.plans.sessions import PlanSessions
-from sandbox_gateway.errors import NotFound, OverQuota
+from sandbox_gateway.errors import Busy, NotFound
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.collection import agents
 from tests.support import ansible_core_versions
@@ -366,7 +366,7 @@ def refuse_route(owner: str) -> None:
 
 def refuse_runner(owner: str) -> None:
     if owner == "runner":
-        raise OverQuota("the limit of 8 plan sessions for the key 'runner' has been reached")
+        raise Busy("the limit of 8 plan sessions for the key 'runner' has been reached")
 
 
 @pytest.mark.parametrize("refuse", [refuse_route, refuse_runner])

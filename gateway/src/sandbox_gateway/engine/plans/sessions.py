@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,7 +13,7 @@ from itertools import islice
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
-from sandbox_gateway.errors import Gone, NotFound, OverQuota
+from sandbox_gateway.errors import Busy, Gone, NotFound, OverQuota
 from sandbox_gateway.records import PLANNED_PREFIX, Snapshot, SnapshotKind, now
 
 MAX_SESSIONS = 32
@@ -63,8 +64,8 @@ class PlanSessions:
     def open(self, owner: str, run: str) -> PlanSession:
         """Return the session of a run, and open it if it does not exist. ``run``: a name that only this run uses.
 
-        All tasks of a run find their session with the same two values. Raises OverQuota, and Gone if the session has
-        ended.
+        All tasks of a run find their session with the same two values. Raises Busy if there are too many sessions, and
+        Gone if the session has ended.
         """
         id = hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
         self._end_idle()
@@ -81,16 +82,23 @@ class PlanSessions:
         return self._touch(self._sessions[id])
 
     def _make_place(self, owner: str) -> None:
-        """End the session that was unused for the longest time if no other can be opened. Raises OverQuota."""
+        """End a session if no other can be opened: the one that its key has not used for the longest time. Raises Busy.
+
+        If the gateway has too many, a session of the key with the most sessions ends, so that keys with many check runs
+        do not end those of others.
+        """
         owned_sessions = [each for each in self._sessions.values() if each.owner == owner]
         if len(owned_sessions) >= MAX_SESSIONS_PER_KEY:
             self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
         if len(self._sessions) >= MAX_SESSIONS:
-            self._end_oldest([*self._sessions.values()], f"{MAX_SESSIONS} plan sessions for this gateway")
+            counts = Counter(each.owner for each in self._sessions.values())
+            largest_owner = max(counts, key=lambda name: (counts[name], name == owner))
+            largest_sessions = [each for each in self._sessions.values() if each.owner == largest_owner]
+            self._end_oldest(largest_sessions, f"{MAX_SESSIONS} plan sessions for this gateway")
 
     def _end_oldest(self, sessions: Sequence[PlanSession], limit: str) -> None:
         if sessions[0].used_at > asyncio.get_running_loop().time() - MIN_IDLE_SECONDS:
-            raise OverQuota(
+            raise Busy(
                 f"the limit of {limit} has been reached: wait until another check run has ended, or end a session with "
                 "DELETE /plans/{id}"
             )
