@@ -67,6 +67,7 @@ EXAMPLES = r"""
 """
 
 import atexit
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,9 @@ class CallbackModule(CallbackBase):
 
     def v2_playbook_on_start(self, playbook: Playbook) -> None:
         if not context.CLIARGS.get("check"):
+            # The workers inherit the plan. Each task reports a failure.
+            with contextlib.suppress(Failure):
+                _plan_journal.applied_plan()
             return
         plan_path = self.get_option("plan_file")
         if not self._playbooks:

@@ -41,7 +41,12 @@ _PLANNED_ID_PATTERN = re.compile(PLANNED_ID_PREFIX + r"[0-9a-f]{4}")
 _VERB_PATTERN = re.compile(r"[a-z][a-z_]*")
 _NEW_PLAN_HINT = "Make a new plan: run ansible-playbook --check with the same plan_file"
 
+_loaded_plans: dict[str, tuple[_Version, dict[str, Any]]] = {}
+"""The plans that this process, or the process that forked it, has loaded, by path."""
+
 if TYPE_CHECKING:
+    _Version = tuple[int, ...]
+    """Values that differ between two versions of a file."""
     _Check = Callable[[Any, str], None]
     """Raises ``_InvalidValue`` if a value is not allowed. The second argument is the value's place in the plan."""
 
@@ -117,9 +122,29 @@ def _replace_file(path: Path, data: bytes) -> None:
 
 
 def load(path: str) -> dict[str, Any]:
-    """Return the plan in a file. Raises Failure if the file is not a valid, unedited and unexpired plan."""
-    data = _read_file(path)
-    return check(parse(data, path), path, data)
+    """Return the plan in a file. Raises Failure if the file is not a valid, unedited and unexpired plan.
+
+    A process reads the file again only if it has changed. Do not modify the plan.
+    """
+    version, plan = _loaded_plans.get(path, (None, {}))
+    if version is None or version != _find_version(path):
+        version, data = _read_file(path)
+        plan = check(parse(data, path), path, data)
+        _loaded_plans[path] = version, plan
+    _check_expiry(plan, path)
+    return plan
+
+
+def _find_version(path: str) -> _Version | None:
+    try:
+        return _version_of(Path(path).stat())
+    except (OSError, ValueError):
+        return None
+
+
+def _version_of(status: os.stat_result) -> _Version:
+    # A program that writes the file in place can restore the time of the last modification, but not st_ctime.
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def parse(data: str | bytes, path: str) -> Any:
@@ -147,16 +172,21 @@ def check(document: Any, path: str, data: bytes | None = None) -> dict[str, Any]
         _check_document(document, "")
     except _InvalidValue as error:
         raise Failure(f"the plan {path!r} is invalid: {error}. {_NEW_PLAN_HINT}") from None
-    if datetime.now(timezone.utc) >= _parse_time(document["expires_at"]):
-        raise Failure(f"the plan {path!r} expired at {document['expires_at']}. {_NEW_PLAN_HINT}")
+    _check_expiry(document, path)
     return dict(document)
 
 
-def _read_file(path: str) -> bytes:
+def _check_expiry(plan: Mapping[str, Any], path: str) -> None:
+    if datetime.now(timezone.utc) >= _parse_time(plan["expires_at"]):
+        raise Failure(f"the plan {path!r} expired at {plan['expires_at']}. {_NEW_PLAN_HINT}")
+
+
+def _read_file(path: str) -> tuple[_Version, bytes]:
     try:
         # O_NONBLOCK: to open a pipe would otherwise wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise Failure(f"the plan {path!r} is not a regular file. Name the file that the check run saved")
             data = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
@@ -173,7 +203,7 @@ def _read_file(path: str) -> bytes:
         raise Failure(
             f"the plan {path!r} is longer than {_MAX_FILE_BYTES} bytes, so it is not a plan. {_NEW_PLAN_HINT}"
         )
-    return data
+    return _version_of(status), data
 
 
 def _reason(error: Exception) -> str:

@@ -118,9 +118,16 @@ def playbook_names() -> list[str]:
 def approved(plan: dict[str, Any], task_key: dict[str, str]) -> dict[str, Any]:
     """Return the part of a plan that concerns a task, as the option ``approved_plan``.
 
-    ``task_key``: the host and path of the task.
+    ``task_key``: the host and path of the task. Raises Failure if an earlier task has used another plan.
     """
     with _applied() as state:
+        if "digest" not in state:
+            _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
+        elif state["digest"] != plan["digest"]:
+            raise Failure(
+                "the plan has been replaced by another one since the run began, so this task does nothing: start the "
+                "run again"
+            )
         return approved_option(plan["entries"], task_key, state)
 
 

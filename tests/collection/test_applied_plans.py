@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api.memory_gateway import MemoryGateway
-from tests.collection.runner import Result, Target, Task, check_plan
+from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, step
 
 ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
@@ -196,3 +196,40 @@ def test_a_module_without_its_action_plugin_changes_nothing(
     information = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox_info", "name": "box"}}
     (result,) = plan_target.play(information, options=options, environment=environment)
     assert result["sandboxes"] == [] and not result.get("failed"), result
+
+
+@pytest.mark.parametrize("has_callback", [False, True])
+@pytest.mark.parametrize("change", ["edited", "replaced"])
+def test_a_plan_that_changes_during_the_run_stops_the_next_task(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, change: str, has_callback: bool
+) -> None:
+    play = (BOX, step("sandbox_snapshot", name="before", sandbox="box"))
+    make_plan(plan_target, plan_path, *play)
+    text = plan_path.read_text()
+    other = plan_path.with_name("other.json")
+    if change == "edited":
+        other.write_text(text.replace('"before"', '"behind"'))
+    else:
+        make_plan(plan_target, plan_path, *play)
+        other.write_text(plan_path.read_text())
+        plan_path.write_text(text)
+    assert other.read_text() != text
+    copy_plan = {"ansible.builtin.command": {"argv": ["cp", str(other), str(plan_path)]}}
+    created, _, refused = plan_target.play(
+        play[0],
+        copy_plan,
+        play[1],
+        environment={"GROVE_SANDBOX_APPLY": str(plan_path), **(ENABLE if has_callback else {})},
+    )
+    assert created["changed"] and refused["failed"], plan_target.output
+    assert ("has been edited" if change == "edited" else "replaced by another one") in refused["msg"]
+    with plan_gateway.client() as client:
+        assert client.get("/snapshots").json() == []
+
+
+@pytest.mark.parametrize("has_callback", [False, True])
+def test_the_callback_loads_the_plan_for_all_tasks(plan_target: Target, plan_path: Path, has_callback: bool) -> None:
+    make_plan(plan_target, plan_path, BOX)
+    environment = {"GROVE_SANDBOX_APPLY": str(plan_path), "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action")}
+    (result,) = plan_target.play({"loaded_plans": {}}, environment={**environment, **(ENABLE if has_callback else {})})
+    assert result["paths"] == [str(plan_path)] * has_callback

@@ -103,6 +103,42 @@ def test_a_saved_plan_can_be_loaded(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [path], "a temporary file is left"
 
 
+def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    _plan_file.save(str(path), make_document())
+    plan = _plan_file.load(str(path))
+    with monkeypatch.context() as patch:
+        patch.delattr(_plan_file, "parse")
+        assert _plan_file.load(str(path)) is plan
+    status, text = path.stat(), path.read_text()
+    path.write_text(text.replace("Fork it", "Fork IT"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_ino) == (status.st_size, status.st_ino)
+    with pytest.raises(Failure, match="has been edited"):
+        _plan_file.load(str(path))
+    other = make_document(lifetime_seconds=3600)
+    _plan_file.save(str(path), other)
+    assert _plan_file.load(str(path)) == other
+    path.unlink()
+    with pytest.raises(Failure, match="does not exist"):
+        _plan_file.load(str(path))
+
+
+def test_a_loaded_plan_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "plan.json")
+    _plan_file.save(path, make_document())
+    _plan_file.load(path)
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(days=1)
+
+    monkeypatch.setattr(_plan_file, "datetime", Tomorrow)
+    with pytest.raises(Failure, match=r"expired at"):
+        _plan_file.load(path)
+
+
 def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, document = tmp_path / "plan.json", make_document()
     path.write_text("an old plan")
