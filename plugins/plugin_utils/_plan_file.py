@@ -232,8 +232,8 @@ def _check_format(path: str, document: dict[str, Any]) -> None:
         raise _wrong_value("format", "a positive integer", number)
     if number > FORMAT:
         raise Failure(
-            f"the plan {path!r} has format {number}, but this release of grove.sandbox reads formats up to {FORMAT}: "
-            "use the release that made the plan, or make a new plan with this release"
+            f"the plan {path!r} has format {number}, but this release reads formats up to {FORMAT}. Use "
+            "the release that made the plan, or make a new plan with this release"
         )
 
 

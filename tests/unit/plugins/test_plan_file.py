@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.support.plan_files import PLAN_FILES, PlanFile
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 GATEWAY_ID = "0123456789abcdef"
@@ -287,9 +289,7 @@ def test_edited_plans_are_refused(tmp_path: Path, edit: Callable[[str], str]) ->
 def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"format": 2, "news": [1]}')
-    with pytest.raises(
-        Failure, match=r"has format 2, but this release of grove.sandbox reads formats up to 1: use the"
-    ):
+    with pytest.raises(Failure, match=r"has format 2, but this release reads formats up to 1. Use the"):
         _plan_file.load(str(path))
 
 
@@ -303,6 +303,7 @@ def test_expired_plans_are_refused(tmp_path: Path) -> None:
     _plan_file.load(path)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.json"
@@ -316,3 +317,14 @@ def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory:
     path.write_bytes(content)
     with pytest.raises(Failure):
         _plan_file.load(str(path))
+
+
+@pytest.mark.parametrize("plan_file", PLAN_FILES, ids=lambda each: each.name)
+def test_the_collection_judges_files_like_all_readers(plan_file: PlanFile, tmp_path: Path) -> None:
+    sentence = plan_file.write(tmp_path / "plan.json")
+    if not sentence:
+        _plan_file.load(str(tmp_path / "plan.json"))
+        return
+    with pytest.raises(Failure) as caught:
+        _plan_file.load(str(tmp_path / "plan.json"))
+    assert caught.value.message.startswith(f"{sentence}. "), caught.value.message

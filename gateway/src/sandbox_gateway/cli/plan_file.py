@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.formats import parse_time
@@ -24,46 +25,81 @@ MAX_FILE_BYTES = 64 << 20
 PLANNED_ID_PREFIX = "known-after-apply-"
 _MAX_NESTING = 40
 """Maximum depth of lists and objects. Functions that walk through a plan are recursive."""
-_MAX_PROBLEM_LENGTH = 200
+_MAX_PROBLEM_LENGTH = 500
+_MAX_VALUE_LENGTH = 80
+_MAPPINGS = ("created", "gateways", "reads")
+"""Fields whose keys are not fields themselves."""
+_TIME_PATTERN = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 _MAX_NUMBER = 1 << 53
 _NEW_PLAN_HINT = "make a new plan: run `ansible-playbook --check` again"
 CREATED, CHANGED, REMOVED, ROLLED_BACK = "+", "~", "-", "↺"
 
 
+# The messages of these errors say what is allowed. Ansible's plan callback uses the same words.
+
+
 def _check_text(value: object) -> str:
+    # Pydantic's own check of strings refuses lone surrogates, which the names of files can contain.
     if not isinstance(value, str):
-        raise ValueError("must be text")
+        raise ValueError("a string")
     return value
 
 
 def _check_name(value: object) -> str:
-    if not _check_text(value):
-        raise ValueError("must not be empty")
-    return _check_text(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError("a string that is not empty")
+    return value
+
+
+def _check_base_name(value: object) -> str:
+    if not isinstance(value, str) or not value or "/" in value:
+        raise ValueError("the name of a file without its directory")
+    return value
 
 
 def _check_cost(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= _MAX_NUMBER:
-        raise ValueError(f"must be a number whose amount is less than {_MAX_NUMBER}")
+        raise ValueError(f"a number whose amount is at most {_MAX_NUMBER}")
     return value
 
 
-def _check_time(text: str) -> str:
-    parse_time(text)
-    return text
+def _check_time(value: object) -> str:
+    try:
+        if not isinstance(value, str) or not _TIME_PATTERN.fullmatch(value):
+            raise ValueError
+        parse_time(value)
+    except ValueError:
+        raise ValueError("a time such as 2026-11-24T17:40:00Z") from None
+    return value
 
 
-# Pydantic's own check of strings refuses lone surrogates, which the names of files can contain.
+def _matches(pattern: str, expected: str) -> PlainValidator:
+    compiled_pattern = re.compile(pattern)
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not compiled_pattern.fullmatch(value):
+            raise ValueError(expected)
+        return value
+
+    return PlainValidator(check)
+
+
 Text = Annotated[str, PlainValidator(_check_text)]
 Name = Annotated[str, PlainValidator(_check_name)]
-Time = Annotated[
-    str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$"), AfterValidator(_check_time)
-]
-GatewayId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-PlannedId = Annotated[str, Field(pattern=rf"^{PLANNED_ID_PREFIX}[0-9a-f]+$")]
+BaseName = Annotated[str, PlainValidator(_check_base_name)]
+Time = Annotated[str, PlainValidator(_check_time)]
+Verb = Annotated[str, _matches("[a-z][a-z_]*", "a verb in lower case")]
+GatewayId = Annotated[str, _matches("[0-9a-f]{16}", "16 hexadecimal digits")]
+PlannedId = Annotated[str, _matches(PLANNED_ID_PREFIX + "[0-9a-f]{4}", f"{PLANNED_ID_PREFIX} and 4 digits")]
+Digest = Annotated[str, _matches("[0-9a-f]{64}", "64 hexadecimal digits")]
 Kind = Literal["sandbox", "snapshot", "template", "volume"]
 Cost = Annotated[float, PlainValidator(_check_cost)]
 CostKey = Literal["memory_mb", "disk_bytes", "pause_ms"]
+
+
+def _wrong_field(field: str, expected: str, value: object) -> PydanticCustomError:
+    """Return an error about a field whose allowed values depend on other fields."""
+    return PydanticCustomError("wrong_field", "{expected}", {"field": field, "expected": expected, "value": value})
 
 
 class _Part(BaseModel):
@@ -81,12 +117,12 @@ class Change(_Part):
     @model_validator(mode="after")
     def _check_views(self) -> Self:
         if self.before is None and self.after is None:
-            raise ValueError("before and after are both null")
+            raise _wrong_field("after", "an object if before is null", None)
         return self
 
 
 class Action(_Part):
-    verb: Name
+    verb: Verb
     changes: list[Change]
     request: dict[Text, Any]
 
@@ -111,7 +147,7 @@ class Entry(_Part):
     @model_validator(mode="after")
     def _check_pause(self) -> Self:
         if self.costs.get("pause_ms", 0) < 0:
-            raise ValueError("costs.pause_ms must not be negative")
+            raise _wrong_field("costs.pause_ms", f"a number from 0 to {_MAX_NUMBER}", self.costs["pause_ms"])
         return self
 
 
@@ -121,18 +157,18 @@ class Plan(_Part):
     expires_at: Time
     problems: list[Name]
     """Reasons why the plan cannot be applied."""
-    playbooks: list[Name]
+    playbooks: list[BaseName]
     gateways: dict[GatewayId, Name]
     entries: list[Entry]
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    digest: Digest
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         if parse_time(self.expires_at) <= parse_time(self.created_at):
-            raise ValueError("expires_at must be later than created_at")
+            raise _wrong_field("expires_at", "after created_at", self.expires_at)
         for number, entry in enumerate(self.entries):
             if entry.gateway not in self.gateways:
-                raise ValueError(f"entries.{number}.gateway: {entry.gateway} is not a key of gateways")
+                raise _wrong_field(f"entries[{number}].gateway", "a key of gateways", entry.gateway)
         return self
 
     @property
@@ -169,26 +205,42 @@ def iterate_changes(entry: Entry) -> Iterator[PlannedChange]:
 
 def load(path: Path) -> Plan:
     """Read a plan, which may have expired. Raises Failure if the file is not a complete, unedited plan."""
-    document = _parse(path, _read(path))
+    content = _read(path)
+    document = _parse(path, content)
     _check_format(path, document)
-    try:
-        plan = Plan.model_validate(document)
-    except ValidationError as error:
-        raise _invalid_failure(path, _describe_first_problem(error)) from None
-    if plan.digest != compute_digest(document):
+    if not _is_unedited(document, content):
         raise Failure(
-            f"the plan {path} was edited after it was written: its digest does not match",
+            f"the plan {str(path)!r} has been edited since it was made: its digest does not match",
             ExitCode.USAGE,
             f"restore the original file, or {_NEW_PLAN_HINT}",
         )
-    return plan
+    try:
+        return Plan.model_validate(document)
+    except ValidationError as error:
+        # Keys of the file can be long and have several lines.
+        problem = " ".join(_describe_first_problem(error).split())[:_MAX_PROBLEM_LENGTH]
+        raise _invalid_failure(path, problem) from None
+
+
+def serialize(document: Mapping[str, Any]) -> str:
+    """Return the only text that a plan file may have, without the line break at its end."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def compute_digest(document: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all keys except ``digest``, as 64 hexadecimal digits."""
-    keys = {key: value for key, value in document.items() if key != "digest"}
-    text = json.dumps(keys, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = serialize({key: value for key, value in document.items() if key != "digest"})
     return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _is_unedited(document: Mapping[str, Any], content: bytes) -> bool:
+    try:
+        # The exact text also differs if a key occurs twice: the digest does not cover all of its values.
+        return content == f"{serialize(document)}\n".encode("ascii") and document.get("digest") == compute_digest(
+            document
+        )
+    except ValueError:  # A number such as 1e999 is read as infinity.
+        return False
 
 
 def _read(path: Path) -> bytes:
@@ -197,62 +249,44 @@ def _read(path: Path) -> bytes:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise Failure(
-            f"the plan {path} does not exist",
+            f"the plan {str(path)!r} does not exist",
             ExitCode.NOT_FOUND,
             "check the path: `ansible-playbook --check` writes the file that the option plan_file of the callback "
             "grove.sandbox.plan names",
         ) from None
     except OSError as error:
         raise Failure(
-            f"the plan {path} cannot be read: {error.strerror or error}",
+            f"the plan {str(path)!r} cannot be read: {error.strerror or error}",
             ExitCode.USAGE,
             "check the path and the file's permissions",
         ) from None
     if len(content) > MAX_FILE_BYTES:
         raise Failure(
-            f"{path} is longer than {MAX_FILE_BYTES >> 20} MiB, so it is not a plan", ExitCode.USAGE, "check the path"
+            f"the plan {str(path)!r} is longer than {MAX_FILE_BYTES} bytes, so it is not a plan",
+            ExitCode.USAGE,
+            "check the path",
         )
     return content
 
 
 def _parse(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(
-            content.decode(),
-            parse_constant=_refuse_constant,
-            parse_float=_parse_finite_float,
-            object_pairs_hook=_create_object,
-        )
+        document = json.loads(content.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise Failure(
-            f"the plan {path} is truncated, or it is not JSON",
+            f"the plan {str(path)!r} is truncated, or it is not JSON",
             ExitCode.USAGE,
             f"copy the file again, or {_NEW_PLAN_HINT}",
         ) from None
-    if not isinstance(document, dict):
-        raise _invalid_failure(path, "it must be an object")
     if not _is_shallow(document):
         raise _invalid_failure(path, f"it is nested more than {_MAX_NESTING} levels deep")
+    if not isinstance(document, dict):
+        raise _invalid_failure(path, _wrong_value("the document", "an object", document))
     return document
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _parse_finite_float(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is too large")
-    return number
-
-
-def _create_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # The digest does not cover all values of a key that occurs twice.
-    keys = dict(pairs)
-    if len(keys) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return keys
 
 
 def _is_shallow(document: Any) -> bool:
@@ -273,24 +307,56 @@ def _is_shallow(document: Any) -> bool:
 def _check_format(path: Path, document: Mapping[str, Any]) -> None:
     """Raise Failure if the format is newer than this program. Its other keys may then differ, too."""
     number = document.get("format")
-    if type(number) is not int:
-        raise _invalid_failure(path, "format: must be an integer")
+    if type(number) is not int or number < 1:
+        raise _invalid_failure(path, _wrong_value("format", "a positive integer", number))
     if number > FORMAT:
         raise Failure(
-            f"the plan {path} has a format newer than {FORMAT}, the newest that this sandboxctl reads",
+            f"the plan {str(path)!r} has format {number}, but this release reads formats up to {FORMAT}",
             ExitCode.USAGE,
             "use the sandboxctl of the release that wrote the plan",
         )
 
 
 def _invalid_failure(path: Path, problem: str) -> Failure:
-    return Failure(f"{path} is not a plan: {problem}", ExitCode.USAGE, f"check the path, or {_NEW_PLAN_HINT}")
+    return Failure(
+        f"the plan {str(path)!r} is invalid: {problem}", ExitCode.USAGE, f"check the path, or {_NEW_PLAN_HINT}"
+    )
+
+
+def _wrong_value(place: str, expected: str, value: object) -> str:
+    shown_value = repr(value)
+    if len(shown_value) > _MAX_VALUE_LENGTH:
+        shown_value = shown_value[:_MAX_VALUE_LENGTH] + "..."
+    return f"{place} must be {expected}, not {shown_value}"
 
 
 def _describe_first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    steps = [str(step) for step in problem["loc"]]
-    reason = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"].removeprefix("Value error, ")
-    # The steps contain keys of the file, which can be long and have several lines.
-    text = " ".join(": ".join(filter(None, (".".join(steps), reason))).split())
-    return text if len(text) <= _MAX_PROBLEM_LENGTH else f"…{text[-_MAX_PROBLEM_LENGTH:]}"
+    problem = error.errors(include_url=False)[0]
+    kind, context = problem["type"], problem.get("ctx", {})
+    place = _format_place(problem["loc"])
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden" or (kind == "literal_error" and "costs" in problem["loc"]):
+        return f"format {FORMAT} has no key {place}"
+    if kind == "wrong_field":
+        return _wrong_value(".".join(filter(None, (place, context["field"]))), context["expected"], context["value"])
+    if kind == "value_error":
+        return _wrong_value(place, str(context["error"]), problem["input"])
+    if kind == "literal_error":
+        return _wrong_value(place, " or ".join(map(repr, get_args(Kind))), problem["input"])
+    return _wrong_value(place, "a list" if kind == "list_type" else "an object", problem["input"])
+
+
+def _format_place(steps: tuple[int | str, ...]) -> str:
+    """Return the place of a value in the plan, such as "entries[0].reads['/sandboxes/web']"."""
+    place, parent = "", ""
+    is_key = steps[-1:] == ("[key]",) and "costs" not in steps
+    for step in [each for each in steps if each != "[key]"]:
+        if isinstance(step, int):
+            place += f"[{step}]"
+        elif parent in _MAPPINGS:
+            place, step = (f"the key {step!r} of {place}" if is_key else f"{place}[{step!r}]"), ""
+        else:
+            place += f".{step}" if place else step
+        parent = str(step)
+    return place
