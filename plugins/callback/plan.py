@@ -133,11 +133,11 @@ class CallbackModule(CallbackBase):
         """After a run that applied a plan, print the changes of the plan that it has not made."""
         try:
             plan = _plan_journal.applied_plan()
+            entries = [] if plan is None else _plan_journal.unused_entries(plan)
         except Failure:
             return  # Each task has reported it.
         if plan is None:
             return
-        entries = _plan_journal.unused_entries(plan)
         self._display.display("\nAll changes of the plan were made." if not entries else "\nNot made, but in the plan:")
         for entry in entries:
             names = ", ".join(

@@ -121,13 +121,9 @@ def approved(plan: dict[str, Any], task_key: dict[str, str]) -> dict[str, Any]:
     ``task_key``: the host and path of the task. Raises Failure if an earlier task has used another plan.
     """
     with _applied() as state:
+        _require_same_plan(state, plan)
         if "digest" not in state:
             _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
-        elif state["digest"] != plan["digest"]:
-            raise Failure(
-                "the plan has been replaced by another one since the run began, so this task does nothing: start the "
-                "run again"
-            )
         return approved_option(plan["entries"], task_key, state)
 
 
@@ -139,10 +135,19 @@ def mark_used(used: dict[str, Any]) -> None:
 
 
 def unused_entries(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries with changes that this run has not used."""
+    """Return the entries with changes that this run has not used. Raises Failure if it has used another plan."""
     with _applied() as state:
+        _require_same_plan(state, plan)
         entries = enumerate(plan["entries"])
         return [entry for number, entry in entries if entry["actions"] and number not in state["used"]]
+
+
+def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
+    if state.get("digest", plan["digest"]) != plan["digest"]:
+        raise Failure(
+            "the plan has been replaced by another one since the run began, so this task does nothing: start the run "
+            "again"
+        )
 
 
 @contextlib.contextmanager
