@@ -104,7 +104,7 @@ def test_generated_playbooks_run_as_planned(
                 outcomes[describe(result)] += 1
             comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
         finally:
-            client.delete(f"/plans/{planner._plan_id}")
+            client.delete(f"/plans/{planner.plan_id}")
             planner.close()
             client.close()
 
@@ -118,7 +118,7 @@ def find_session(url: str) -> Client:
     """Return a client in the only plan session of a gateway."""
     client = Client(url)
     (plan,) = client.get("/plans")
-    client._plan_id, client.plan_opened_at = plan["planID"], plan["openedAt"]
+    client.plan_id, client.plan_opened_at = plan["planID"], plan["openedAt"]
     return client
 
 

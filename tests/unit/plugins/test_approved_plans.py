@@ -57,7 +57,7 @@ def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
     finally:
         planner.close()
         with gateway.client() as client:
-            client.delete(f"/plans/{planner._plan_id}").raise_for_status()
+            client.delete(f"/plans/{planner.plan_id}").raise_for_status()
     return json.loads(json.dumps(entries))
 
 
