@@ -16,7 +16,7 @@ def companion_gateway(host: KvmXfs, program: Sequence[str] = PROGRAM, **sections
 
     Removes the sandboxes of the gateway at the end.
     """
-    config = host.config.model_dump(mode="json")
+    config = host.config.model_dump(mode="json", exclude_none=True)
     base_config = {
         "kvm_xfs": config["kvm_xfs"],
         "network": {"pool": host.config.network.pool},
