@@ -76,7 +76,7 @@ def test_the_build_log_contains_the_console(api: httpx.Client, broken_host: Any)
     with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
         log_lines = list(response.iter_lines())
     assert [line.strip() for line in log_lines[-3:]] == CONSOLE_LINES
-    assert "no init found" in api.get(f"{route}/status").json()["reason"]
+    assert "no init found" in api.get(f"{route}/status").json()["errorMessage"]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
     assert "$ touch /made" in lines and "ran touch /made" in lines and lines[-1] == "ready"
     build_status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
     assert build_status["status"] == "ready" and build_status["logs"] == ["ready"]
-    assert build_status["reason"] is None and build_status["errorMessage"] == ""
+    assert "reason" not in build_status and build_status["errorMessage"] == ""
+    assert [each["message"] for each in build_status["logEntries"]] == build_status["logs"] != []
     assert api.get(f"{route}/logs").json() == {"logs": lines}
     assert api.get("/templates/made").json()["memoryMB"] == 512
     assert api.delete("/templates/made").status_code == 204
@@ -55,7 +56,8 @@ def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     route = f"/templates/{build_fields['templateID']}/builds/{build_fields['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
     build_status = api.get(f"{route}/status").json()
-    assert build_status["status"] == "error" and "exit code 1" in build_status["reason"] == build_status["errorMessage"]
+    assert build_status["status"] == "error" and "exit code 1" in build_status["errorMessage"]
+    assert build_status["reason"] == {"message": build_status["errorMessage"]}
     template = api.get("/templates/broken").json()
     assert template["buildStatus"] == "error" and "exit code 1" in template["reason"]
     assert template["status"] == "FAILED" and template["lastError"] == template["reason"]

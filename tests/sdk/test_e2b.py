@@ -395,6 +395,15 @@ def test_templates_are_found_by_name(server):
     assert error_info.value.status_code == 400
 
 
+@covers("Template.get_build_status")
+def test_the_status_of_a_build_contains_its_log(server):
+    template = server.gateway.call("GET", f"/templates/{server.template}")
+    build = e2b.BuildInfo(template["templateID"], template["buildID"], server.template, server.template)
+    status = e2b.Template.get_build_status(build)
+    assert status.status is e2b.TemplateBuildStatus.READY and status.reason is None
+    assert [entry.message for entry in status.log_entries] == status.logs
+
+
 def test_errors_have_their_own_classes(server, create_sandbox):
     with pytest.raises(e2b.SandboxException, match="template") as not_found_info:
         create_sandbox("no-such-template")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.records import new_id, now
@@ -16,6 +16,13 @@ from sandbox_gateway.records import new_id, now
 _MAX_BYTES = 1 << 20
 _LAST_LINE_COUNT = 40
 MAX_LINE_LENGTH = 2000
+
+
+class LogLine(NamedTuple):
+    """A line of a build's log."""
+
+    text: str
+    time: datetime
 
 
 @dataclass
@@ -34,43 +41,49 @@ class Build:
     build_id: str = field(default_factory=new_id)
     status: str = "building"
     reason: str = ""
-    lines: list[str] = field(default_factory=list)
+    log_lines: list[LogLine] = field(default_factory=list)
     started_at: datetime = field(default_factory=now)
     _size: int = 0
     _omitted_count: int = 0
-    _last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
+    _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
         """Append a line. The log keeps its first ``_MAX_BYTES`` bytes and its last ``_LAST_LINE_COUNT`` lines."""
-        line = remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip()
-        self._size += sys.getsizeof(line)
+        log_line = LogLine(remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip(), now())
+        self._size += sum(map(sys.getsizeof, (log_line, *log_line)))
         if self._size <= _MAX_BYTES:
-            self.lines.append(line)
+            self.log_lines.append(log_line)
             self._wake_followers()
         else:
             self._omitted_count += 1
-            self._last_lines.append(line)
+            self._last_lines.append(log_line)
 
     def end(self, status: str, reason: str = "") -> None:
         if self._omitted_count > len(self._last_lines):
-            self.lines.append(f"({self._omitted_count - len(self._last_lines)} lines omitted)")
-        self.lines += self._last_lines
+            text = f"({self._omitted_count - len(self._last_lines)} lines omitted)"
+            self.log_lines.append(LogLine(text, self._last_lines[0].time))
+        self.log_lines += self._last_lines
         self._last_lines.clear()
         self.status, self.reason = status, reason
         self._wake_followers()
+
+    @property
+    def lines(self) -> list[str]:
+        """The texts of the log's lines."""
+        return [line.text for line in self.log_lines]
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
         """Yield the lines of the log from index ``start`` on, until the build ends."""
         position = start
         while True:
             update_event = self._update_event
-            for line in self.lines[position:]:
-                yield line
+            for line in self.log_lines[position:]:
+                yield line.text
                 position += 1
             if self.status != "building":
                 return
-            if position == len(self.lines):
+            if position == len(self.log_lines):
                 await update_event.wait()
 
     def _wake_followers(self) -> None:

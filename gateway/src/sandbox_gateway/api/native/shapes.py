@@ -196,13 +196,24 @@ class AliasShape(Shape):
     public: bool
 
 
+class LogEntryShape(Shape):
+    timestamp: datetime
+    message: str
+    level: Literal["info"] = Field(description="Lines of a build have no level.")
+
+
+class BuildReasonShape(Shape):
+    message: str
+
+
 class BuildShape(Shape):
     build_id: str
     template_id: str
     status: Literal["building", "ready", "error"]
     logs: list[str]
-    reason: str | None
-    error_message: str = Field(description="The same as reason, as CubeSandbox names it; empty without an error.")
+    log_entries: list[LogEntryShape] = Field(description="The same lines with their times, as E2B's clients read them.")
+    reason: BuildReasonShape | None = Field(None, description="Why the build failed; missing without an error.")
+    error_message: str = Field(description="The message of reason, as CubeSandbox names it; empty without an error.")
 
 
 class LogShape(Shape):
@@ -591,15 +602,17 @@ def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:
-    end = None if limit is None else offset + limit
-    return BuildShape(
+    lines = build.log_lines[offset : None if limit is None else offset + limit]
+    shape = BuildShape(
         build_id=build.build_id,
         template_id=build.template_id,
         status=build.status,
-        logs=build.lines[offset:end],
-        reason=build.reason or None,
+        logs=[line.text for line in lines],
+        log_entries=[LogEntryShape(timestamp=line.time, message=line.text, level="info") for line in lines],
         error_message=build.reason,
     )
+    # E2B's client fails if the reason is null.
+    return shape.model_copy(update={"reason": BuildReasonShape(message=build.reason)}) if build.reason else shape
 
 
 def build_started_shape(build: Build) -> BuildStarted:

@@ -87,7 +87,9 @@ async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> sha
     return _ready_shape(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
 
 
-@router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
+@router.get(
+    "/templates/{ref}/builds/{build}/status", response_model_exclude_unset=True, summary="Show the status of a build"
+)
 async def build_status(
     ref: Ref,
     build: Ref,
