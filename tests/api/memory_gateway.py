@@ -18,6 +18,7 @@ from tests.api.memory_host import Machine, MemoryHost
 from tests.support import session
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
+OTHER_EXEC_KEY = "other-exec-key-0123456789"
 _START_TIMEOUT_SECONDS = 20
 
 
@@ -31,7 +32,10 @@ class MemoryGateway:
         self.socket = Path(self.run_directory.name) / "gateway.sock"
         self.port = session.free_port()
         key_file = root / "keys"
-        key_file.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
+        key_file.write_text(
+            f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n"
+            f"helper exec {OTHER_EXEC_KEY}\n"
+        )
         key_file.chmod(0o600)
         server_section = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(key_file)}
         server_section |= sections.pop("server", {})
@@ -96,6 +100,11 @@ class MemoryGateway:
 
     def machine(self, sandbox_id: str) -> Machine:
         return self.host.machines[self.engine.sandboxes.get(sandbox_id).instance]
+
+    def set_metadata(self, ref: str, metadata: dict[str, str]) -> None:
+        """Replace a sandbox's metadata without the limits of the API, which older gateways did not have."""
+        work = self.engine.sandboxes.update(ref, metadata=metadata)
+        asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def build_template(self, name: str = "base", **recipe: Any) -> str:
         """Build a template, and return its id."""

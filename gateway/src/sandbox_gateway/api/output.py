@@ -18,14 +18,15 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.api.access.auth import caller_of
+from sandbox_gateway.api.access.auth import caller_of, is_local
 from sandbox_gateway.errors import Busy, OutputLost
 
 Output = bytes | str
 MAX_UNSENT_BYTES = 512 << 20
-"""Maximum memory for all large responses that clients have not received completely.
+"""Maximum memory for all large responses to clients with keys that have not received them completely.
 
-One key can use half of it, so that it does not prevent others from running commands.
+One key can use half of it, so that it does not prevent others from running commands. The Unix socket can use as much as
+one key, in addition.
 """
 MAX_UNSENT_BYTES_PER_SANDBOX = 192 << 20
 """The same for the output of one sandbox. A single text of 48 MiB takes this much if one of its characters takes four
@@ -116,8 +117,7 @@ def _declared_length(start: Message) -> int:
 
 @contextlib.contextmanager
 def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]:
-    limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}
-    limits |= {f"to caller {caller_of(scope).name!r}": MAX_UNSENT_BYTES // 2, "to all callers": MAX_UNSENT_BYTES}
+    limits = _limits_for(response, scope)
     for owner, limit in limits.items():
         if _unsent_bytes[owner] + response.size > limit:
             reason = f"the responses {owner} that clients have not received yet would exceed {limit >> 20} MiB"
@@ -136,6 +136,13 @@ def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]
             _unsent_bytes[owner] -= response.size
             if not _unsent_bytes[owner]:
                 del _unsent_bytes[owner]
+
+
+def _limits_for(response: _LargeResponse, scope: Scope) -> dict[str, int]:
+    if is_local(scope):
+        return {"over the Unix socket": MAX_UNSENT_BYTES // 2}
+    limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}
+    return limits | {f"to caller {caller_of(scope).name!r}": MAX_UNSENT_BYTES // 2, "to all keys": MAX_UNSENT_BYTES}
 
 
 def _split(bodies: Sequence[bytes]) -> Iterator[bytes]:

@@ -159,7 +159,7 @@ def extract_secrets(headers: Headers) -> list[str]:
 
 def identify(scope: Scope, keys: Keys) -> Caller | None:
     """Return the caller of a request, or None if it has no valid key and did not come over the unix socket."""
-    if scope.get(_LOCAL_KEY):
+    if is_local(scope):
         caller: Caller | None = Caller("local", Permission.ADMIN)
     else:
         callers = [keys.find(secret) for secret in extract_secrets(Headers(scope=scope))]
@@ -179,6 +179,11 @@ def plan_of(scope: Scope) -> str:
     """Return the id of the plan session of a request, or "" if it has none."""
     plan_id: str = scope.get(_PLAN_KEY, "")
     return plan_id
+
+
+def is_local(scope: Scope) -> bool:
+    """Return whether a request came over the unix socket."""
+    return _LOCAL_KEY in scope
 
 
 def is_identified(scope: Scope) -> bool:
