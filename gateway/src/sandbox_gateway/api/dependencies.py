@@ -16,7 +16,10 @@ MAX_REF_LENGTH = 128
 
 
 async def _get_engine(request: Request) -> Engine:
-    """Return the engine for a request: that of its plan session, if it has one. Raises NotFound, Unsupported."""
+    """Return the engine for a request: that of its plan session, if it has one.
+
+    Raises NotFound, Unsupported, OverQuota.
+    """
     plan_id = plan_of(request.scope)
     if not plan_id:
         engine: Engine = request.app.state.engine
@@ -27,6 +30,8 @@ async def _get_engine(request: Request) -> Engine:
         )
     sessions: PlanSessions = request.app.state.plans
     session = sessions.get(caller_of(request.scope).name, plan_id)
+    # The parsed strings of a body take up to four times its size. Builds keep them even if they fail.
+    sessions.charge(session, 4 * len(await request.body()))
     id_source.set(session.new_id)
     return session.engine
 

@@ -27,7 +27,12 @@ from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 from sandbox_gateway.validation import explain
 
 MAX_MOUNTS = 64
-MAX_PAIRS = 10_000
+MAX_PAIRS = 1000
+MAX_STORED_BYTES = 64 << 10
+"""Maximum size of all metadata, or of all environment variables, of a sandbox."""
+MAX_COMMAND_LENGTH = 64 << 10
+MAX_SETUP_BYTES = 256 << 10
+"""Maximum size of all set-up commands of a template."""
 
 
 def _check_pair_count(value: object) -> object:
@@ -40,7 +45,29 @@ def _check_pair_count(value: object) -> object:
     return value
 
 
+def _check_pair_size(value: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key.encode()) + len(text.encode()) for key, text in value.items())
+    if size > MAX_STORED_BYTES:
+        raise ValueError(
+            f"the keys and values have {size} bytes in total: send at most {MAX_STORED_BYTES >> 10} KiB, and put more "
+            "data into a file in the sandbox"
+        )
+    return value
+
+
+def _check_setup_size(value: list[str]) -> list[str]:
+    size = sum(len(command.encode()) for command in value)
+    if size > MAX_SETUP_BYTES:
+        raise ValueError(
+            f"the commands have {size} bytes in total: send at most {MAX_SETUP_BYTES >> 10} KiB, and let a command "
+            "download larger files, or build the template from a directory"
+        )
+    return value
+
+
 Pairs = Annotated[dict[str, str], BeforeValidator(_check_pair_count)]
+StoredPairs = Annotated[Pairs, AfterValidator(_check_pair_size)]
+"""Pairs that become part of a record, and therefore stay in memory."""
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -57,9 +84,10 @@ _REFUSED_METADATA = {
     "host-mount": "use volumeMounts, with a volume, to share files; directories of the host cannot be mounted",
     "network-policy": "use the field network",
 }
-Metadata = Annotated[Pairs, AfterValidator(_check_metadata)]
+Metadata = Annotated[StoredPairs, AfterValidator(_check_metadata)]
 _DEFAULT_POLICY = NetworkPolicy()
 _MAX_HOST_LENGTH = 255
+Address = Annotated[str, Field(max_length=_MAX_HOST_LENGTH)]
 _HOST_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
@@ -88,8 +116,8 @@ class Network(NativeBody):
         alias="allowInternetAccess",
         validation_alias=AliasChoices("allowInternetAccess", "allow_internet_access"),
     )
-    allow_out: list[str] | None = Field(None, max_length=1000)
-    deny_out: list[str] | None = Field(None, max_length=1000)
+    allow_out: list[Address] | None = Field(None, max_length=1000)
+    deny_out: list[Address] | None = Field(None, max_length=1000)
     allow_public_traffic: bool | None = Field(
         None,
         strict=True,
@@ -168,7 +196,7 @@ class ForkBody(Sizes):
     }
 
     metadata: Metadata = Field(default_factory=dict)
-    env: Pairs = Field(default_factory=dict, alias="envVars")
+    env: StoredPairs = Field(default_factory=dict, alias="envVars")
     timeout: Timeout = TIMEOUT_FIELD
     network: Network | None = None
     allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
@@ -453,13 +481,13 @@ class CreateTemplate(Sizes):
 
     name: Name
     source: Source = Field(Source.DEBOOTSTRAP, alias="from")
-    suite: str | None = None
-    mirror: str | None = None
+    suite: str | None = Field(None, max_length=64)
+    mirror: str | None = Field(None, max_length=4096)
     packages: list[str] | None = Field(None, max_length=2000)
-    path: str | None = None
-    setup: list[str] | None = Field(None, max_length=1000)
-    start_command: str | None = None
-    ready_probe: str | None = None
+    path: str | None = Field(None, max_length=4096)
+    setup: Annotated[list[str], AfterValidator(_check_setup_size)] | None = Field(None, max_length=1000)
+    start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
+    ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_timeout: float | None = None
     setup_timeout: float | None = None
     description: str = Field("", max_length=4096)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
 
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Conflict
@@ -28,8 +32,10 @@ class PlannedHost:
     An *instance* is real if the gateway's index has it; all other instances exist only in the session.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, charge: Callable[[int], None]) -> None:
+        """Create a host. ``charge`` counts the bytes of each record that is saved, and raises if it is too large."""
         self._engine = engine
+        self._charge = charge
         self._real = engine.host
         self.kind = self._real.kind
         self.abilities = self._real.abilities
@@ -95,7 +101,7 @@ class PlannedHost:
         await self.stop(sandbox)
 
     async def save(self, sandbox: Sandbox) -> None:
-        pass
+        self._charge(_measure(sandbox))
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
@@ -141,11 +147,12 @@ class PlannedHost:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
+        self._charge(sum(map(_measure, (snapshot, *volumes))))
         captured_memory = MemoryMode.FULL if memory else MemoryMode.NONE
         return snapshot.model_copy(update={"memory": captured_memory, "resources": sandbox.resources})
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        pass
+        self._charge(_measure(snapshot))
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         pass
@@ -162,9 +169,10 @@ class PlannedHost:
     # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
-        pass
+        self._charge(_measure(volume))
 
     async def grow_volume(self, volume: Volume, size_mb: int) -> None:
+        self._charge(_measure(volume))
         volume.size_mb = size_mb
 
     async def remove_volume(self, volume: Volume) -> None:
@@ -177,13 +185,13 @@ class PlannedHost:
         return await self._real.volume_state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        pass
+        self._charge(_measure(snapshot))
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
         pass
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        pass
+        self._charge(_measure(volume))
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         pass
@@ -193,3 +201,13 @@ class PlannedHost:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return []
+
+
+def _measure(value: Any) -> int:
+    """Return the memory of a record in bytes, without the names of its fields. Values that records share count too."""
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(_measure(key) + _measure(item) for key, item in value.items())
+    if isinstance(value, BaseModel):
+        return size + sum(map(_measure, vars(value).values()))
+    return size + sum(map(_measure, value)) if isinstance(value, list) else size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
@@ -20,6 +20,13 @@ MAX_SESSIONS = 32
 MAX_SESSIONS_PER_KEY = 16
 MAX_IDS = 10_000
 """Maximum number of ids that a session creates. An object needs one or two."""
+MAX_BYTES_PER_SESSION = 64 << 20
+"""Maximum memory for the records that a session has saved, and the bodies of its requests.
+
+Records still count after the session has replaced or deleted them, or undone the request that saved them.
+"""
+MAX_BYTES_PER_KEY = 128 << 20
+MAX_BYTES = 256 << 20
 IDLE_SECONDS = 900.0
 """A session ends when it has not been used for this long."""
 MIN_IDLE_SECONDS = 30.0
@@ -33,11 +40,13 @@ class PlanSession:
 
     id: str
     owner: str
-    engine: Engine
+    engine: Engine = field(init=False)
     opened_at: datetime = field(default_factory=now)
     used_at: float = 0.0
     """The time of the last request in this session, by the event loop's clock."""
     id_count: int = 0
+    size: int = 0
+    """The memory that counts toward the limits, in bytes."""
     recent_captures: Sequence[Snapshot] = ()
     """The newest snapshots that existed when the session was opened, from which the costs of others are estimated."""
 
@@ -76,25 +85,48 @@ class PlanSessions:
                 "the plan session of this run has ended, because it was idle or other runs needed its place: start the "
                 "check run again"
             )
-        self._make_place(owner)
+        self._make_place(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
-        self._sessions[id] = PlanSession(id, owner, self._copy_engine(), recent_captures=recent_captures)
-        return self._touch(self._sessions[id])
+        session = PlanSession(id, owner, recent_captures=recent_captures)
+        session.engine = self._copy_engine(lambda size: self.charge(session, size))
+        self._sessions[id] = session
+        return self._touch(session)
 
-    def _make_place(self, owner: str) -> None:
-        """End a session if no other can be opened: the one that its key has not used for the longest time. Raises Busy.
+    def charge(self, session: PlanSession, size: int) -> None:
+        """Count ``size`` bytes that a session will keep in memory. Raises OverQuota, or Busy if others need it."""
+        if session.size + size > MAX_BYTES_PER_SESSION:
+            raise OverQuota(
+                f"the plan would take more than {MAX_BYTES_PER_SESSION >> 20} MiB of the gateway's memory: split the "
+                "play, run parts of it with --limit, or shorten metadata and other long values"
+            )
+        self._make_place(session.owner, size=size)
+        session.size += size
 
-        If the gateway has too many, a session of the key with the most sessions ends, so that keys with many check runs
-        do not end those of others.
+    def _make_place(self, owner: str, *, count: int = 0, size: int = 0) -> None:
+        """End the sessions that were unused for the longest time until there is place for more. Raises Busy.
+
+        If the sessions of all keys are too many or too large, one of the key with the most ends, so that keys with many
+        check runs do not end those of others.
         """
-        owned_sessions = [each for each in self._sessions.values() if each.owner == owner]
-        if len(owned_sessions) >= MAX_SESSIONS_PER_KEY:
-            self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
-        if len(self._sessions) >= MAX_SESSIONS:
-            counts = Counter(each.owner for each in self._sessions.values())
-            largest_owner = max(counts, key=lambda name: (counts[name], name == owner))
-            largest_sessions = [each for each in self._sessions.values() if each.owner == largest_owner]
-            self._end_oldest(largest_sessions, f"{MAX_SESSIONS} plan sessions for this gateway")
+        while True:
+            sessions = [*self._sessions.values()]
+            owned_sessions = [each for each in sessions if each.owner == owner]
+            if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
+                self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
+            elif _total_size(owned_sessions) + size > MAX_BYTES_PER_KEY:
+                limit = f"{MAX_BYTES_PER_KEY >> 20} MiB for the plan sessions of the key {owner!r}"
+                self._end_oldest(owned_sessions, limit)
+            elif len(sessions) + count > MAX_SESSIONS:
+                counts = Counter(each.owner for each in sessions)
+                self._end_oldest(_of_largest(sessions, counts, owner), f"{MAX_SESSIONS} plan sessions for this gateway")
+            elif _total_size(sessions) + size > MAX_BYTES:
+                sizes: Counter[str] = Counter()
+                for each in sessions:
+                    sizes[each.owner] += each.size
+                limit = f"{MAX_BYTES >> 20} MiB for the plan sessions of this gateway"
+                self._end_oldest(_of_largest(sessions, sizes, owner), limit)
+            else:
+                return
 
     def _end_oldest(self, sessions: Sequence[PlanSession], limit: str) -> None:
         if sessions[0].used_at > asyncio.get_running_loop().time() - MIN_IDLE_SECONDS:
@@ -133,10 +165,9 @@ class PlanSessions:
             raise NotFound("plan", id[:80], message=message)
         return session
 
-    def _copy_engine(self) -> Engine:
-        engine = Engine(
-            PlannedHost(self._engine), self._engine.config, index=self._engine.index.copy(), agents_class=PlannedAgents
-        )
+    def _copy_engine(self, charge: Callable[[int], None]) -> Engine:
+        host = PlannedHost(self._engine, charge)
+        engine = Engine(host, self._engine.config, index=self._engine.index.copy(), agents_class=PlannedAgents)
         engine.secret.key = self._engine.secret.key
         engine.templates.copy_builds(self._engine.templates)
         return engine
@@ -164,3 +195,13 @@ class PlanSessions:
         if len(self._ended_ids) > _MAX_ENDED_IDS:
             del self._ended_ids[next(iter(self._ended_ids))]
         return self._engine.background.start(session.engine.background.cancel())
+
+
+def _total_size(sessions: Sequence[PlanSession]) -> int:
+    return sum(each.size for each in sessions)
+
+
+def _of_largest(sessions: Sequence[PlanSession], amounts: Counter[str], owner: str) -> list[PlanSession]:
+    """Return the sessions of the key with the largest amount, or of ``owner`` if it has as much."""
+    largest_owner = max(amounts, key=lambda name: (amounts[name], name == owner))
+    return [each for each in sessions if each.owner == largest_owner]
