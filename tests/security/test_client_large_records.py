@@ -56,7 +56,17 @@ def fill_session(plan: httpx.Client, method: str, path: str, body: dict[str, Any
 
 
 def check_over_quota(response: httpx.Response, *texts: str) -> None:
-    assert (response.status_code, response.json()["kind"]) == (413, "over_quota"), response.text
+    check_refusal(response, 413, "over_quota", texts)
+
+
+def check_busy(response: httpx.Response, *texts: str) -> None:
+    """Check a refusal that other sessions cause. The client may repeat the request when one of them has ended."""
+    check_refusal(response, 429, "busy", texts)
+    assert response.headers["Retry-After"]
+
+
+def check_refusal(response: httpx.Response, status: int, kind: str, texts: tuple[str, ...]) -> None:
+    assert (response.status_code, response.json()["kind"]) == (status, kind), response.text
     for text in texts:
         assert text in response.json()["message"]
 
@@ -101,11 +111,11 @@ def test_memory_for_all_plan_sessions_is_limited(
         first_plan, refusal = fill_next(READ_KEY)
         check_over_quota(refusal, "split the play")
         fill_next(READ_KEY)
-        check_over_quota(fill_next(READ_KEY)[1], "the plan sessions of the key 'looker'", "DELETE /plans/{id}")
+        check_busy(fill_next(READ_KEY)[1], "the plan sessions of the key 'looker'", "DELETE /plans/{id}")
         for key in (EXEC_KEY, OTHER_EXEC_KEY):
             for _ in range(3):
                 _, refusal = fill_next(key)
-        check_over_quota(refusal, "the plan sessions of this gateway")
+        check_busy(refusal, "the plan sessions of this gateway")
         # A session that is idle ends if another one needs its place.
         monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
         with open_plan(memory_gateway, ADMIN_KEY) as plan:
