@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from ansible.errors import AnsibleError
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 from ansible.utils.path import unfrackpath
+from ansible.utils.sentinel import Sentinel
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Address
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -30,6 +32,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import
 
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
+    from ansible.template import Templar
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
@@ -38,19 +41,25 @@ DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
 
 
-def _is_always_in_check_mode(task: Task) -> bool:
+def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, Any]) -> bool:
     """Return whether a task in check mode would be in check mode in a real run too, because a keyword says so.
 
-    Attributes contain inherited values, so this looks at the YAML of the task, its blocks and its play.
+    The innermost keyword counts. Facts and registered results have the values of this run.
     """
-    levels: list[Any] = [task]
-    while (parent := getattr(levels[-1], "_parent", None)) is not None:
-        levels.append(parent)
-    levels.append(getattr(levels[-1], "_play", None))
-    sources = (level.get_ds() for level in levels if level is not None)
-    values = (source["check_mode"] for source in sources if isinstance(source, dict) and "check_mode" in source)
-    # A keyword with this variable has another value in a real run.
-    return any("ansible_check_mode" not in str(value) for value in values)
+    source = task.get_ds()
+    # The attribute of the task itself has already been replaced by its value in this run.
+    own = source.get("check_mode", Sentinel) if isinstance(source, dict) else Sentinel
+    inherited = task._get_parent_attribute("check_mode", omit=True)
+    templar = templar.copy_with_new_env(available_variables={**task_vars, "ansible_check_mode": False})
+    omitted = task_vars.get("omit", Sentinel)
+    try:
+        # ansible-core 2.19 and later remove omitted values from mappings, and earlier releases return a placeholder.
+        value = templar.template({"own": own}).get("own", omitted) if own is not Sentinel else omitted
+        if own is Sentinel or value == omitted:
+            value = templar.template(inherited) if inherited is not Sentinel else False
+        return bool(boolean(value))
+    except (AnsibleError, TypeError):  # The value cannot be known, so later tasks must see the changes.
+        return False
 
 
 class GatewayAction(ActionBase):
@@ -66,8 +75,8 @@ class GatewayAction(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         del tmp
-        args = self._arguments()
         task_vars = task_vars or {}
+        args = self._arguments(task_vars)
         try:
             self._check_key_destination(args, task_vars)
             args.update(self._approval(task_vars))
@@ -87,7 +96,7 @@ class GatewayAction(ActionBase):
         # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
         return dict(wrap_var(result))
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the task's options, with the URL and the key from this process's environment as defaults.
 
         Variables in the task's ``environment`` take precedence, because the module reads them itself.
@@ -100,7 +109,7 @@ class GatewayAction(ActionBase):
         if self._task.check_mode and _check_run.is_check_run():
             # A single task in check mode, within a real run, must see the changes of that run instead.
             args["check_run"] = _check_run.make_run_name()
-            args["predict_only"] = _is_always_in_check_mode(self._task)
+            args["predict_only"] = _is_always_in_check_mode(self._task, self._templar, task_vars)
             _check_run.record_session()
         return args
 

@@ -57,17 +57,30 @@ class Target:
         assert len(results) == len(tasks), self.output
         return results
 
-    def run(
-        self, play: dict[str, Any], *, options: tuple[str, ...] = (), environment: dict[str, str] | None = None
-    ) -> list[Result]:
-        """Run a play on one host, and return the results of its tasks in the order in which they end."""
+    def run(self, *plays: dict[str, Any], **arguments: Any) -> list[Result]:
+        """Run plays on one host, and return the results of their tasks in the order in which they end."""
+        self.write_playbook("play.yml", *plays)
+        return self.run_playbooks("play.yml", **arguments)
+
+    def write_playbook(self, name: str, *plays: dict[str, Any]) -> None:
         defaults = {
             "hosts": "all",
             "gather_facts": False,
             "module_defaults": {"group/grove.sandbox.all": {"gateway_url": self.url, "gateway_token": self.token}},
         }
-        playbook, record = self.scratch / "play.yml", self.scratch / "results.jsonl"
-        playbook.write_text(json.dumps([{**defaults, **play}]))
+        self.write_file(name, [{**defaults, **play} for play in plays])
+
+    def write_file(self, name: str, content: Any) -> None:
+        """Write a file of a playbook, such as the tasks of a role."""
+        path = self.scratch / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+
+    def run_playbooks(
+        self, *names: str, options: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> list[Result]:
+        """Run playbooks, and return the results of their tasks in the order in which they end."""
+        record = self.scratch / "results.jsonl"
         record.write_text("")
         process = subprocess.run(
             [
@@ -77,7 +90,7 @@ class Target:
                 "-e",
                 "ansible_python_interpreter=" + sys.executable,
                 *options,
-                playbook,
+                *names,
             ],
             env={**os.environ, **self._make_environment(record), **(environment or {})},
             cwd=self.scratch,

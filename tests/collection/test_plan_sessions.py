@@ -57,6 +57,49 @@ def test_a_task_that_is_always_in_check_mode_plans_nothing(plan_gateway: MemoryG
     assert first["changed"] and not second["changed"]
 
 
+BOX: Task = {"grove.sandbox.sandbox": {"name": "{{ box }}", "template": "base"}}
+DEPENDS = {"check_mode": "{{ ansible_check_mode }}"}
+DRY = {"check_mode": "{{ dry }}"}
+ALWAYS = {"check_mode": True}
+CHECK_MODE_PLAYS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "no keyword": (False, {"tasks": [BOX]}),
+    "role": (True, {"roles": [{"role": "mk", **ALWAYS}]}),
+    "role, depends on the mode": (False, {"roles": [{"role": "mk", **DEPENDS}]}),
+    "dependency": (True, {"roles": ["top"]}),
+    "import_role": (True, {"tasks": [{"import_role": {"name": "mk"}, **ALWAYS}]}),
+    "include_role": (True, {"tasks": [{"include_role": {"name": "mk", "apply": ALWAYS}}]}),
+    "play": (True, {**ALWAYS, "tasks": [{"import_role": {"name": "mk"}}]}),
+    "play, depends on the mode": (False, {"vars": {"dry": DEPENDS["check_mode"]}, **DRY, "roles": ["mk"]}),
+    "play, variable": (True, {"vars": {"dry": "yes"}, **DRY, "tasks": [BOX]}),
+    "text mentions the mode": (True, {"check_mode": "{{ true or ansible_check_mode }}", "tasks": [BOX]}),
+    "block": (False, {"tasks": [{"block": [{**BOX, **DEPENDS}], **ALWAYS}]}),
+    "block, depends on the mode": (True, {"tasks": [{"block": [{**BOX, **ALWAYS}], **DEPENDS}]}),
+    "block in block": (False, {"tasks": [{"block": [{"block": [BOX], **DEPENDS}], **ALWAYS}], **ALWAYS}),
+    "omitted": (True, {"tasks": [{"block": [{**BOX, "check_mode": "{{ omit }}"}], **ALWAYS}]}),
+    "omitted, no other": (False, {"tasks": [{**BOX, "check_mode": "{{ omit }}"}]}),
+    "variable of the task": (False, {"tasks": [{**BOX, **DRY, "vars": {"dry": DEPENDS["check_mode"]}}]}),
+    "item": (True, {"tasks": [{**BOX, "check_mode": "{{ item }}", "loop": [True]}]}),
+}
+"""By the place of the keyword: whether the task is in check mode in a real run too, and its play."""
+
+
+@pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_target: Target, core: str) -> None:
+    plan_target.write_file("roles/mk/tasks/main.yml", [BOX])
+    plan_target.write_file("roles/top/meta/main.yml", {"dependencies": [{"role": "mk", **ALWAYS}]})
+    plays: list[dict[str, Any]] = []
+    for number, (_is_always, play) in enumerate(CHECK_MODE_PLAYS.values()):
+        plays.append({**play, "vars": {"box": f"box-{number}", **play.get("vars", {})}})
+        # This task changes something only if the one before it was in check mode.
+        plays.append({"tasks": [BOX], "vars": {"box": f"box-{number}"}})
+    expected = {place: is_always for place, (is_always, _play) in CHECK_MODE_PLAYS.items()}
+    for options in (("--check",), ()):
+        results = plan_target.run(*plays, options=options, environment=ansible_core_versions.select_release(core))
+        changed = {result["sandbox"]["name"]: result["changed"] for result in results if result.get("sandbox")}
+        actual = {place: changed.get(f"box-{number}") for number, place in enumerate(CHECK_MODE_PLAYS)}
+        assert actual == expected, (options, plan_target.output)
+
+
 def test_sessions_of_ended_runs_make_place_for_new_ones(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,12 @@ def _make_environment(core: str, scratch: Path) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return {**variables, "PYTHONPATH": str(_install_oldest())} if core == OLDEST else variables
+    return {**variables, **select_release(core)}
+
+
+def select_release(core: str) -> dict[str, str]:
+    """Return the environment variables with which a Python of the tests imports a release."""
+    return {"PYTHONPATH": str(_install_oldest())} if core == OLDEST else {}
 
 
 @cache
