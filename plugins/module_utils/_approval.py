@@ -9,6 +9,7 @@ This module is independent of Ansible and the network.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -24,9 +25,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 
-_SECRET_KEYS = ("env", "envVars")
+_SECRET_FIELD = "envVars"
+"""The field in the body of requests that contains the environment of a sandbox."""
 _HASH_PREFIX = "pbkdf2-sha256:"
 _HASH_ROUNDS = 100_000
+_SALT = secrets.token_hex(16)
+"""The salt of all hashes that this process makes, so that it hashes each secret only once."""
 _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 """Keys of views whose values only the run can know."""
 _UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
@@ -375,22 +379,24 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _hash_secrets(value: Any) -> Any:
-    """Return a value with hashes in place of secrets."""
-    if isinstance(value, Mapping):
-        return {
-            key: _hash(item, secrets.token_hex(16)) if key in _SECRET_KEYS and item else _hash_secrets(item)
-            for key, item in value.items()
-        }
-    return [_hash_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
+def _hash_secrets(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request with a hash in place of the environment of a sandbox."""
+    body = request.get("body")
+    if not isinstance(body, Mapping) or not body.get(_SECRET_FIELD):
+        return dict(request)
+    return {**request, "body": {**body, _SECRET_FIELD: _hash(_serialize(body[_SECRET_FIELD]), _SALT)}}
 
 
-def _hash(value: Any, salt: str) -> str:
-    text = json.dumps(value, sort_keys=True)
+def _serialize(value: Any) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
+
+
+@functools.lru_cache(maxsize=1000)
+def _hash(text: str, salt: str) -> str:
     digest = hashlib.pbkdf2_hmac("sha256", text.encode(), salt.encode(), _HASH_ROUNDS).hex()
     return f"{_HASH_PREFIX}{salt}:{digest}"
 
 
 def _matches_hash(planned: str, actual: Any) -> bool:
     salt = planned[len(_HASH_PREFIX) :].partition(":")[0]
-    return hmac.compare_digest(planned, _hash(dict(actual) if isinstance(actual, Mapping) else actual, salt))
+    return hmac.compare_digest(planned, _hash(_serialize(actual), salt))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +192,39 @@ def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Cli
     assert "correct-horse" not in json.dumps(entry)
     assert "secrets" in apply(client, create("battery-staple"), entry)["msg"]
     assert apply(client, create("correct-horse"), entry)["changed"]
+
+
+def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed_texts: list[bytes] = []
+    original_hash = hashlib.pbkdf2_hmac
+
+    def count_hash(name: str, text: bytes, salt: bytes, rounds: int) -> bytes:
+        hashed_texts.append(text)
+        return original_hash(name, text, salt, rounds)
+
+    monkeypatch.setattr(hashlib, "pbkdf2_hmac", count_hash)
+    secret = f"unique-{uuid.uuid4()}"
+    create = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
+    again = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
+    entries = make_plan(gateway, create, again)
+    assert len(hashed_texts) == 1 and secret.encode() in hashed_texts[0]
+    assert apply(client, create, *entries)["changed"]
+    assert len(hashed_texts) == 1
+
+
+def test_only_the_environment_is_a_secret(
+    gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(hashlib, "pbkdf2_hmac")
+    metadata = {"env": "prod", "envVars": "none"}
+    create = ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata})
+    (entry,) = make_plan(gateway, create)
+    assert entry["actions"][0]["request"]["body"]["metadata"] == metadata
+    assert apply(client, create, entry)["changed"]
+    update = ("sandbox", {"name": ["box"], "metadata": {"env": "test"}})
+    (entry,) = make_plan(gateway, update)
+    assert entry["actions"][0]["request"]["body"] == {"metadata": {"env": "test"}}
+    assert apply(client, update, entry)["changed"]
 
 
 def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client: Client) -> None:
