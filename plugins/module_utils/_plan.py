@@ -124,11 +124,14 @@ def fill_from_session(
     """Return predicted shapes in which values that are None have those of the session, except for measurements.
 
     ``planned``: the shapes of the same objects in the session. The ids that it gave to new objects are for later tasks.
-    Whether a sandbox has diverged is unknown if the session does not know it.
+    Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
+    removed again are omitted, such as snapshots that a retention rule does not keep.
     """
     result = {}
     for name, shape in predicted.items():
-        planned_shape = planned.get(name, {})
+        if name not in planned:
+            continue
+        planned_shape = planned[name]
         values = {
             key: planned_shape.get(key) for key, value in shape.items() if value is None and key not in _MEASURED_KEYS
         }

@@ -1,4 +1,4 @@
-"""Other objects still expire if one object is busy or a check fails."""
+"""Snapshots and sandboxes expire in the background. Retention rules are applied before a request ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.records import Retention, now
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.records import Retention, Snapshot, now
 from tests.support.memory_engine import create, open_engine, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +73,49 @@ async def test_a_snapshot_that_was_in_use_is_removed_after_its_last_user(tmp_pat
         older_snapshot = await engine.snapshots.create("one", retention=rule)
         await create(engine, "user", older_snapshot.id)
         newest_snapshot = await engine.snapshots.create("one", retention=rule)
-        await asyncio.sleep(0.6)
         assert [each.id for each in engine.snapshots.list()] == [older_snapshot.id, newest_snapshot.id]
         await engine.sandboxes.delete("user")
-        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest_snapshot.id])
+        assert [each.id for each in engine.snapshots.list()] == [newest_snapshot.id]
+
+
+async def test_a_rule_is_applied_before_its_snapshot_is_reported(tmp_path: Path) -> None:
+    """Otherwise, the next request would depend on when the background task runs."""
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "one")
+        types: list[str] = []
+        publish = engine.events.publish
+        engine.events.publish = lambda type, **data: (types.append(type), publish(type, **data))  # type: ignore
+        for name in ("first", "second", "third"):
+            await engine.snapshots.create("one", name=name, retention=Retention(keep_last=2))
+        assert [each.names for each in engine.snapshots.list()] == [["second"], ["third"]]
+        assert types[-3:] == ["snapshot.created", "snapshot.deleted", "snapshot.pruned"]
+
+
+async def test_the_rule_of_the_newest_snapshot_ends_with_it(tmp_path: Path) -> None:
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "one")
+        for name, count in (("first", 1), ("second", 1), ("third", 2)):
+            await engine.snapshots.create("one", name=name, retention=Retention(keep_last=count))
+            if name == "first":
+                await create(engine, "user", name)
+        assert [each.names for each in engine.snapshots.list()] == [["first"], ["second"], ["third"]]
+        await engine.snapshots.delete("third")
+        await engine.sandboxes.delete("user")
+        assert [each.names for each in engine.snapshots.list()] == [["second"]]
+
+
+async def test_a_snapshot_that_cannot_be_pruned_does_not_fail_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "one")
+        await engine.snapshots.create("one", name="first", retention=Retention(keep_last=1))
+
+        async def fail(snapshot: Snapshot) -> None:
+            raise BackendFailed("the host is busy")
+
+        monkeypatch.setattr(engine.host, "remove_snapshot", fail)
+        await engine.snapshots.create("one", name="second", retention=Retention(keep_last=1))
+        assert [each.names for each in engine.snapshots.list()] == [["first"], ["second"]]
+        monkeypatch.undo()
+        await wait_until(lambda: [each.names for each in engine.snapshots.list()] == [["second"]])

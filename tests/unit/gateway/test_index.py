@@ -264,7 +264,6 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
     ("group", "changes"),
     [
         ("expiring", {"expires_at": now()}),
-        ("retained", {"retention": Retention(keep_last=1)}),
         ("prewarmed", {"prewarm": 1}),
         ("collectable", {"doomed": True}),
         ("collectable", {"kind": SnapshotKind.TRANSIENT}),
@@ -287,19 +286,24 @@ def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
 def test_hidden_snapshots_do_not_expire(changes: dict[str, Any]) -> None:
     index = Index()
     index.put(Snapshot(expires_at=now(), retention=Retention(keep_last=1)).model_copy(update=changes))
-    assert index.expiring == index.retained == set()
+    assert not index.expiring and not index.series
 
 
-def test_the_version_of_retained_snapshots_changes_with_them() -> None:
-    index, snapshot = Index(), Snapshot(retention=Retention(keep_last=1))
-    versions = [index.retained_version]
-    for change in (
-        lambda: index.put(snapshot),
-        lambda: index.put(snapshot.model_copy(update={"parent": "0" * 12})),
-        lambda: index.remove(snapshot.id),
-    ):
-        change()
-        versions.append(index.retained_version)
-    assert versions == sorted(set(versions))
-    index.put(Snapshot())
-    assert index.retained_version == versions[-1]
+def test_series_follow_the_records() -> None:
+    index, snapshot = Index(), Snapshot(source_sandbox="a" * 12, retention=Retention(keep_last=1))
+
+    def take_changes() -> set[str]:
+        changed_series, index.changed_series = index.changed_series, set()
+        return changed_series
+
+    index.put(snapshot)
+    assert index.series == {"a" * 12: {snapshot.id}} and take_changes() == {"a" * 12}
+    copy = index.copy()
+    assert copy.series == index.series and copy.changed_series == {"a" * 12}, "the copy applies all rules itself"
+    index.put(snapshot.model_copy(update={"parent": "0" * 12}))
+    assert take_changes() == {"a" * 12}
+    index.put(Snapshot(source_sandbox="b" * 12))
+    assert take_changes() == set()
+    index.remove(snapshot.id)
+    assert index.series == {} and take_changes() == {"a" * 12}
+    assert copy.series == {"a" * 12: {snapshot.id}}

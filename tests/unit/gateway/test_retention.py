@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.retention import find_next_change, find_surplus
+from sandbox_gateway.engine.index import Index
+from sandbox_gateway.engine.retention import Surplus, find_next_change, find_surplus
 from sandbox_gateway.records import Retention, Snapshot
 
 NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
@@ -98,3 +99,20 @@ def test_the_next_change_is_the_earliest_end_of_a_maximum_age() -> None:
     assert find_next_change(snapshots, NOON) == NOON + timedelta(hours=1)
     snapshots_without_max_age = [make_snapshot(5, None), make_snapshot(1, Retention(keep_last=1), "b" * 12)]
     assert find_next_change(snapshots_without_max_age, NOON) is None
+
+
+def test_rules_are_applied_again_when_a_series_changes_or_a_snapshot_is_too_old() -> None:
+    index = Index()
+    surplus = Surplus(index)
+    first, second = (make_snapshot(hours, Retention(max_age=3 * 3600)) for hours in (2, 1))
+    other = make_snapshot(1, Retention(keep_last=1), "b" * 12)
+    for snapshot in (first, second, other):
+        index.put(snapshot)
+    assert surplus.find(NOON) == []
+    index.put(make_snapshot(0, Retention(keep_last=1), "b" * 12))
+    assert surplus.find(NOON) == [other.id]
+    assert surplus.find(NOON + timedelta(hours=1.5)) == [other.id, first.id]
+    index.remove(other.id)
+    index.remove(first.id)
+    assert surplus.find(NOON + timedelta(hours=1.5)) == []
+    assert surplus.find(NOON + timedelta(days=1)) == [], "the newest snapshot is kept"

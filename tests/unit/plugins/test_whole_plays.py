@@ -37,6 +37,28 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]
     gateway.end()
 
 
+def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
+    gateway.clear()
+
+    def capture(*names: str, sandbox: str = "b") -> PlayTask:
+        return "snapshot", {"name": list(names), "sandbox": [sandbox], "retention": {"keep_last": 1}}
+
+    fork: PlayTask = ("fork", {"snapshot": "first", "names": ["user"]})
+    history = [capture("first")]
+    play: list[PlayTask] = [
+        fork,
+        capture("second"),
+        fork,  # is unchanged, because a snapshot in use is kept
+        ("sandbox", {"name": ["user"], "state": "absent"}),
+        fork,  # fails, because the snapshot was removed with its last user
+        capture("third", "fourth"),
+        ("snapshot_info", {}),
+    ]
+    checks = PlayChecks()
+    checks.check(gateway.unix_url, history, play)
+    assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
+
+
 def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.CaptureFixture[str]) -> None:
     checks = PlayChecks()
 

@@ -1,4 +1,4 @@
-"""Find snapshots and volumes that have become unused, and remove them. Protect them while a request uses them."""
+"""Find unused snapshots and volumes that should be removed, and remove them. Protect them while a request uses them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.removal import Removal
+from sandbox_gateway.engine.retention import Surplus
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Snapshot, VolumeSnapshot
+from sandbox_gateway.records import Snapshot, VolumeSnapshot, now
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
@@ -26,6 +27,7 @@ class Collector:
         self._removal = removal
         self._backoff = Backoff()
         """Delays the retries of failed removals, each of which writes the records of all children twice."""
+        self._surplus = Surplus(context.index)
 
     async def retry(self) -> None:
         """Retry failed removals whose delay is over."""
@@ -35,10 +37,15 @@ class Collector:
             self._backoff.forget({*due_ids}.intersection(self._backoff.list_due()))
 
     async def collect(self) -> None:
-        """Remove hidden snapshots without users, and clones of volumes that are no longer mounted."""
+        """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that nobody mounts.
+
+        Every request that ends a use, or adds a snapshot with a retention rule, calls this before it responds, so that
+        its effects do not depend on when a background task runs.
+        """
         await self._collect_volumes()
         await self._collect_volume_snapshots()
         await self._collect_snapshots()
+        await self.collect_expired()
         # The first pass cannot remove a volume while one of its snapshots is in use.
         await self._collect_volumes()
 
@@ -59,11 +66,29 @@ class Collector:
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
                 continue
-            try:
-                await self._removal.remove_snapshot(snapshot)
-            except GatewayError as error:
-                log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
-                self._backoff.delay(id)
+            await self._remove(snapshot)
+
+    async def collect_expired(self) -> None:
+        """Remove unused snapshots whose time has come, or that no retention rule keeps."""
+        at = now()
+        expired_ids = [id for id in self._index.expiring if (self._index.snapshots[id].expires_at or at) <= at]
+        surplus_ids = self._surplus.find(at)
+        for id in [*expired_ids, *surplus_ids]:
+            snapshot = self._index.snapshots.get(id)
+            if snapshot is None or not self._backoff.is_due(id) or self._references.snapshot_refusal(snapshot):
+                continue
+            if await self._remove(snapshot) and id in surplus_ids:
+                self._context.events.publish("snapshot.pruned", snapshotID=id, sandboxID=snapshot.source_sandbox)
+
+    async def _remove(self, snapshot: Snapshot) -> bool:
+        """Remove a snapshot. If this fails, delay the next attempt, and return False."""
+        try:
+            await self._removal.remove_snapshot(snapshot)
+        except GatewayError as error:
+            log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
+            self._backoff.delay(snapshot.id)
+            return False
+        return True
 
     async def _collect_volume_snapshots(self) -> None:
         """Remove unused volume snapshots that are part of captures for clones.

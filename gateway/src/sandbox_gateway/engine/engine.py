@@ -91,7 +91,7 @@ class Engine:
         # Work that no request triggers.
         self.loads = Loads(context)
         self._recovery = Recovery(context, collector, removal, attachments, machines, sandboxes)
-        self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
+        self._expiry = Expiry(context, collector, sandboxes)
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""

@@ -23,7 +23,7 @@ from sandbox_gateway.records import (
     compact,
 )
 
-_GROUPS = ("expiring", "retained", "prewarmed", "collectable")
+_GROUPS = ("expiring", "prewarmed", "collectable")
 """The attributes of ``Index`` that contain the ids of a group of snapshots."""
 _Record = TypeVar("_Record", bound=Record)
 
@@ -38,6 +38,8 @@ class _Entry(NamedTuple):
     names: tuple[str, ...] = ()
     order: str = ""
     """The key in ``_orders``: the kind of a snapshot, or ``_SANDBOXES``. Empty for volumes and their snapshots."""
+    series: str = ""
+    """The key in ``series``, if the record is in a series."""
     used_snapshots: tuple[str, ...] = ()
 
 
@@ -54,10 +56,10 @@ class Index:
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.expiring: set[str] = set()
         """Ids of the visible snapshots that expire at a certain time."""
-        self.retained: set[str] = set()
-        """Ids of the visible snapshots with a retention rule."""
-        self.retained_version = 0
-        """A number that increases whenever a snapshot in ``retained`` is added, changed or removed."""
+        self.series: dict[str, set[str]] = {}
+        """Ids of the visible snapshots with a retention rule, by the id of their sandbox."""
+        self.changed_series: set[str] = set()
+        """The keys of ``series`` for which ``retention.Surplus`` has to apply the rule again."""
         self.prewarmed: set[str] = set()
         """Ids of the snapshots for which forks are kept ready."""
         self.collectable: set[str] = set()
@@ -81,6 +83,8 @@ class Index:
             setattr(copy, name, getattr(self, name).copy())
         copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
         copy._users = {id: users.copy() for id, users in self._users.items()}
+        copy.series = {source: ids.copy() for source, ids in self.series.items()}
+        copy.changed_series = {*copy.series}
         return copy
 
     def load(
@@ -137,18 +141,18 @@ class Index:
             self._orders[entry.order].add(entry.key)
         for snapshot_id in entry.used_snapshots:
             self._users.setdefault(snapshot_id, {})[record.id] = None
+        if entry.series:
+            self.series.setdefault(entry.series, set()).add(record.id)
+            self.changed_series.add(entry.series)
 
     def _put_in_groups(self, snapshot: Snapshot) -> None:
-        is_visible_snapshot = snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
         for group, is_member in (
-            (self.expiring, is_visible_snapshot and snapshot.expires_at is not None),
-            (self.retained, is_visible_snapshot and snapshot.retention is not None),
+            (self.expiring, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
             (self.prewarmed, snapshot.prewarm > 0),
             (self.collectable, is_removed_when_unused(snapshot)),
         ):
             if is_member:
                 group.add(snapshot.id)
-        self.retained_version += snapshot.id in self.retained
 
     def __contains__(self, id: object) -> bool:
         """Return whether an object with this id exists."""
@@ -174,8 +178,12 @@ class Index:
             del user_ids[id]
             if not user_ids:
                 del self._users[snapshot_id]
-        self.retained_version += id in self.retained
-        for group in (self.expiring, self.retained, self.prewarmed, self.collectable):
+        if entry.series:
+            self.series[entry.series].discard(id)
+            if not self.series[entry.series]:
+                del self.series[entry.series]
+            self.changed_series.add(entry.series)
+        for group in (self.expiring, self.prewarmed, self.collectable):
             group.discard(id)
 
     # -- lists ------------------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ class Index:
                 yield snapshot
 
     def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
-        """Return the snapshots of ``expiring``, ``retained``, ``prewarmed`` or ``collectable``, oldest first."""
+        """Return the snapshots of ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
         return oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
@@ -341,8 +349,15 @@ def _new_entry(record: Record) -> _Entry:
     key = (record.created_at, record.id)
     if isinstance(record, Sandbox):
         used_ids = {record.forked_from, record.base, record.pause_snapshot} - {""}
-        return _Entry(key, (record.name,), _SANDBOXES, tuple(used_ids))
-    return _Entry(key, tuple(_names(record)), record.kind if isinstance(record, Snapshot) else "")
+        return _Entry(key, (record.name,), _SANDBOXES, used_snapshots=tuple(used_ids))
+    if isinstance(record, Snapshot):
+        is_in_series = _is_visible_snapshot(record) and record.retention is not None
+        return _Entry(key, tuple(_names(record)), record.kind, record.source_sandbox if is_in_series else "")
+    return _Entry(key, tuple(_names(record)))
+
+
+def _is_visible_snapshot(snapshot: Snapshot) -> bool:
+    return snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
 
 
 def _names(record: Record) -> list[str]:

@@ -5,8 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime, timedelta
 
-from sandbox_gateway.engine.index import oldest_first
+from sandbox_gateway.engine.index import Index, oldest_first
 from sandbox_gateway.records import Snapshot
+
+
+class Surplus:
+    """The snapshots that no retention rule keeps. A rule is applied again only if its result may have changed."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._ids: dict[str, list[str]] = {}
+        """The surplus of each series, oldest first."""
+        self._next_changes: dict[str, datetime] = {}
+        """When a snapshot of a series exceeds its maximum age."""
+
+    def find(self, at: datetime) -> list[str]:
+        """Return the ids of the snapshots that no rule keeps."""
+        aged_series = {source for source, time in self._next_changes.items() if time <= at}
+        for source in self._index.changed_series | aged_series:
+            snapshots = self._index.snapshots_in(self._index.series.get(source, ()))
+            self._ids[source] = [each.id for each in find_surplus(snapshots, at)]
+            if next_change := find_next_change(snapshots, at):
+                self._next_changes[source] = next_change
+            else:
+                self._next_changes.pop(source, None)
+            if not self._ids[source]:
+                del self._ids[source]
+        self._index.changed_series.clear()
+        return [id for ids in self._ids.values() for id in ids]
 
 
 def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:

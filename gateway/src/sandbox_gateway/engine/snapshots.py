@@ -97,7 +97,7 @@ class Snapshots:
         ``memory``: "auto" captures the memory if the host supports this, "none" captures only the disk. ``volumes``:
         names or ids of mounted volumes to capture in the same pause. If one of them cannot be captured, no snapshot is
         created. ``retention``: the rule for this snapshot and for all earlier snapshots of the sandbox that also have a
-        rule. ``prewarm``: the number of forks to keep ready.
+        rule, which is applied before this returns. ``prewarm``: the number of forks to keep ready.
         """
         if memory not in ("auto", "none"):
             raise Invalid(f"the memory mode {memory[:20]!r} is not valid: set memory to 'auto' or 'none'")
@@ -109,9 +109,12 @@ class Snapshots:
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
-                return await finish_despite_cancellation(
+                snapshot = await finish_despite_cancellation(
                     self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
                 )
+        if retention is not None:
+            await finish_despite_cancellation(self._collector.collect())
+        return snapshot
 
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
         """Create a snapshot of a sandbox. Its default name is `branch-ID-N`, where N increases with each call."""
@@ -138,8 +141,8 @@ class Snapshots:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)
             self._context.events.publish("snapshot.hidden", snapshotID=snapshot.id)
-            # Its last user may have been removed while the record was saved.
-            await self._collector.collect()
-            return snapshot.id not in self._index.snapshots
-        await self._removal.remove_snapshot(snapshot)
-        return True
+        else:
+            await self._removal.remove_snapshot(snapshot)
+        # Its last user may have been removed while the record was saved, and another retention rule may now apply.
+        await self._collector.collect()
+        return snapshot.id not in self._index.snapshots
