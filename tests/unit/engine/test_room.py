@@ -10,10 +10,11 @@ import pytest
 
 from sandbox_gateway.engine import room
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import NoSpace
-from sandbox_gateway.hosts.base import MemoryDisk, Usage
-from sandbox_gateway.records import Sandbox
+from sandbox_gateway.hosts.base import MemoryDisk, Usage, VolumeState
+from sandbox_gateway.records import Sandbox, Volume
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine, wait_until
 
@@ -28,14 +29,17 @@ class _Host(MemoryHost):
         super().__init__()
         self.capture_count = 0
         self.memory_bytes = 200 * MIB
-        self.image_bytes = 0
+        self.image_bytes = self.disk_bytes = 0
 
     async def capture(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         self.capture_count += 1
         return await super().capture(*args, **kwargs)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        return Usage(disk_bytes=0, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
+        return Usage(disk_bytes=self.disk_bytes, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
+
+    async def volume_state(self, volume: Volume) -> VolumeState:
+        return VolumeState(used_bytes=self.disk_bytes)
 
     def set_free_space(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
         if disk_mb is not None:
@@ -237,3 +241,47 @@ async def _wait_for_checks(host: _Host) -> None:
     host.find_stalled = count_check  # type: ignore[method-assign]
     await wait_until(lambda: check_count >= 3)
     host.find_stalled = original_find_stalled  # type: ignore[method-assign]
+
+
+# --- plan sessions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_memory_root", [False, True])
+async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
+    engine: Engine, host: _Host, has_memory_root: bool
+) -> None:
+    original = engine.snapshots.get("s")
+    engine.index.put(original.model_copy(update={"memory_bytes_written": 300 * MIB, "disk_bytes_unique": 5 * MIB}))
+    if has_memory_root:
+        disk = MemoryDisk("/memory", free=1250 * MIB, total=9000 * MIB)
+        host.available_room = replace(host.available_room, memory_disk=disk)
+    else:
+        host.set_free_space(disk_mb=1250)
+    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    await session.snapshots.create("a", name="s1")
+    with pytest.raises(NoSpace):
+        await session.snapshots.create("a", name="s2")
+    await session.snapshots.delete("s")
+    await session.snapshots.create("a", name="s2")
+    with pytest.raises(NoSpace):
+        await session.snapshots.create("a", name="s3")
+    await session.snapshots.delete("s1")
+    await session.snapshots.create("a", name="s3")
+
+
+async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine, host: _Host) -> None:
+    await engine.volumes.create("data")
+    await create(engine, "b", "s")
+    host.disk_bytes = 300 * MIB
+    host.set_free_space(disk_mb=600)
+    session = PlanSessions(engine).open("key", "a run of a check run").engine
+    with pytest.raises(NoSpace):
+        await create(session, "c", "s")
+    await session.sandboxes.pause("b", memory=False)  # keeps its disk
+    with pytest.raises(NoSpace):
+        await create(session, "c", "s")
+    await session.sandboxes.delete("b")
+    with pytest.raises(NoSpace):
+        await create(session, "c", "s")
+    await session.volumes.delete("data")
+    await create(session, "c", "s")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sandbox_gateway.engine.room import MACHINE_START_BYTES
+from sandbox_gateway.hosts.base import Room, Usage
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
@@ -57,6 +61,50 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
     checks = PlayChecks()
     checks.check(gateway.unix_url, history, play)
     assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
+
+
+FORKS: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})
+FORK: PlayTask = ("fork", {"snapshot": "s", "names": ["z"]})
+WITHOUT_X: PlayTask = ("sandbox", {"name": ["x"], "state": "absent"})
+
+
+class FullHost(BusyHost):
+    """A host with room for ``capacity`` machines, each of which uses as much memory as the gateway assumes."""
+
+    capacity = 100
+
+    async def room(self) -> Room:
+        free_count = self.capacity - len(self.machines)
+        return dataclasses.replace(self.available_room, memory_free=free_count * MACHINE_START_BYTES)
+
+    async def usage(self, sandbox: Sandbox) -> Usage:
+        return Usage(disk_bytes=1 << 20, memory_bytes=MACHINE_START_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "play", "outcomes"),
+    [
+        (4, [WITHOUT_X, FORKS], {"changed": 1, "failed": 1}),
+        (5, [WITHOUT_X, FORKS], {"changed": 2}),
+        (5, [("sandbox", {"name": ["x"], "state": "paused"}), FORKS], {"changed": 2}),
+        (5, [WITHOUT_X, FORKS, FORK], {"changed": 2, "failed": 1}),
+        (6, [FORKS, FORK, WITHOUT_X, FORK], {"changed": 3, "failed": 1}),
+        (6, [FORKS, ("fork", {**FORKS[1], "count": 1, "exact": True}), FORK], {"changed": 3}),
+        (4, [("rollback", {"sandbox": ["x"], "snapshot": "s"}), FORK], {"changed": 1, "failed": 1}),
+    ],
+)
+def test_a_plan_counts_the_room_for_machines(
+    tmp_path: Path, capacity: int, play: list[PlayTask], outcomes: dict[str, int]
+) -> None:
+    host, checks = FullHost(), PlayChecks()
+    host.capacity = capacity  # of which one remains free, as the reserve
+    gateway = MemoryGateway(tmp_path, host, log={"level": "error"}, limits={"free_memory_mb": 64})
+    try:
+        gateway.build_template("base")
+        checks.check(gateway.unix_url, [("sandbox", {"name": ["x"], "template": "base"})], play)
+    finally:
+        gateway.end()
+    assert checks.tasks == outcomes
 
 
 def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.CaptureFixture[str]) -> None:

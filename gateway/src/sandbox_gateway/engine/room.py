@@ -21,7 +21,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
 
 _MIB = 1 << 20
-_MACHINE_START_MB = 64
+MACHINE_START_BYTES = 64 * _MIB
 """The memory that a machine uses when it starts. Its later use depends on the guest."""
 _MIN_FREE_DISK_MB = 64
 """Machines are not resumed with less free space, even without a reserve, because they would stall again."""
@@ -76,12 +76,12 @@ class RoomKeeper:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
         room = await self._host.room()
         self._require_disk_space(room, 0, "a fork")
-        needed_bytes, reserve_bytes = count * _MACHINE_START_MB * _MIB, self._limits.free_memory_mb * _MIB
+        needed_bytes, reserve_bytes = count * MACHINE_START_BYTES, self._limits.free_memory_mb * _MIB
         if reserve_bytes and room.memory_free < needed_bytes + reserve_bytes:
             raise NoSpace(
                 f"{count} more {'machine' if count == 1 else 'machines'} would leave less than "
                 f"{self._limits.free_memory_mb} MiB of memory free: the host has {room.memory_free // _MIB} MiB "
-                f"free, and each machine needs {_MACHINE_START_MB} MiB to start. Pause or delete "
+                f"free, and each machine needs {MACHINE_START_BYTES // _MIB} MiB to start. Pause or delete "
                 "sandboxes, or lower limits.free_memory_mb"
             )
 

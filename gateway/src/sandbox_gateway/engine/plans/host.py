@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.room import PlannedRoom
+from sandbox_gateway.engine.room import MACHINE_START_BYTES
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import (
     Endpoint,
@@ -45,6 +47,7 @@ class PlannedHost:
         """The instances that the session has started."""
         self._stopped: set[str] = set()
         """The real instances that the session has stopped."""
+        self._room = PlannedRoom(engine)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class PlannedHost:
         return Scan()
 
     async def room(self) -> Room:
-        return await self._real.room()
+        return await self._room.read()
 
     async def find_stalled(self) -> set[str]:
         return set()
@@ -79,6 +82,7 @@ class PlannedHost:
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         self._started.add(sandbox.instance)
+        self._room.start(sandbox.instance)
 
     async def flush_fork(self, fork: Sandbox) -> None:
         pass
@@ -89,16 +93,19 @@ class PlannedHost:
     async def boot(self, sandbox: Sandbox) -> None:
         self._started.add(sandbox.instance)
         self._stopped.discard(sandbox.instance)
+        self._room.start(sandbox.instance)
 
     async def stop(self, sandbox: Sandbox) -> None:
+        self._room.stop(sandbox, frees_disk=False)
         self._started.discard(sandbox.instance)
         self._stopped.add(sandbox.instance)
 
     async def discard(self, sandbox: Sandbox) -> None:
+        self._room.stop(sandbox, frees_disk=True)
         await self.stop(sandbox)
 
     async def remove(self, sandbox: Sandbox) -> None:
-        await self.stop(sandbox)
+        await self.discard(sandbox)
 
     async def save(self, sandbox: Sandbox) -> None:
         self._charge(_measure(sandbox))
@@ -128,7 +135,9 @@ class PlannedHost:
         return await self._engine.sandboxes.has_diverged(real.id)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        return await self._real.usage(sandbox) if self._is_real(sandbox) else Usage(disk_bytes=0, memory_bytes=0)
+        if self._is_real(sandbox):
+            return await self._real.usage(sandbox)
+        return Usage(disk_bytes=0, memory_bytes=MACHINE_START_BYTES)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         return await self._real.loads([each for each in sandboxes if self._is_real(each)])
@@ -148,6 +157,7 @@ class PlannedHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         self._charge(sum(map(_measure, (snapshot, *volumes))))
+        self._room.add_snapshot(snapshot.id, memory=memory)
         captured_memory = MemoryMode.FULL if memory else MemoryMode.NONE
         return snapshot.model_copy(update={"memory": captured_memory, "resources": sandbox.resources})
 
@@ -155,7 +165,7 @@ class PlannedHost:
         self._charge(_measure(snapshot))
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        pass
+        self._room.remove_snapshot(snapshot)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return self._real.files_of(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
@@ -176,7 +186,7 @@ class PlannedHost:
         volume.size_mb = size_mb
 
     async def remove_volume(self, volume: Volume) -> None:
-        pass
+        await self._room.remove_volume(volume)
 
     async def volume_state(self, volume: Volume) -> VolumeState:
         """Return the state of a real volume. Raises Conflict for others: only a run can measure them."""

@@ -1,0 +1,109 @@
+"""The room on the host as a plan session would leave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.room import MACHINE_START_BYTES
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.hosts.base import Room, Usage
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind, Volume
+
+_RECENT_COUNT = 20
+"""Number of snapshots from which the size of others is estimated."""
+
+
+@dataclass
+class _Stop:
+    """A real machine that the session has stopped."""
+
+    sandbox: Sandbox
+    frees_disk: bool
+    usage: Usage | None = None
+
+
+class PlannedRoom:
+    """The real room, without what the session adds, and with what it removes.
+
+    Only the run can know the sizes of new objects. A machine counts as much as ``RoomKeeper`` assumes, and a memory
+    image as much as those of recent snapshots.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._host = engine.host
+        self._index = engine.index
+        self._started: set[str] = set()
+        """The instances that the session has started."""
+        self._stops: dict[str, _Stop] = {}
+        """By instance."""
+        recent_snapshots = islice(self._index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), _RECENT_COUNT)
+        recent_sizes = [each.memory_bytes_written for each in recent_snapshots if each.memory is not MemoryMode.NONE]
+        self._image_bytes = int(median(recent_sizes or [0]))
+        self._images: set[str] = set()
+        """Ids of the session's snapshots with memory."""
+        self._removed_image_bytes = 0
+        self._removed_disk_bytes = 0
+
+    async def read(self) -> Room:
+        """Return the room that the run would find."""
+        room = await self._host.room()
+        # Others can stop a machine too. The real room then already contains it.
+        stops = [each for each in self._stops.values() if not self._host.end_reason(each.sandbox)]
+        usages = [(await self._measure(each), each.frees_disk) for each in stops]
+        memory_bytes = sum(max(usage.memory_bytes, MACHINE_START_BYTES) for usage, _ in usages)
+        memory_bytes -= len(self._started) * MACHINE_START_BYTES
+        disk_bytes = self._removed_disk_bytes + sum(usage.disk_bytes for usage, frees_disk in usages if frees_disk)
+        image_bytes = self._removed_image_bytes - len(self._images) * self._image_bytes
+        memory_disk = room.memory_disk
+        if memory_disk is None:
+            disk_bytes += image_bytes
+        elif not memory_disk.problem:
+            memory_disk = replace(memory_disk, free=_clamp(memory_disk.free + image_bytes, memory_disk.total))
+        return replace(
+            room,
+            disk_free=_clamp(room.disk_free + disk_bytes, room.disk_total),
+            memory_free=_clamp(room.memory_free + memory_bytes, room.memory_total),
+            memory_disk=memory_disk,
+        )
+
+    async def _measure(self, stop: _Stop) -> Usage:
+        if stop.usage is None:
+            try:
+                stop.usage = await self._host.usage(stop.sandbox)
+            except GatewayError:
+                return Usage(disk_bytes=0, memory_bytes=0)
+        return stop.usage
+
+    def start(self, instance: str) -> None:
+        """Count a machine that the session starts."""
+        self._started.add(instance)
+
+    def stop(self, sandbox: Sandbox, *, frees_disk: bool) -> None:
+        """Stop counting a machine. ``frees_disk``: its disk is removed, too."""
+        if sandbox.instance in self._started:
+            self._started.discard(sandbox.instance)
+        elif sandbox.instance in self._stops:
+            self._stops[sandbox.instance].frees_disk |= frees_disk
+        else:
+            self._stops[sandbox.instance] = _Stop(sandbox, frees_disk)
+
+    def add_snapshot(self, id: str, *, memory: bool) -> None:
+        if memory:
+            self._images.add(id)
+
+    def remove_snapshot(self, snapshot: Snapshot) -> None:
+        self._images.discard(snapshot.id)
+        if snapshot.id in self._index:
+            self._removed_image_bytes += snapshot.memory_bytes_written
+            self._removed_disk_bytes += snapshot.disk_bytes_unique
+
+    async def remove_volume(self, volume: Volume) -> None:
+        if volume.id in self._index:
+            self._removed_disk_bytes += (await self._host.volume_state(volume)).used_bytes
+
+
+def _clamp(size: int, total: int) -> int:
+    return min(max(size, 0), total)
