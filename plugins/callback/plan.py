@@ -81,7 +81,10 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _
 
 if TYPE_CHECKING:
     from ansible.executor.stats import AggregateStats
+    from ansible.executor.task_result import TaskResult
     from ansible.playbook import Playbook
+    from ansible.playbook.play import Play
+    from ansible.playbook.task import Task
 
 _FILE_WIDTH = 120
 """Columns of the table if the output is not a terminal. Log viewers, such as AWX's, can scroll."""
@@ -98,6 +101,11 @@ class CallbackModule(CallbackBase):
     def __init__(self) -> None:
         super().__init__()
         self._playbooks: list[str] = []
+        self._play: Play | None = None
+        self._possible_failures: list[tuple[str, str]] = []
+        """The host and the description of each failure of the last tasks, which the playbook may have rescued."""
+        self._failures: dict[str, None] = {}
+        """The descriptions of the failures that make the plan incomplete, in the order of their occurrence."""
 
     def v2_playbook_on_start(self, playbook: Playbook) -> None:
         if not context.CLIARGS.get("check"):
@@ -109,9 +117,40 @@ class CallbackModule(CallbackBase):
         if not self._playbooks:
             # Every playbook of the run has its own statistics, and an interrupted run has none.
             atexit.register(self._end_sessions)
+            _plan_journal.record_failures([])
             if plan_path:
                 self._remove_old_plan(Path(plan_path))
         self._playbooks.append(Path(playbook._file_name).name)
+
+    def v2_playbook_on_play_start(self, play: Play) -> None:
+        self._record_failures()
+        self._play = play
+
+    def v2_playbook_on_task_start(self, task: Task, is_conditional: bool) -> None:
+        self._record_failures()
+
+    def v2_playbook_on_handler_task_start(self, task: Task) -> None:
+        self._record_failures()
+
+    def v2_runner_on_failed(self, result: TaskResult, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            host = result._host.get_name()
+            self._possible_failures.append((host, _describe_failure(host)))
+
+    def v2_runner_on_unreachable(self, result: TaskResult) -> None:
+        host = result._host.get_name()
+        self._possible_failures.append((host, _describe_unreachable(host)))
+
+    def _record_failures(self, *descriptions: str) -> None:
+        """Record ``descriptions`` and the failures since the last call, for the lookup in the next task."""
+        # Ansible removes a host from its play if a failure is neither ignored nor rescued, but for some failures only
+        # after it has reported them.
+        removed_hosts = self._play._removed_hosts if self._play is not None else ()
+        lasting_failures = [description for host, description in self._possible_failures if host in removed_hosts]
+        self._possible_failures.clear()
+        if context.CLIARGS.get("check") and {*lasting_failures, *descriptions} - self._failures.keys():
+            self._failures.update(dict.fromkeys((*lasting_failures, *descriptions)))
+            _plan_journal.record_failures(list(self._failures))
 
     def _end_sessions(self) -> None:
         for message in _check_run.end_sessions():
@@ -122,7 +161,8 @@ class CallbackModule(CallbackBase):
             self._print_unused()
             return
         try:
-            document = _plan_journal.make_plan(self._playbooks, _find_problems(stats), self.get_option("plan_lifetime"))
+            self._record_failures(*_list_failures(stats))
+            document = _plan_journal.make_plan(self._playbooks, {}, self.get_option("plan_lifetime"))
             self._print_table(document)
             if self.get_option("plan_file"):
                 self._save(self.get_option("plan_file"), document)
@@ -151,7 +191,7 @@ class CallbackModule(CallbackBase):
         try:
             path.unlink()
         except FileNotFoundError:
-            atexit.register(self._end_sessions)
+            pass
         except OSError as error:
             self._display.error(f"the old plan {str(path)!r} cannot be removed: {error.strerror}. Remove it")
 
@@ -171,12 +211,16 @@ class CallbackModule(CallbackBase):
             self._display.display(f"It can be applied until {document['expires_at']}.")
 
 
-def _find_problems(stats: AggregateStats) -> list[str]:
-    """Return the reasons why the plan is incomplete. Failures that the playbook rescues or ignores are not problems."""
-    problems = []
-    for host in sorted(stats.processed):
-        if stats.failures.get(host):
-            problems.append(f"a task failed on host {host}")
-        if stats.dark.get(host):
-            problems.append(f"host {host} was unreachable")
-    return problems
+def _list_failures(stats: AggregateStats) -> list[str]:
+    """Describe the failures in the statistics of a run, which are those that are neither ignored nor rescued."""
+    hosts = sorted(stats.processed)
+    failures = [_describe_failure(host) for host in hosts if stats.failures.get(host)]
+    return failures + [_describe_unreachable(host) for host in hosts if stats.dark.get(host)]
+
+
+def _describe_failure(host: str) -> str:
+    return f"a task failed on host {host}"
+
+
+def _describe_unreachable(host: str) -> str:
+    return f"host {host} was unreachable"

@@ -11,8 +11,9 @@ short_description: Return the plan of a check run
 version_added: "0.2.0"
 description:
   - Returns the plan of this check run so far, that is, the changes of the tasks before this one. The plan is the same
-    document that the callback plugin P(grove.sandbox.plan#callback) saves in a file. This plugin does not require the
-    callback.
+    document that the callback plugin P(grove.sandbox.plan#callback) saves in a file.
+  - If the run has several plays, enable this callback, which records the failures of all plays. Without it, the plan of
+    such a run cannot be applied.
   - Outside a check run, the lookup fails.
   - Publish the plan with C(ansible.builtin.set_stats) in the last task of the last play. In AWX, it is then among the
     artifacts of the job, and a workflow passes it to its next job as the extra variable C(grove_sandbox_plan). A run
@@ -33,7 +34,10 @@ options:
 notes:
   - Publish the plan as JSON text, as in the example. AWX writes the variables of a job as YAML with C(!unsafe), from
     which ansible-core 2.19 and later read strings such as times as other types.
-  - If a host of the current play has failed or was unreachable, the plan says so in C(problems), and cannot be applied.
+  - If a task has failed on a host, or a host was unreachable, the plan says so in C(problems), and cannot be applied.
+    Failures that the playbook ignores or rescues do not matter.
+  - With the strategy C(free), publish the plan in a play of its own, because the tasks of other hosts may not have
+    ended before.
   - The plan contains the options of the tasks, so everyone who can read the artifacts of a job can read them. Secrets
     in C(env) are hashed.
 """
@@ -82,18 +86,11 @@ class LookupModule(LookupBase):
             )
         try:
             document = _plan_journal.make_plan(
-                _plan_journal.playbook_names(), _find_problems(variables or {}), self.get_option("plan_lifetime")
+                _plan_journal.playbook_names(),
+                variables or {},
+                self.get_option("plan_lifetime"),
             )
         except Failure as failure:
             raise AnsibleLookupError(failure.message) from None
         # Templates in the options of tasks must not be evaluated, even if the configuration allows unsafe lookups.
         return [wrap_var(document)]
-
-
-def _find_problems(variables: Mapping[str, Any]) -> list[str]:
-    active_hosts = variables.get("ansible_play_hosts", [])
-    return [
-        f"a task failed on host {host}, or the host was unreachable"
-        for host in variables.get("ansible_play_hosts_all", [])
-        if host not in active_hosts
-    ]

@@ -15,13 +15,14 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ansible import constants as C
 from ansible import context
+from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import callback_loader
 from ansible.utils.collection_loader._collection_finder import _get_collection_playbook_path
@@ -38,6 +39,7 @@ The value is the document, or its JSON text.
 """
 _ENTRY_SUFFIX = ".entry.json"
 _APPLIED_NAME = "applied.json"
+_FAILURES_NAME = "failures.json"
 
 
 def applied_plan() -> dict[str, Any] | None:
@@ -93,26 +95,65 @@ def entries() -> list[dict[str, Any]]:
     return [_read(path) for path in sorted(journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
 
 
-def make_plan(playbooks: Iterable[str], problems: Iterable[str], lifetime_seconds: int) -> dict[str, Any]:
-    """Return the plan of a check run so far. Raises Failure if the lifetime is not allowed."""
+def record_failures(failures: list[str]) -> None:
+    """Record the failures of a check run so far that the playbook neither rescues nor ignores."""
+    _write(_FAILURES_NAME, failures)
+
+
+def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_seconds: int) -> dict[str, Any]:
+    """Return the plan of a check run so far. Raises Failure if the lifetime is not allowed.
+
+    ``variables``: those of the current task.
+    """
     run_entries = entries()
     return _plan_file.make_document(
         [entry for entry in run_entries if "problem" not in entry],
         playbooks=playbooks,
-        problems=[*problems, *(entry["problem"] for entry in run_entries if "problem" in entry)],
+        problems=[*_find_failures(variables), *(entry["problem"] for entry in run_entries if "problem" in entry)],
         created_at=datetime.now(timezone.utc),
         lifetime_seconds=lifetime_seconds,
     )
 
 
+def _find_failures(variables: Mapping[str, Any]) -> list[str]:
+    """Return the failures so far that the playbook neither rescues nor ignores, as reasons why a plan is incomplete."""
+    path = journal_path() / _FAILURES_NAME
+    if path.exists():
+        failures: list[str] = _read(path)
+        return failures
+    if not _has_one_play():
+        return [f"it is unknown whether tasks failed, because the callback {CALLBACK_NAME} is not enabled"]
+    active_hosts = variables.get("ansible_play_hosts", [])
+    return [
+        f"a task failed on host {host}, or the host was unreachable"
+        for host in variables.get("ansible_play_hosts_all", [])
+        if host not in active_hosts
+    ]
+
+
+def _has_one_play() -> bool:
+    paths = _playbook_paths()
+    if len(paths) != 1:
+        return not paths  # an ad hoc command
+    try:
+        plays = DataLoader().load_from_file(paths[0])
+    except AnsibleError:  # It is encrypted.
+        return False
+    return len(plays) == 1 and not any(key.endswith("import_playbook") for key in plays[0])
+
+
 def playbook_names() -> list[str]:
     """Return the names of the playbooks on the command line of this run, without their directories."""
+    return [Path(path).name for path in _playbook_paths()]
+
+
+def _playbook_paths() -> list[str]:
     arguments = context.CLIARGS.get("args", ())
     if isinstance(arguments, str):  # the pattern of an ad hoc command
         return []
     # An argument can be a playbook of a collection, such as grove.sandbox.plan.
     resources = [(argument, _get_collection_playbook_path(argument)) for argument in arguments]
-    return [Path(resource[1] if resource else argument).name for argument, resource in resources]
+    return [resource[1] if resource else argument for argument, resource in resources]
 
 
 def approved(plan: dict[str, Any], task_key: dict[str, str]) -> dict[str, Any]:

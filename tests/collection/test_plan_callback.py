@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
 
 from tests.collection.runner import HERE, Target, Task
+from tests.support import ansible_core_versions
+from tests.support.ansible_core_versions import NEWEST, OLDEST
 
 GATEWAY_ID = "0123456789abcdef"
 FAILING_TASK: Task = {"ansible.builtin.fail": {"msg": "no"}}
@@ -129,6 +132,60 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
     assert [entry["task"] for entry in document["entries"]] == ["Declare box"]
     assert (f"It cannot be applied: {problem}." in output) is bool(problem)
     assert ("can be applied until" in output) is not bool(problem)
+
+
+@pytest.mark.parametrize(("core", "strategy"), [(OLDEST, "free"), (NEWEST, "linear")])
+def test_the_lookup_knows_the_failures_of_earlier_plays(
+    target: Target, tmp_path: Path, core: str, strategy: str
+) -> None:
+    """Each host of the first plays has another fate. The last play, which publishes the plan, contains none of them."""
+
+    def on(host: str, task: Task) -> Task:
+        return {**task, "when": f"inventory_hostname == '{host}'"}
+
+    fates = [
+        on("failed", FAILING_TASK),
+        on("ignored", {**FAILING_TASK, "ignore_errors": True}),
+        {"block": [on("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
+        {"block": [on("failed_in_rescue", FAILING_TASK)], "rescue": [FAILING_TASK]},
+        on("unreachable", UNREACHABLE_TASK),
+        on("ignored", {**UNREACHABLE_TASK, "ignore_unreachable": True}),
+        on("ended", {"ansible.builtin.meta": "end_host"}),
+        on("missing", {"ansible.builtin.include_tasks": "missing.yml"}),
+    ]
+    hosts = ("failed", "ignored", "rescued", "failed_in_rescue", "unreachable", "ended", "missing", "handled", "last")
+    handlers = {
+        "tasks": [on("handled", {"ansible.builtin.command": "true", "check_mode": False, "notify": "fail"})],
+        "handlers": [{"name": "fail", **FAILING_TASK}],
+    }
+    published_path, saved_path = tmp_path / "published.json", tmp_path / "saved.json"
+    publish = {
+        "ansible.builtin.copy": {
+            "content": "{{ lookup('grove.sandbox.plan') | to_json }}",
+            "dest": str(published_path),
+        },
+        "check_mode": False,
+    }
+    target.run(
+        {"hosts": "all:!last", "strategy": strategy, "tasks": fates},
+        {"hosts": "all:!last", "strategy": strategy, **handlers},
+        {"hosts": "last", "tasks": [publish]},
+        options=("-i", ",".join(hosts), "--check", "-e", f"ansible_python_interpreter={sys.executable}"),
+        environment={
+            "ANSIBLE_CALLBACKS_ENABLED": "grove.sandbox.plan",
+            "GROVE_SANDBOX_PLAN_FILE": str(saved_path),
+            **ansible_core_versions.select_release(core),
+        },
+    )
+    assert saved_path.exists(), target.output
+    for path in (published_path, saved_path):
+        assert sorted(json.loads(path.read_text())["problems"]) == [
+            "a task failed on host failed",
+            "a task failed on host failed_in_rescue",
+            "a task failed on host handled",
+            "a task failed on host missing",
+            "host unreachable was unreachable",
+        ], target.output
 
 
 def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: Target, tmp_path: Path) -> None:

@@ -24,7 +24,17 @@ def run_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start_run(monkeypatch)
 
 
-def start_run(monkeypatch: pytest.MonkeyPatch, *, check: bool = True, playbooks: Any = ("plays/site.yml",)) -> None:
+def start_run(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    check: bool = True,
+    playbooks: Any = ("plays/site.yml",),
+    has_callback: bool = True,
+) -> None:
+    """Start a run in which the callback, if it is enabled, has recorded no failure yet."""
+    (_plan_journal.journal_path() / "failures.json").unlink(missing_ok=True)
+    if has_callback:
+        _plan_journal.record_failures([])
     monkeypatch.setattr(context, "CLIARGS", ImmutableDict(check=check, args=playbooks))
 
 
@@ -62,13 +72,31 @@ def test_the_lifetime_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         look_up(plan_lifetime=0)
 
 
-def test_tasks_without_a_plan_and_missing_hosts_are_problems() -> None:
+VARIABLES = {"ansible_play_hosts_all": ["web", "db"], "ansible_play_hosts": ["web"]}
+
+
+def test_failures_and_tasks_without_a_plan_are_problems() -> None:
+    _plan_journal.record_failures(["a task failed on host db"])
     _plan_journal.add_entry({"task": "a", "path": "site.yml:3", "host": "web", "problem": "the changes are unknown"})
-    variables = {"ansible_play_hosts_all": ["web", "db"], "ansible_play_hosts": ["web"]}
-    assert look_up(variables=variables)["problems"] == [
-        "a task failed on host db, or the host was unreachable",
-        "the changes are unknown",
-    ]
+    assert look_up(variables=VARIABLES)["problems"] == ["a task failed on host db", "the changes are unknown"]
+
+
+@pytest.mark.parametrize("kind", ["one play", "two plays", "import", "two playbooks", "encrypted", "ad hoc"])
+def test_without_the_callback_only_the_failures_of_the_only_play_are_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "site.yml"
+    play: dict[str, Any] = {"hosts": "all"}
+    plays = [play] * (2 if kind == "two plays" else 1)
+    if kind == "import":
+        plays = [{"ansible.builtin.import_playbook": "other.yml"}]
+    path.write_text("$ANSIBLE_VAULT;1.1;AES256\n" if kind == "encrypted" else json.dumps(plays))
+    playbooks = (str(path), str(path)) if kind == "two playbooks" else "web" if kind == "ad hoc" else (str(path),)
+    start_run(monkeypatch, playbooks=playbooks, has_callback=False)
+    known = ["a task failed on host db, or the host was unreachable"]
+    unknown = ["it is unknown whether tasks failed, because the callback grove.sandbox.plan is not enabled"]
+    expected = known if kind in ("one play", "ad hoc") else unknown
+    assert look_up(variables=VARIABLES)["problems"] == expected
 
 
 @pytest.mark.parametrize(
