@@ -55,11 +55,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``."""
+    """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``.
+
+    ``condition``: when the run takes this step, as in "only if …", if this is unknown.
+    """
 
     verb: str
     changes: tuple[Change, ...]
     request: Mapping[str, Any] = field(default_factory=dict)
+    condition: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,11 @@ def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
         else value
         for key, value in shape.items()
     }
+
+
+def diverged_condition(sandbox: Mapping[str, Any]) -> str:
+    """Return the condition of an action that is needed only if a sandbox has diverged, or "" if it is needed."""
+    return f"only if sandbox {sandbox['name']} has diverged by then" if sandbox["diverged"] is None else ""
 
 
 def is_planned_id(value: Any) -> bool:

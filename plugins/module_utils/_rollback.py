@@ -21,6 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    diverged_condition,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZE_KEYS
@@ -117,8 +118,11 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
     if current is None:
         raise Failure(f"sandbox {name!r} not found: check the name, or create the sandbox first", "not_found")
     target_id = have.snapshot["id"]
-    if want.unless_clean and current["snapshot_id"] == target_id and current["diverged"] is False:
-        return []
+    condition = ""
+    if want.unless_clean and current["snapshot_id"] == target_id:
+        if current["diverged"] is False:
+            return []
+        condition = diverged_condition(current)
     after = {"name": current["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
     # A diff cannot show the loss of processes and memory, so this key shows a rollback even if no file has changed.
     after["content_of"] = have.snapshot["name"] or target_id
@@ -134,7 +138,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
             Change(backup_name, None, captured_view(backup_name, current, _backup_description(have)), SNAPSHOT)
         )
         request["backup"] = {"name": backup_name, "description": _backup_description(have)}
-    return [Action("rollback", tuple(changes), request)]
+    return [Action("rollback", tuple(changes), request, condition)]
 
 
 def _backup_description(have: CurrentState) -> str:

@@ -65,7 +65,9 @@ def run(
     except Failure as failure:
         result = failure_result(failure)
         if check and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
-            result[PLAN_KEY] = _plan_entry(gateway_client, failure=failure.message)
+            result[PLAN_KEY] = _plan_entry(
+                gateway_client, failure=failure.message, mentions=_requested_refs(gateway_client)
+            )
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
     masked_result: dict[str, Any] = mask_secrets(result, secrets)
@@ -206,16 +208,27 @@ class _Run:
             if (change.before is None or action.verb in RECREATING_VERBS)
             and is_planned_id(planned_shapes.get(change.name, {}).get("id"))
         ]
+        conditional_actions = [action for action in plan_actions if action.condition]
         entry = _plan_entry(
             self.client,
             actions=describe_actions(plan_actions),
+            conditional=[
+                change.name for action in conditional_actions for change in action.changes if change.before is None
+            ],
+            mentions=self._list_mentions(plan_actions),
             reads=dict(reads),
             created={name: planned_shapes[name]["id"] for name in created_names},
             costs=costs,
-            unknown=unknown,
+            unknown=[*dict.fromkeys(action.condition for action in conditional_actions), *unknown],
             failure=result["msg"] if result.get("failed") else None,
         )
         return {**result, PLAN_KEY: entry}
+
+    def _list_mentions(self, actions: Sequence[Action]) -> list[str]:
+        """Return the names and ids of the objects that the task uses."""
+        names = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
+        names.update(change.name for action in actions for change in action.changes)
+        return sorted(names.union(_requested_refs(self.client)))
 
     def _apply(self, plan: Plan) -> None:
         for action in plan.actions:
@@ -300,9 +313,18 @@ def _collect_texts(value: Any, texts: set[str]) -> None:
             _collect_texts(item, texts)
 
 
+def _requested_refs(client: Client) -> list[str]:
+    """Return the names and ids of the objects that a task has requested."""
+    return sorted({path.split("/")[2] for path in client.requested_paths if path.startswith(_OBJECT_PATHS)})
+
+
 def _plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
-    """Return an entry of a plan file without the names of the host and the task, which the action plugin adds."""
+    """Return an entry of a plan file without the names of the host and the task, which the action plugin adds.
+
+    ``_plan_conditions`` evaluates ``conditional`` and ``mentions``.
+    """
     no_changes = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
+    no_changes |= {"conditional": [], "mentions": []}
     return {"gateway": client.gateway_id, "gateway_url": client.address.url, **no_changes, **fields}
 
 

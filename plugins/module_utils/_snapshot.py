@@ -20,6 +20,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    diverged_condition,
     require_minimum,
     validate_names,
 )
@@ -206,13 +207,17 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     if name in have.taken_names:
         raise _refusals.name_taken_error(name, have.taken_names[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
-    if want.when_changed and find_unchanged_snapshot(want, have, sandbox) is not None:
-        return []
+    condition = ""
+    if want.when_changed:
+        if find_unchanged_snapshot(want, have, sandbox) is not None:
+            return []
+        if find_unchanged_snapshot(want, have, {**sandbox, "diverged": False}) is not None:
+            condition = diverged_condition(sandbox)
     check_running_for_capture(want.sandboxes[name], sandbox)
-    return [_plan_capture(want, name, sandbox)]
+    return [_plan_capture(want, name, sandbox, condition)]
 
 
-def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> Action:
+def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], condition: str) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
             raise _refusals.volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
@@ -229,7 +234,7 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> 
     if want.prewarm:
         body["prewarm"] = after["prewarm"] = want.prewarm
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
-    return Action("capture", (Change(name, None, after, SNAPSHOT),), request)
+    return Action("capture", (Change(name, None, after, SNAPSHOT),), request, condition)
 
 
 def plan_prewarm(

@@ -30,6 +30,7 @@ from ansible.utils.vars import load_extra_vars
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import approved_option, new_state, update_state
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent
 
 CALLBACK_NAME = "grove.sandbox.plan"
 EXTRA_VARIABLE = "grove_sandbox_plan"
@@ -107,7 +108,7 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
     """
     run_entries = entries()
     return _plan_file.make_document(
-        [entry for entry in run_entries if "problem" not in entry],
+        mark_dependent(entry for entry in run_entries if "problem" not in entry),
         playbooks=playbooks,
         problems=[*_find_failures(variables), *(entry["problem"] for entry in run_entries if "problem" in entry)],
         created_at=datetime.now(timezone.utc),

@@ -13,6 +13,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import app
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent
 from hypothesis import strategies as st
 
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
@@ -129,20 +130,27 @@ class PlayChecks:
         self.play_count = 0
         self.tasks: Counter[str] = Counter()
         """The number of tasks that changed something, were refused, or did nothing."""
+        self.uncertain_count = 0
+        """The number of tasks whose outcome depends on whether a sandbox has diverged."""
 
     def __str__(self) -> str:
         tasks = ", ".join(f"{count} {outcome}" for outcome, count in self.tasks.most_common())
-        return f"{self.play_count} plays ({tasks})\nresults of tasks: {self.results}\nstates of gateways: {self.states}"
+        plays = f"{self.play_count} plays ({tasks}; {self.uncertain_count} uncertain)"
+        return f"{plays}\nresults of tasks: {self.results}\nstates of gateways: {self.states}"
 
     def check_unknown_share(self) -> None:
         """Check that most values were known, both in the results of tasks and in the states of gateways."""
         assert self.results.unknown_share < MAX_UNKNOWN_SHARE, self.results
         assert self.states.unknown_share < MAX_UNKNOWN_SHARE, self.states
 
-    def check(self, url: str, history: list[PlayTask], play: list[PlayTask], *, template: str = "base") -> None:
+    def check(
+        self, url: str, history: list[PlayTask], play: list[PlayTask], *, template: str = "base"
+    ) -> list[dict[str, Any]]:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
-        At the beginning, the gateway must have only its templates.
+        At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
+        another outcome only if its entry says that it depends on what the run finds. Then the states differ, too, so
+        later tasks are only checked for their outcomes.
         """
         client, planner = Client(url), Client(url)
         try:
@@ -151,13 +159,25 @@ class PlayChecks:
                 run_task(client, kind, params)
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
             predicted = [run_task(planner, kind, params, check=True) for kind, params in play]
-            actual = apply_predicted(client, play, predicted)
+            entries = make_entries(predicted)
+            uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
+            actual = apply_predicted(client, play, entries)
+            is_as_predicted = True
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
-                comparison.check_result(prediction, result, f"task {number}, {play[number][0]}")
-                self.tasks["failed" if result.get("failed") else "changed" if result["changed"] else "ok"] += 1
-            comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
+                outcome = describe_outcome(result)
+                if number in uncertain_tasks:
+                    is_as_predicted &= describe_outcome(prediction) == outcome
+                    self.uncertain_count += 1
+                elif not is_as_predicted:
+                    assert describe_outcome(prediction) == outcome, (number, play[number], prediction, result)
+                if is_as_predicted:
+                    comparison.check_result(prediction, result, f"task {number}, {play[number][0]}")
+                self.tasks[outcome] += 1
+            if is_as_predicted:
+                comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
             self.play_count += 1
+            return entries
         except AssertionError as error:
             error.add_note(f"history = {history}\nplay = {play}")
             raise
@@ -179,15 +199,28 @@ def _set_up(client: Client, template: str) -> None:
         assert not result.get("failed"), result
 
 
-def apply_predicted(client: Client, play: list[PlayTask], predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a play that may make only the changes that were predicted."""
-    results: list[dict[str, Any]] = []
+def describe_outcome(result: dict[str, Any]) -> str:
+    return "failed" if result.get("failed") else "changed" if result["changed"] else "ok"
+
+
+def is_condition(phrase: str) -> bool:
+    """Return whether a phrase of ``unknown`` says that the outcome of a task is unknown, and not only its costs."""
+    return phrase.startswith(("only if ", "depends on "))
+
+
+def make_entries(predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move the entries of the plan out of the predicted results."""
     entries = [
         {**prediction.pop(PLAN_KEY), "task": number}
         for number, prediction in enumerate(predicted)
         if PLAN_KEY in prediction
     ]
-    entries = json.loads(json.dumps(entries))
+    return mark_dependent(json.loads(json.dumps(entries)))
+
+
+def apply_predicted(client: Client, play: list[PlayTask], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run a play that may make only the changes that were predicted."""
+    results: list[dict[str, Any]] = []
     state = new_state()
     for number, (kind, params) in enumerate(play):
         # A listing changes nothing, and needs no plan.

@@ -63,6 +63,39 @@ def test_a_plan_applies_retention_rules(gateway: MemoryGateway) -> None:
     assert checks.tasks == {"changed": 4, "ok": 2, "failed": 1}
 
 
+def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: Path) -> None:
+    gateway = MemoryGateway(tmp_path, log={"level": "error"})
+    play: list[PlayTask] = [
+        ("snapshot", {"name": ["n"], "sandbox": ["b"]}),
+        ("rollback", {"sandbox": ["b"], "snapshot": "n", "backup_name": ["backup"]}),
+        ("snapshot", {"name": ["n2"], "sandbox": ["b"], "when_changed": True}),
+        ("fork", {"snapshot": "n2", "names": ["z"]}),
+        ("sandbox", {"name": ["z"], "metadata": {"k": "1"}}),
+        ("sandbox", {"name": ["n2"], "template": "base"}),
+        ("rollback", {"sandbox": ["b"], "snapshot": "n", "unless_clean": False}),
+        ("sandbox", {"name": ["a"], "metadata": {"k": "1"}}),
+    ]
+    try:
+        gateway.build_template("base")
+        checks = PlayChecks()
+        entries = checks.check(gateway.unix_url, [], play)
+    finally:
+        gateway.end()
+    condition = "only if sandbox b has diverged by then"
+    on_snapshot, on_fork = (f"depends on {name}, which the run may not create" for name in ("n2", "z"))
+    first_costs = "the pause and the size of the gateway's first snapshots"
+    assert [[phrase for phrase in entry["unknown"] if phrase != first_costs] for entry in entries] == [
+        [],
+        [condition],
+        [condition],
+        [on_snapshot],
+        [on_fork],
+        [on_snapshot],
+        [],
+        [],
+    ]
+
+
 FORKS: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})
 FORK: PlayTask = ("fork", {"snapshot": "s", "names": ["z"]})
 WITHOUT_X: PlayTask = ("sandbox", {"name": ["x"], "state": "absent"})
