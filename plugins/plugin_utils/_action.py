@@ -29,6 +29,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import applied_plan
+from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import portable_path
 
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
@@ -177,11 +178,11 @@ class GatewayAction(ActionBase):
     def _task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
         """Return the host and the place of this task, by which a run finds its entry in the plan of a check run."""
         path, _separator, line = (self._task.get_path() or "").rpartition(":")
-        base = str(task_vars.get("playbook_dir") or os.curdir)
-        return {
-            "host": str(task_vars.get("inventory_hostname", "")),
-            "path": f"{os.path.relpath(path, base)}:{line}" if path else "",
-        }
+        role = self._task._role
+        if path:
+            role_arguments = (role.get_name(include_role_fqcn=False), role._role_path) if role is not None else ()
+            path = f"{portable_path(path, _plan_journal.playbook_paths(), *role_arguments)}:{line}"
+        return {"host": str(task_vars.get("inventory_hostname", "")), "path": path}
 
     def _environment(self) -> dict[str, Any]:
         """Return the task's ``environment`` as one mapping."""

@@ -133,7 +133,7 @@ def _find_failures(variables: Mapping[str, Any]) -> list[str]:
 
 
 def _has_one_play() -> bool:
-    paths = _playbook_paths()
+    paths = playbook_paths()
     if len(paths) != 1:
         return not paths  # an ad hoc command
     try:
@@ -145,10 +145,11 @@ def _has_one_play() -> bool:
 
 def playbook_names() -> list[str]:
     """Return the names of the playbooks on the command line of this run, without their directories."""
-    return [Path(path).name for path in _playbook_paths()]
+    return [Path(path).name for path in playbook_paths()]
 
 
-def _playbook_paths() -> list[str]:
+def playbook_paths() -> list[str]:
+    """Return the paths of the playbooks on the command line of this run."""
     arguments = context.CLIARGS.get("args", ())
     if isinstance(arguments, str):  # the pattern of an ad hoc command
         return []

@@ -11,6 +11,7 @@ import pytest
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, step
+from tests.support import ansible_core_versions
 
 ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 
@@ -112,6 +113,36 @@ def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path)
     capture = step("sandbox_snapshot", name="before", sandbox="box")
     created, refused = plan_target.play(BOX, capture, options=("-e", f"@{variables}"))
     assert created["changed"] and "does not contain" in refused["msg"]
+
+
+@pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
+def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_path: Path, core: str) -> None:
+    plan_target.write_file("shared/mk/tasks/main.yml", [BOX])
+    for checkout in ("one", "deep/er/two"):
+        plan_target.write_file(f"{checkout}/tasks/cat.yml", [step("sandbox", name="cat", template="base")])
+        plan_target.write_playbook(f"{checkout}/plays/import/site.yml", {"roles": ["mk"]})
+        plan_target.write_playbook(
+            f"{checkout}/plays/site.yml", {"tasks": [{"ansible.builtin.import_tasks": "../tasks/cat.yml"}]}
+        )
+    for path in plan_target.scratch.rglob("*.yml"):
+        # ansible-core 2.16 does not know the places of tasks in JSON.
+        path.write_text(f"---\n{path.read_text()}")
+    environment = {
+        "ANSIBLE_ROLES_PATH": str(plan_target.scratch / "shared"),
+        **ansible_core_versions.select_release(core),
+    }
+    plan_target.run_playbooks(
+        *("one/plays/site.yml", "one/plays/import/site.yml"),
+        options=("--check",),
+        environment={**environment, **ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)},
+    )
+    entries = json.loads(plan_path.read_text())["entries"]
+    assert [entry["path"] for entry in entries] == ["../tasks/cat.yml:2", "role://mk/tasks/main.yml:2"]
+    created = plan_target.run_playbooks(
+        *("deep/er/two/plays/site.yml", "deep/er/two/plays/import/site.yml"),
+        environment={**environment, "GROVE_SANDBOX_APPLY": str(plan_path)},
+    )
+    assert [result["changed"] for result in created] == [True, True], plan_target.output
 
 
 @pytest.mark.parametrize("fault", ["truncated", "edited", "missing", "incomplete"])
