@@ -151,7 +151,8 @@ def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
 
     These are times after the session began, at ``opened_at``, and measurements of new objects.
     """
-    is_new = is_planned_id(shape.get("id"))
+    # A template that another client is building already has its real id.
+    is_new = is_planned_id(shape.get("id")) or (shape.get("created_at") or "") > opened_at
     return {
         key: None
         if (key in _TIME_KEYS and value is not None and value > opened_at) or (is_new and key in _MEASURED_KEYS)

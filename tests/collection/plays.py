@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _info
@@ -144,7 +145,13 @@ class PlayChecks:
         assert self.states.unknown_share < MAX_UNKNOWN_SHARE, self.states
 
     def check(
-        self, url: str, history: list[PlayTask], play: list[PlayTask], *, template: str = "base"
+        self,
+        url: str,
+        history: list[PlayTask],
+        play: list[PlayTask],
+        *,
+        template: str = "base",
+        before_run: Callable[[], None] = lambda: None,
     ) -> list[dict[str, Any]]:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
@@ -161,6 +168,7 @@ class PlayChecks:
             predicted = [run_task(planner, kind, params, check=True) for kind, params in play]
             entries = make_entries(predicted)
             uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
+            before_run()
             actual = apply_predicted(client, play, entries)
             is_as_predicted = True
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.engine.room import MACHINE_START_BYTES
-from sandbox_gateway.hosts.base import Room, Usage
+from sandbox_gateway.hosts.base import Log, Room, Usage
+from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
@@ -94,6 +97,48 @@ def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: P
         [],
         [],
     ]
+
+
+class SlowBuildHost(BusyHost):
+    """A host on which the builds of templates wait until ``may_build`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_build = threading.Event()
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+        await asyncio.to_thread(self.may_build.wait, 60)
+        return await super().build_base(base, recipe, log)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_plan_contains_the_templates_that_others_are_building(tmp_path: Path, replaces: bool) -> None:
+    host, checks = SlowBuildHost(), PlayChecks()
+    gateway = MemoryGateway(tmp_path, host, log={"level": "error"})
+    recipe = {"packages": ["nginx", "curl"]}
+    play: list[PlayTask] = [
+        ("sandbox", {"name": ["w"], "template": "web"}),
+        ("template", {"name": ["web"], **recipe}),
+        ("template_info", {}),
+    ]
+
+    def finish_build() -> None:
+        host.may_build.set()
+        gateway.build_template("web", **recipe)  # waits for the build
+
+    try:
+        host.may_build.set()
+        gateway.build_template("base")
+        if replaces:
+            gateway.build_template("web")
+        host.may_build.clear()
+        with gateway.client() as client:
+            client.post("/templates", json={"name": "web", "description": "a server", **recipe}).raise_for_status()
+        checks.check(gateway.unix_url, [], play, before_run=finish_build)
+    finally:
+        host.may_build.set()
+        gateway.end()
+    assert checks.tasks == {"changed": 1, "ok": 2}
 
 
 FORKS: PlayTask = ("fork", {"snapshot": "s", "count": 2, "name_prefix": "y"})

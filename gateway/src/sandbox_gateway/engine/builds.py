@@ -36,6 +36,7 @@ class Build:
     """The digest of the files at the recipe's path."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe in canonical form."""
+    description: str = ""
     prewarm: int = 0
     """The number of forks to keep ready once the template is built."""
     build_id: str = field(default_factory=new_id)
@@ -47,6 +48,20 @@ class Build:
     _omitted_count: int = 0
     _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def copy_from_start(self) -> Build:
+        """Return the same build as it was at its start, for another engine to carry out."""
+        return Build(
+            template_id=self.template_id,
+            name=self.name,
+            digest=self.digest,
+            source_digest=self.source_digest,
+            recipe=self.recipe,
+            description=self.description,
+            prewarm=self.prewarm,
+            build_id=self.build_id,
+            started_at=self.started_at,
+        )
 
     def log(self, line: str) -> None:
         """Append a line. The log keeps its first ``_MAX_BYTES`` bytes and its last ``_LAST_LINE_COUNT`` lines."""

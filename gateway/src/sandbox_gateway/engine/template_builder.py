@@ -36,7 +36,7 @@ class TemplateBuilder:
         self._captures = captures
         self._room = room
 
-    async def build(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
+    async def build(self, build: Build, recipe: Recipe) -> Snapshot:
         """Build a template without a name, and write its log to ``build``."""
         host = self._host
         await self._room.require_for_machines(1)
@@ -48,7 +48,7 @@ class TemplateBuilder:
             await self._machines.fork(base, sandbox, with_memory=False)
             try:
                 await self._set_up(build, sandbox, recipe)
-                return await self._capture(build, sandbox, description)
+                return await self._capture(build, sandbox)
             finally:
                 await clean_up(log, host.remove(sandbox))
         finally:
@@ -98,7 +98,7 @@ class TemplateBuilder:
                 )
             await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 
-    async def _capture(self, build: Build, sandbox: Sandbox, description: str) -> Snapshot:
+    async def _capture(self, build: Build, sandbox: Sandbox) -> Snapshot:
         agent = self._agents.client(sandbox)
         if self._host.abilities.memory:
             # The interpreter becomes part of the template's memory, so that forks run their first code immediately.
@@ -109,7 +109,7 @@ class TemplateBuilder:
         template = Snapshot(
             id=build.template_id,
             kind=SnapshotKind.TEMPLATE,
-            description=description,
+            description=build.description,
             template_id=build.template_id,
             origin=build.template_id,
             recipe_digest=build.digest,

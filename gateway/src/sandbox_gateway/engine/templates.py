@@ -40,8 +40,12 @@ class Templates:
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
-        """Also list the builds of another engine, which runs them."""
-        self._builds.update(other._builds)
+        """Also list the builds of another engine. Those that have not ended are carried out in this engine, too."""
+        for build in other._builds.values():
+            if build.status == "building":
+                build = build.copy_from_start()
+                self._context.background.start(self._run(build, Recipe.model_validate(build.recipe)))
+            self._builds[build.build_id] = build
 
     def get(self, ref: str) -> Snapshot:
         return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
@@ -72,10 +76,11 @@ class Templates:
             digest=digest,
             source_digest=digest_of_source,
             recipe=_canonical_recipe(recipe),
+            description=description,
             prewarm=prewarm or 0,
         )
         self._add_build(build)
-        self._context.background.start(self._run(build, recipe, description))
+        self._context.background.start(self._run(build, recipe))
         return build
 
     async def guest_digest(self) -> str:
@@ -163,10 +168,10 @@ class Templates:
         for each in ended_builds[: max(0, len(self._builds) - _MAX_BUILDS)]:
             del self._builds[each.build_id]
 
-    async def _build(self, build: Build, recipe: Recipe, description: str) -> None:
+    async def _build(self, build: Build, recipe: Recipe) -> None:
         """Build a template and name it. On failure, the template is removed."""
         try:
-            template = await self._builder.build(build, recipe, description)
+            template = await self._builder.build(build, recipe)
             if build.prewarm:
                 await self._prewarm.set_target(template.id, build.prewarm)
             await self.set_alias(template.id, build.name)
@@ -174,12 +179,12 @@ class Templates:
             await clean_up(log, self._remove(build.template_id))
             raise
 
-    async def _run(self, build: Build, recipe: Recipe, description: str) -> None:
+    async def _run(self, build: Build, recipe: Recipe) -> None:
         publish = self._context.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
         try:
             async with self._build_slots:
-                await self._build(build, recipe, description)
+                await self._build(build, recipe)
         except GatewayError as error:
             for line in f"failed: {error.message}".split("\n"):
                 build.log(line)

@@ -16,12 +16,16 @@ from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.engine.plans.sessions import PlanSession, PlanSessions
 
 router = APIRouter(tags=["plans"])
+_BUILD_TIMEOUT_SECONDS = 20.0
 PlanId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a plan session.")]
 
 
 @router.post("/plans", summary="Open the plan session of a run, or find it if it is open")
 async def open_session(request: Request, body: requests.OpenPlan) -> shapes.PlanShape:
-    return _shape(_sessions(request).open(_owner(request), body.run))
+    session = _sessions(request).open(_owner(request), body.run)
+    # Builds in progress end at once in a session, and the first task must see their templates.
+    await session.engine.background.wait(_BUILD_TIMEOUT_SECONDS)
+    return _shape(session)
 
 
 @router.get("/plans", summary="List the plan sessions of this key")
