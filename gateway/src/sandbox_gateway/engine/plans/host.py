@@ -125,14 +125,16 @@ class PlannedHost:
         return self._real.endpoint(sandbox)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        """Return whether a real instance has diverged from its real head.
+        """Return whether a real instance has diverged from its real head, as far as its disk shows.
+
+        Its agent is not asked to write the guest's cache to the disk, because that would change the host.
 
         Raises Conflict if the plan has changed one of them, because only a run can tell then.
         """
         real = self._engine.index.sandboxes.get(sandbox.id)
         if real is None or (real.instance, real.head) != (sandbox.instance, head.id):
             raise Conflict(f"whether sandbox {sandbox.name} has diverged is only known after the run")
-        return await self._engine.sandboxes.has_diverged(real.id)
+        return await self._real.has_diverged(real, head)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         if self._is_real(sandbox):

@@ -1,0 +1,37 @@
+"""A plan session sends nothing to the agents of running sandboxes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.agent_client import AgentClient
+from sandbox_gateway.engine.plans.sessions import PlanSessions
+from tests.support.memory_engine import create, open_engine
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_whether_a_sandbox_has_diverged_is_measured_without_its_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine(tmp_path) as engine:
+        for name in ("clean", "changed"):
+            await create(engine, name)
+            await engine.snapshots.create(name)
+        await engine.commands.exec("changed", ["write", "key", "value"])
+        paths: list[str] = []
+        original_call = AgentClient.call
+
+        async def call(self: AgentClient, path: str, *args: Any, **options: Any) -> dict[str, Any]:
+            paths.append(path)
+            return await original_call(self, path, *args, **options)
+
+        monkeypatch.setattr(AgentClient, "call", call)
+        session = PlanSessions(engine).open("key", "a run of a check run").engine
+        assert not await session.sandboxes.has_diverged("clean")
+        assert await session.sandboxes.has_diverged("changed")
+        assert paths == []
+        assert await engine.sandboxes.has_diverged("changed") and paths == ["/sync"]
