@@ -40,6 +40,8 @@ _likely_options = {
             "metadata": st.none() | st.just({"k": "1"}),
             "timeout": st.sampled_from([None, 3600]),
             "volumes": volumes(),
+            "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}]),
+            "disk_mb": st.sampled_from([None, None, None, 4096]),
         }
     ),
     "fork": st.fixed_dictionaries(
@@ -49,6 +51,7 @@ _likely_options = {
             "name_prefix": st.just("ci"),
             "paused": st.booleans(),
             "exact": st.booleans(),
+            "concurrency": st.sampled_from([None, 1, 2]),
         }
     )
     | st.fixed_dictionaries({"sandbox": st.sampled_from(["a", "b"]), "names": _new_names}),
@@ -59,13 +62,19 @@ _likely_options = {
             "when_changed": st.booleans(),
             "memory": st.sampled_from(["auto", "none"]),
             "volumes": st.sampled_from([None, ["data"]]),
+            "retention": st.sampled_from([None, None, {"keep_last": 1}, {"keep_last": 2}]),
+            "expires_in": st.sampled_from([None, None, 3600]),
         }
     )
     | st.fixed_dictionaries(
         {"name": st.sampled_from([["t"], ["u"]]), "state": st.just("absent"), "when_unused": st.booleans()}
     ),
     "rollback": st.fixed_dictionaries(
-        {"sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]), "snapshot": st.sampled_from(["s", "t"])}
+        {
+            "sandbox": st.sampled_from([["a"], ["b"], ["ci-1"]]),
+            "snapshot": st.sampled_from(["s", "t"]),
+            "unless_clean": st.booleans(),
+        }
     ),
     "volume": st.fixed_dictionaries(
         {
