@@ -111,7 +111,8 @@ class CallbackModule(CallbackBase):
         if not context.CLIARGS.get("check"):
             # The workers inherit the plan. Each task reports a failure.
             with contextlib.suppress(Failure):
-                _plan_journal.applied_plan()
+                if _plan_journal.applied_plan() is not None:
+                    atexit.register(self._end_sessions)
             return
         plan_path = self.get_option("plan_file")
         if not self._playbooks:

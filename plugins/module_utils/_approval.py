@@ -15,12 +15,12 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, is_planned_id
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, VOLUME, is_planned_id
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
@@ -39,23 +39,24 @@ _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
 """Verbs of actions that set the timeout. Other views contain the remaining one, which depends on the time."""
 _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
 _REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
+_ID_PATH_PATTERN = re.compile(rf"/({_REAL_ID_PATTERN.pattern}|{_PLANNED_ID_PATTERN.pattern})$")
 _SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
 """How the temporary name of a replaced resource ends if its id is planned; see ``_plan.temporary_name``."""
 _NEW = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
 """Verbs of actions that a run may skip, because only then it is known whether the sandbox has diverged."""
-_PART_NAMES = {"mounts": "mounts", "entries": "snapshots"}
 _REMEDY = "nothing of this task was done. Make a new plan with a check run"
 
 Entry = Mapping[str, Any]
 """An entry of a plan file, as docs/plans.md describes it."""
 
 
-def object_version(path: str, data: Any, opened_at: str = "") -> str:
+def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: bool = False) -> str:
     """Return the version of an object or of a list, as ``key=value`` pairs. It is "" if the object does not exist.
 
     ``path``: the path of the object or the list in the API. ``opened_at``: when the plan session began, if there is
-    one; the version of a volume that is newer contains no time, because only the run knows it.
+    one; the version of a volume that is newer contains no time, because only the run knows it. ``is_removed``: the task
+    removes the object, so that its users matter even if it is a template.
     """
     if data is None:
         return ""
@@ -69,9 +70,7 @@ def object_version(path: str, data: Any, opened_at: str = "") -> str:
         ident = data.get("sandboxID") if path.startswith("/sandboxes") else None
         ident = ident or data.get("snapshotID") or data.get("templateID") or ""
     version = f"id={ident} generation={data.get('generation', 0)}"
-    if mounts := data.get("volumeMounts"):
-        version += " mounts=" + ",".join(each["name"] for each in mounts)
-    if data.get("kind", "template") != "template" and data.get("users") is not None:
+    if (is_removed or data.get("kind", "template") != "template") and data.get("users") is not None:
         version += " users=" + ",".join(sorted(each["name"] for each in data["users"]))
     return version
 
@@ -137,16 +136,17 @@ def _running_memory(view: Mapping[str, Any] | None) -> int:
 def new_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
-    ``used``: the numbers of the entries that it has used. ``bindings``, ``skipped``: see ``Approval``.
+    ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the run's
+    id there. ``used``: the numbers of the entries that it has used. ``bindings``: see ``Approval``.
     """
-    return {"used": [], "bindings": {}, "skipped": []}
+    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "bindings": {}}
 
 
 def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(used["number"])
-    state["bindings"].update(used.get("bindings", {}))
-    state["skipped"] += used.get("skipped", [])
+    state["bindings"].update(used["bindings"])
+    state["opened_at"].update(used["opened_at"])
 
 
 def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,18 +155,30 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
     ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
     """
     changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
+    created_names = {change["name"] for change in changes if change["before"] is None}
+    removed_names = {change["name"] for change in changes if change["after"] is None}
+    for change in changes:
+        if change["kind"] == VOLUME:
+            before, after = (_snapshots_in(change["name"], change[key]) for key in ("before", "after"))
+            created_names |= after - before
+            removed_names |= before - after
     return {
+        "run": state["run"],
+        "opened_at": state["opened_at"],
         "entries": [
             {**entry, "number": number}
             for number, entry in enumerate(entries)
             if number not in state["used"] and all(entry[key] == value for key, value in task_key.items())
         ],
         "created": [ident for entry in entries for ident in entry["created"].values()],
-        "created_names": sorted({change["name"] for change in changes if change["before"] is None}),
-        "removed_names": sorted({change["name"] for change in changes if change["after"] is None}),
+        "created_names": sorted(created_names),
+        "removed_names": sorted(removed_names),
         "bindings": state["bindings"],
-        "skipped": state["skipped"],
     }
+
+
+def _snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
+    return {f"{volume}@{snapshot}" for snapshot in (view or {}).get("snapshots", ())}
 
 
 class Approval:
@@ -174,77 +186,115 @@ class Approval:
 
     ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``bindings``: the real ids
     that earlier tasks found for planned ones. ``created``: the planned ids that the run itself has to create.
-    ``created_names``, ``removed_names``: the objects that the plan creates or removes. ``skipped``: the ids of the
-    objects that earlier tasks did not have to change.
+    ``created_names``, ``removed_names``: the objects that the plan creates or removes.
+
+    ``read_version``: returns the current version of the object with a path in the API.
     """
 
-    def __init__(self, option: Mapping[str, Any], gateway_id: str) -> None:
+    def __init__(self, option: Mapping[str, Any], gateway_id: str, read_version: Callable[[str], str]) -> None:
         self._entries: list[Entry] = option["entries"]
         self._gateway_id = gateway_id
+        self._read_version = read_version
         self._created = frozenset(option["created"])
         self._created_names = frozenset(option["created_names"])
         self._removed_names = frozenset(option["removed_names"])
-        self._skipped = frozenset(option["skipped"])
         self.bindings: dict[str, str] = dict(option["bindings"])
 
-    def find(self, actions: Sequence[Action], reads: Mapping[str, str]) -> Entry:
+    def find(
+        self,
+        actions: Sequence[Action],
+        reads: Mapping[str, str],
+        own_paths: Iterable[str] = (),
+        *,
+        is_conditional: bool = False,
+    ) -> Entry | None:
         """Return the entry that contains exactly ``actions``, and add the ids that it finds to ``bindings``.
 
-        ``reads``: the versions of the objects that the task has read, by path. Raises Failure if no entry contains the
-        actions, or if an object has changed since the plan was made.
+        ``reads``: the versions of the objects that the task has read, by path. ``own_paths``: the paths of the objects
+        that the task declares. ``is_conditional``: whether the task captures or rolls back only if it is necessary;
+        it may then leave out all of its planned actions.
+
+        Raises Failure if no entry contains the actions, or if an object has changed since the plan was made. Returns
+        None if the task has no actions, and no entry is about its objects.
         """
-        candidates = [entry for entry in self._entries if entry["actions"]]
-        if not candidates:
-            verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
-            raise _not_planned(f"the plan does not contain this task's changes ({verbs})")
+        versions = self._with_planned_ids(reads)
+        candidates = self._entries
+        if not actions:
+            paths = self._with_planned_ids(dict.fromkeys(own_paths, "")).keys()
+            candidates = [entry for entry in candidates if paths <= entry["reads"].keys()]
+            if not candidates:
+                return None
+        verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
         names = {change.name for action in actions for change in action.changes}
-        # If there is no match, the message is about the entry that is most similar.
-        candidates.sort(key=lambda entry: len(names.symmetric_difference(_names_in(entry))))
         failures = []
-        for entry in candidates:
+        for entry in _sort_by_similarity(candidates, names, versions.keys()):
             matching = _Matching(self.bindings, self._created)
             try:
-                if entry["gateway"] != self._gateway_id:
-                    raise _not_planned("the plan was made for another gateway")
-                self._check_reads(entry["reads"], reads, matching)
-                _match_actions(entry["actions"], actions, matching)
+                self._check_unchanged(entry, versions, matching)
+                if actions and not entry["actions"]:
+                    raise _not_planned(f"the plan does not contain this task's changes ({verbs})")
+                if actions:
+                    _match_actions(entry["actions"], actions, matching)
+                elif not is_conditional or any(each["verb"] not in _CONDITIONAL_VERBS for each in entry["actions"]):
+                    _check_no_actions(entry)
+                self._check_unread(entry, versions, matching)
             except Failure as failure:
                 failures.append(failure)
             else:
                 self.bindings = matching.bindings
                 return entry
-        raise failures[0]
+        raise failures[0] if failures else _not_planned(f"the plan does not contain this task's changes ({verbs})")
 
-    def check_unchanged(self) -> Entry | None:
-        """Check that a task that would change nothing was not predicted to change something. Raises Failure.
+    def check_unchanged(self, reads: Mapping[str, str]) -> None:
+        """Raise Failure if a change since the plan was made explains why the task can do nothing.
 
-        Returns the entry that the run skips because its actions depend on whether a sandbox has diverged, if any.
+        ``reads``: see ``find``.
         """
-        if not self._entries or any(not entry["actions"] for entry in self._entries):
-            return None
-        for entry in self._entries:
-            if all(action["verb"] in _CONDITIONAL_VERBS for action in entry["actions"]):
-                return entry
-        names = ", ".join(sorted(_names_in(self._entries[0])))
-        raise _not_planned(f"the plan contains changes of this task ({names}), but others have already made them")
+        versions = self._with_planned_ids(reads)
+        candidates = [entry for entry in self._entries if entry["reads"].keys() & versions.keys()]
+        failures = []
+        for entry in _sort_by_similarity(candidates, set(), versions.keys()):
+            try:
+                self._check_unchanged(entry, versions, _Matching(self.bindings, self._created))
+            except Failure as failure:
+                failures.append(failure)
+            else:
+                return
+        if failures:
+            raise failures[0]
 
-    def _check_reads(self, planned: Mapping[str, str], actual: Mapping[str, str], matching: _Matching) -> None:
-        real_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
-        actual_versions = {
-            _REAL_ID_PATTERN.sub(lambda m: real_ids.get(m[0], m[0]), path): actual[path] for path in actual
-        }
-        for path, planned_version in planned.items():
-            actual_version = actual_versions.get(path)
-            if actual_version is not None and planned_version != actual_version:
-                self._check_version(path, planned_version, actual_version, matching)
+    def _with_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
+        """Return ``reads`` with the paths that the plan contains."""
+        planned_ids = {real: planned_id for planned_id, real in self.bindings.items()}
+        return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
+
+    def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
+        if entry["gateway"] != self._gateway_id:
+            raise _not_planned("the plan was made for another gateway")
+        # The message is about the name of an object rather than its id.
+        for path in sorted(entry["reads"], key=lambda path: bool(_ID_PATH_PATTERN.search(path))):
+            if path in versions:
+                self._check_version(path, entry["reads"][path], versions[path], matching)
+
+    def _check_unread(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
+        """Compare the objects that only the check run has read, such as a volume that no longer has its name."""
+        for path in entry["reads"].keys() - versions.keys():
+            real_path = _PLANNED_ID_PATTERN.sub(lambda m: matching.bindings.get(m[0], m[0]), path)
+            if not _PLANNED_ID_PATTERN.search(real_path):
+                self._check_version(path, entry["reads"][path], self._read_version(real_path), matching)
 
     def _check_version(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
         name = path.rpartition("/")[2]
+        if planned == actual:
+            return
         if not planned:
             raise _not_planned(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
         if not actual:
             raise _not_planned(f"{_describe_path(path)} has been removed since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
+        if "entries" in planned_parts:
+            self._check_snapshots(path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
+            return
         planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
         if planned_ident == _NEW:
             is_same = f"{_NEW} {name}" in matching.bindings
@@ -253,28 +303,46 @@ class Approval:
         if not is_same:
             raise _not_planned(f"{_describe_path(path)} has been replaced by another one since the plan was made")
         planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
-        may_be_lower = actual_ident in self._skipped and int(actual_number) < int(planned_number)
-        if planned_number != actual_number and not may_be_lower:
+        if planned_number != actual_number:
             raise _not_planned(
                 f"{_describe_path(path)} has changed since the plan was made (its generation is {actual_number}, not "
                 f"{planned_number})"
             )
-        for key in ("mounts", "entries"):
-            if not matching.text(planned_parts.get(key, ""), actual_parts.get(key, "")):
-                raise _not_planned(
-                    f"the {_PART_NAMES[key]} of {_describe_path(path)} have changed since the plan was made"
-                )
         if "users" in planned_parts and "users" in actual_parts:
-            self._check_users(path, set(planned_parts["users"].split(",")), set(actual_parts["users"].split(",")))
+            users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
+            self._check_members(f"the users of {_describe_path(path)}", *users)
 
-    def _check_users(self, path: str, planned: set[str], actual: set[str]) -> None:
-        """Compare the users of a snapshot. Other hosts of the run may already have made or removed theirs."""
+    def _check_snapshots(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
+        """Compare the snapshots of a volume, which are ``name:id`` pairs."""
+        what = f"the snapshots of {_describe_path(path)}"
+        volume = path.split("/")[2]
+        planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+        planned_snapshots = _parse_pairs(planned)
+        actual_snapshots = {planned_ids.get(name, name): ident for name, ident in _parse_pairs(actual).items()}
+        for name in planned_snapshots.keys() & actual_snapshots.keys():
+            if not matching.text(planned_snapshots[name], actual_snapshots[name]):
+                raise _not_planned(f"{what} have changed since the plan was made ({name})")
+        self._check_members(
+            what, *({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
+        )
+
+    def _check_members(self, what: str, planned: Set[str], actual: Set[str]) -> None:
+        """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs."""
         added = actual - planned - self._created_names
         removed = planned - actual - self._created_names - self._removed_names
-        if others := sorted((added | removed) - {""}):
-            raise _not_planned(
-                f"the users of {_describe_path(path)} have changed since the plan was made ({', '.join(others)})"
-            )
+        # The snapshot of a volume that belongs to a sandbox's snapshot has the id of the latter.
+        if others := sorted(name for name in added | removed if not is_planned_id(name.rpartition("@")[2])):
+            raise _not_planned(f"{what} have changed since the plan was made ({', '.join(others)})")
+
+
+def _sort_by_similarity(entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
+    """Return the entries with the most similar objects first, because a failure should be about these."""
+    return sorted(entries, key=lambda entry: len(names ^ _names_in(entry)) + len(paths ^ entry["reads"].keys()))
+
+
+def _check_no_actions(entry: Entry) -> None:
+    if names := ", ".join(sorted(_names_in(entry))):
+        raise _not_planned(f"the plan contains changes of this task ({names}), but others have already made them")
 
 
 class _Matching:
@@ -342,6 +410,10 @@ def _names_in(entry: Entry) -> set[str]:
 
 def _parse_version(version: str) -> dict[str, str]:
     return dict(part.partition("=")[::2] for part in version.split(" "))
+
+
+def _parse_pairs(text: str) -> dict[str, str]:
+    return dict(pair.partition(":")[::2] for pair in text.split(",") if pair)
 
 
 def _describe_path(path: str) -> str:

@@ -119,8 +119,12 @@ class Client:
         """The id of the plan session in which requests are carried out; "" if there is none."""
         self.plan_opened_at = ""
         """When the plan session began, in the gateway's notation."""
+        self.run_id = ""
+        """The id of the applied run to which the requests belong; "" if there is none."""
+        self.run_opened_at = ""
+        """When the gateway first saw the applied run."""
         self.gateway_id = ""
-        """The gateway's id, known after ``enter_plan`` or ``require_version``."""
+        """The gateway's id, known after ``enter_plan``, ``enter_run`` or ``require_version``."""
         self.typical_costs: dict[str, Any] | None = None
         """The costs of recent captures, known after ``enter_plan``; None if there were none."""
         self.objects_read: dict[str, Any] = {}
@@ -150,14 +154,31 @@ class Client:
         self.gateway_id, self.typical_costs = plan.get("gatewayID") or "", plan.get("typical")
         return True
 
+    def enter_run(self, run: str) -> None:
+        """Let all further requests belong to ``run``, which applies a plan.
+
+        The generations in the responses then exclude the changes of that run.
+        """
+        self.run_id = ""
+        applied_run = self.call("POST", "/applied-runs", body={"run": run}).data
+        self.run_id, self.run_opened_at = applied_run["runID"], applied_run["openedAt"]
+        self.gateway_id = applied_run["gatewayID"]
+
+    @property
+    def session_path(self) -> str:
+        """The path of the plan session or applied run to which the requests belong; "" if there is none."""
+        if self.run_id:
+            return f"/applied-runs/{self.run_id}"
+        return f"/plans/{self.plan_id}" if self.plan_id else ""
+
     def session_reference(self) -> dict[str, Any]:
-        """Return what another process needs to end the plan session of this client, including the API key."""
+        """Return what another process needs to end the session of this client, including the API key."""
         return {
             "url": self.address.url,
             "token": self._token,
             "ca_path": self._ca_path,
             "validate_certs": self._validate_certs,
-            "plan_id": self.plan_id,
+            "session": self.session_path,
         }
 
     @property
@@ -170,7 +191,12 @@ class Client:
         return datetime.now(timezone.utc) + self._clock_skew
 
     def get(self, path: str, **query: Any) -> Any:
-        data = self.call("GET", path, query=query).data
+        try:
+            data = self.call("GET", path, query=query).data
+        except Failure as failure:
+            if failure.kind == "not_found":
+                self._remember(path, None)
+            raise
         self._remember(path, data)
         return data
 
@@ -180,7 +206,6 @@ class Client:
             return self.get(path)
         except Failure as failure:
             if failure.kind == "not_found":
-                self._remember(path, None)
                 return None
             raise
 
@@ -283,9 +308,9 @@ class Client:
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         payload = None
-        if self.plan_id:
+        if self.session_path:
             # In the path, no proxy can remove the session from the request, which would then change the host.
-            target = f"{self.address.prefix}/plans/{self.plan_id}" + to_session_ids(target[len(self.address.prefix) :])
+            target = self.address.prefix + self.session_path + to_session_ids(target[len(self.address.prefix) :])
         if body is not None:
             payload = to_session_ids(json.dumps(body)).encode()
             headers["Content-Type"] = "application/json"

@@ -20,6 +20,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     Mount,
     check_volumes_exist,
     find_volumes,
+    mounted_paths,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -210,7 +211,7 @@ def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, A
 
 def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Return the shape of the source, or None if it does not exist, and its ``captures`` as in ``CurrentState``."""
-    path = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{quote_segment(want.source)}"
+    path = _source_path(want)
     entry = client.find(path) if want.state == "absent" else client.get(path)
     if entry is None:
         return None, {}
@@ -218,6 +219,10 @@ def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | N
         return snapshot_shape(entry), {each["name"]: each["snapshotID"] for each in entry.get("volumes") or []}
     shape = sandbox_shape(entry)
     return {**shape, "mounts": shape["volumes"]}, {each["name"]: "" for each in shape["volumes"]}
+
+
+def _source_path(want: DesiredState) -> str:
+    return f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{quote_segment(want.source)}"
 
 
 def _find_siblings(
@@ -234,6 +239,10 @@ def _find_siblings(
         {entry["snapshotID"] for entry in client.list_all("/snapshots", sandboxID=source["id"])} if children else set()
     )
     return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_snapshot_ids)
+
+
+def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return [_source_path(want), *mounted_paths(want.mounts, have.source)]
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:

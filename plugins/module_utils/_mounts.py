@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import validate_names
 
 if TYPE_CHECKING:
@@ -99,6 +100,18 @@ def find_volumes(
     if not (mounts if mounts is not None else (source or {}).get("mounts")):
         return {}
     return {entry["name"]: entry for entry in client.list_all("/volumes")}
+
+
+def mounted_paths(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None) -> list[str]:
+    """Return the paths of the volumes that a fork of ``source`` mounts: those of the source if ``mounts`` is None."""
+    if mounts is not None:
+        return volume_paths(mount.volume for mount in mounts)
+    return volume_paths(each["name"] for each in (source or {}).get("mounts", ()))
+
+
+def volume_paths(names: Iterable[str]) -> list[str]:
+    """Return the paths of volumes in the API."""
+    return [f"/volumes/{quote_segment(name)}" for name in names]
 
 
 def find_missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:

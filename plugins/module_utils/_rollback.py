@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -104,6 +105,11 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {key: shape[key] for key in ("name", "state", "snapshot_id", "diverged", *SIZE_KEYS)}
+
+
+def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    mounts = [*have.snapshot["mounts"], *(each for shape in have.resources.values() for each in shape["volumes"])]
+    return volume_paths([*have.snapshot["volumes"], *(each["name"] for each in mounts)])
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
@@ -15,11 +15,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     estimate_costs,
     object_version,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     RECREATING_VERBS,
+    TEMPLATE,
     Action,
     Plan,
     diff,
@@ -36,8 +37,10 @@ MASK = "********"
 PLAN_KEY = "_plan"
 """The key of a result for the action plugin: the task's entry for the plan file, or what it used of an applied plan."""
 SESSION_KEY = "_plan_session"
-"""The key of a result for the action plugin: the id of the plan session that the task has used."""
+"""The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
+_CONDITIONS = ("when_changed", "unless_clean")
+"""Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
 
 
 def run(
@@ -54,6 +57,8 @@ def run(
         try:
             if check and params.get("check_run"):
                 gateway_client.enter_plan(params["check_run"])
+            elif not check and params.get("approved_plan") is not None:
+                _enter_run(gateway_client, params["approved_plan"])
             result = (
                 resource_kind.result(gateway_client, params)
                 if isinstance(resource_kind, Listing)
@@ -77,9 +82,21 @@ def run(
             **entry,
             **({"failure": mask_secrets(entry["failure"], secrets)} if "failure" in entry else {}),
         }
-    if check and params.get("check_run") and gateway_client is not None and gateway_client.is_planning:
-        masked_result[SESSION_KEY] = gateway_client.plan_id
+    is_in_session = params.get("check_run" if check else "approved_plan") is not None
+    if is_in_session and gateway_client is not None and gateway_client.session_path:
+        masked_result[SESSION_KEY] = gateway_client.session_path
     return masked_result
+
+
+def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
+    """Let the requests belong to the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
+    client.enter_run(approved_plan["run"])
+    if approved_plan["opened_at"].get(client.run_id, client.run_opened_at) != client.run_opened_at:
+        raise Failure(
+            "the gateway was restarted during this run, so it no longer knows which changes are the run's own: nothing "
+            "of this task was done. Make a new plan with a check run",
+            "not_planned",
+        )
 
 
 def connect(params: Mapping[str, Any]) -> Client:
@@ -104,29 +121,33 @@ class _Run:
         self.check = check
         self.continue_on_error = bool(params.get("continue_on_error"))
         self.predict_only = bool(params.get("predict_only"))
-        self.approved_plan = params.get("approved_plan")
+        self.approval = (
+            Approval(params["approved_plan"], client.gateway_id, self._read_version) if client.run_id else None
+        )
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
 
     def result(self) -> dict[str, Any]:
         self.client.forget_objects()
-        have = self.resource_kind.observe(self.client, self.want)
-        plan: Plan = self.resource_kind.plan(self.want, have)
+        try:
+            have = self.resource_kind.observe(self.client, self.want)
+            plan: Plan = self.resource_kind.plan(self.want, have)
+        except Failure:
+            if self.approval is not None:
+                self.approval.check_unchanged(self._versions_of(self.client.requested_paths))
+            raise
         self.failures = dict(plan.failures)
         shapes = self.resource_kind.resources_by_name(self.want, have)
+        reads = self._list_reads(plan, have)
         if self.failures and not self.continue_on_error:
-            return self._add_entry(self._report(shapes), (), {}, shapes, shapes)
-        reads = self._list_reads(plan)
-        if self.approved_plan is not None and not self.check and not plan.actions and self.approved_plan["entries"]:
-            self.client.require_version()
-            if (entry := Approval(self.approved_plan, self.client.gateway_id).check_unchanged()) is not None:
-                skipped = [shape["id"] for shape in shapes.values() if shape.get("id")]
-                return {**self._report(shapes), PLAN_KEY: {"number": entry["number"], "skipped": skipped}}
+            if self.approval is not None:
+                self.approval.check_unchanged(reads)
+            return self._add_entry(self._report(shapes), (), reads, shapes, shapes)
         if plan.actions:
             self.client.require_version()
-            if self.approved_plan is not None and not self.check:
-                return self._apply_approved(self.approved_plan, plan, shapes, reads)
+        if self.approval is not None:
+            return self._apply_approved(self.approval, plan, shapes, reads)
         if self.check and (self.predict_only or not self.client.is_planning):
             self.completed_actions = list(plan.actions)
             return self._report(predict(shapes, self.completed_actions))
@@ -139,52 +160,78 @@ class _Run:
             shapes = self._observe_again(shapes)
         return self._report(shapes)
 
-    def _list_reads(self, plan: Plan) -> dict[str, str]:
-        """Return the versions of the objects that the plan depends on, by path. Call it before the plan is applied."""
-        if not plan.actions or not (self.client.is_planning or self.approved_plan is not None):
+    def _list_reads(self, plan: Plan, have: Any) -> dict[str, str]:
+        """Return the versions of the objects on which the task depends, by path. Call it before the plan is applied."""
+        if not self.client.is_planning and self.approval is None:
             return {}
-        reads = {
-            f"/{change.kind}{'es' if change.kind == 'sandbox' else 's'}/{change.name}": ""
-            for action in plan.actions
-            for change in action.changes
-            if change.before is None
-        }
+        needed_paths = {*self._own_paths(), *self.resource_kind.named_paths(self.want, have)}
+        removed_paths = set()
         mentioned_texts = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
         for action in plan.actions:
             for change in action.changes:
                 _collect_texts((change.name, change.before, change.after), mentioned_texts)
+                if change.kind == TEMPLATE and change.after is None:
+                    # Only this path has the users of a template.
+                    removed_paths.add(action.request["path"].replace("/templates/", "/snapshots/", 1))
             _collect_texts(action.request, mentioned_texts)
-        for path, data in self.client.objects_read.items():
-            is_needed = path in self.client.requested_paths or path.split("/")[2] in mentioned_texts
-            if is_needed and path.startswith(_OBJECT_PATHS):
-                reads[path] = object_version(path, data, self.client.plan_opened_at)
+            if sandbox_id := action.request.get("sandbox"):
+                needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
+        objects_read = self.client.objects_read
+        for path in {*needed_paths, *removed_paths}.difference(objects_read, self._own_paths()):
+            self.client.find(path)
+        needed_paths.update(
+            path
+            for path in objects_read
+            if path in self.client.requested_paths or path.split("/")[2] in mentioned_texts
+        )
+        reads = self._versions_of(needed_paths)
+        for path in removed_paths:
+            reads[path] = object_version(path, objects_read[path], is_removed=True)
         return reads
+
+    def _read_version(self, path: str) -> str:
+        """Return the version of an object that the task need not read, but that its plan depends on."""
+        return object_version(path, self.client.find(path))
+
+    def _own_paths(self) -> list[str]:
+        """Return the paths of the objects that the task declares."""
+        return [
+            f"/{'snapshots' if key == 'backups' else key}/{quote_segment(name)}"
+            for key, names in self.resource_kind.result_lists(self.want).items()
+            for name in names
+        ]
+
+    def _versions_of(self, paths: Iterable[str]) -> dict[str, str]:
+        return {
+            path: object_version(path, self.client.objects_read.get(path), self.client.plan_opened_at)
+            for path in sorted(paths)
+            if path.startswith(_OBJECT_PATHS)
+        }
 
     def _apply_approved(
         self,
-        approved_plan: Mapping[str, Any],
+        approval: Approval,
         plan: Plan,
         shapes: Mapping[str, Mapping[str, Any]],
         reads: Mapping[str, str],
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
-        approval = Approval(approved_plan, self.client.gateway_id)
-        entry = approval.find(plan.actions, reads)
+        is_conditional = any(getattr(self.want, option, False) for option in _CONDITIONS)
+        entry = approval.find(plan.actions, reads, self._own_paths(), is_conditional=is_conditional)
         self._apply(plan)
-        new_shapes = self._observe_again(shapes)
+        new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
-        for name, planned_id in entry["created"].items():
+        for name, planned_id in entry["created"].items() if entry is not None and self.completed_actions else ():
             if real_id := new_shapes.get(name, {}).get("id"):
                 bindings[planned_id] = real_id
         for action in self.completed_actions:
             bindings.update((f"new {change.name}", "") for change in action.changes if change.before is None)
         result = self._report(new_shapes)
         # After a failure before the first change, the task can be repeated.
-        return (
-            {**result, PLAN_KEY: {"number": entry["number"], "bindings": bindings}}
-            if self.completed_actions
-            else result
-        )
+        if entry is None or (plan.actions and not self.completed_actions):
+            return result
+        opened_at = {self.client.run_id: self.client.run_opened_at}
+        return {**result, PLAN_KEY: {"number": entry["number"], "bindings": bindings, "opened_at": opened_at}}
 
     def _add_entry(
         self,

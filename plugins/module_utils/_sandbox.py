@@ -21,6 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     check_volumes_exist,
     find_missing_volumes,
     find_volumes,
+    mounted_paths,
     parse_mounts,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
@@ -203,6 +204,10 @@ def lifetime_of(shape: Mapping[str, Any]) -> int:
     """Return the lifetime of a sandbox in seconds, starting at its creation, or -1 if it is unlimited."""
     created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
     return UNLIMITED if created_at is None or end is None else round((end - created_at).total_seconds())
+
+
+def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return mounted_paths(want.mounts, have.source)
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:

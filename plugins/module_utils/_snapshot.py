@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import volume_paths
 from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -188,6 +189,10 @@ def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[s
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
     return {**fields, **({"prewarm": shape["prewarm"]} if shape["prewarm"] else {})}
+
+
+def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
+    return volume_paths(want.volumes or ())
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:

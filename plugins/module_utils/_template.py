@@ -118,6 +118,10 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "recipe": dict(shape["recipe"])}
 
 
+def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+    return ()
+
+
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class ManagedKind(Protocol):
     @staticmethod
     def observe(client: Client, want: Any) -> Any:
         """Return the current state that a plan needs. Raises Failure."""
+
+    @staticmethod
+    def named_paths(want: Any, have: Any) -> Iterable[str]:
+        """Return the paths of the objects on which the task depends, besides those that it declares."""
 
     @staticmethod
     def plan(want: Any, have: Any) -> Plan:

@@ -186,6 +186,10 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
 
 
+def named_paths(want: DesiredState, have: CurrentState) -> tuple[str, ...]:
+    return ()
+
+
 def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:

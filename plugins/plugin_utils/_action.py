@@ -127,22 +127,22 @@ class GatewayAction(ActionBase):
         return {"approved_plan": _plan_journal.approved(plan, self._task_key(task_vars))}
 
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
-        """Record the plan session that the task has used, so that this host can end it after the run."""
-        plan_id = result.pop(SESSION_KEY, None)
-        if not isinstance(plan_id, str) or self._connection.transport == CONNECTION_PLUGIN_NAME:
+        """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
+        session = result.pop(SESSION_KEY, None)
+        if not isinstance(session, str) or self._connection.transport == CONNECTION_PLUGIN_NAME:
             return
         environment = self._environment()
         url = str(args.get("gateway_url") or environment.get(URL_VARIABLE) or DEFAULT_URL)
         if self._connection.transport != "local" and Address(url).is_local:
             return  # Only the managed host can reach this gateway.
-        session = {
+        reference = {
             "url": url,
             "token": str(args.get("gateway_token") or environment.get(TOKEN_VARIABLE) or ""),
             "ca_path": unfrackpath(args["ca_path"], follow=False) if args.get("ca_path") else "",
             "validate_certs": boolean(args.get("validate_certs", True)),
-            "plan_id": plan_id,
+            "session": session,
         }
-        _check_run.record_open_session(session)
+        _check_run.record_open_session(reference)
 
     def _record_plan(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
         """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""

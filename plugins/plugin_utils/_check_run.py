@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import is_plan
 
 _MARKER_NAME = "grove.sandbox-plan"
 _SESSION_NAME = "grove.sandbox-session"
+_SESSION_PATTERN = re.compile(r"/(plans|applied-runs)/[0-9a-f]{32}")
 _END_TIMEOUT_SECONDS = 5
 
 
@@ -87,9 +89,12 @@ def enter_session(client: Client) -> bool:
 def record_open_session(session: dict[str, Any]) -> None:
     """Record a session for ``end_sessions``. ``session``: see ``Client.session_reference``.
 
+    Does nothing if the id of the session, which a managed host may have made up, is not one.
     The file contains the API key. Like the modules that Ansible writes, only its owner can read it, and it is removed
     with the run's temporary directory.
     """
+    if not _SESSION_PATTERN.fullmatch(session["session"]):
+        return
     text = json.dumps(session, sort_keys=True)
     path = Path(C.DEFAULT_LOCAL_TMP) / f"{_SESSION_NAME}-{hashlib.sha256(text.encode()).hexdigest()}.json"
     try:
@@ -101,7 +106,7 @@ def record_open_session(session: dict[str, Any]) -> None:
 
 
 def end_sessions() -> list[str]:
-    """End the recorded sessions of this run, and return a message for each one that was not ended."""
+    """End the recorded sessions and applied runs of this run. Returns a message for each one that was not ended."""
     messages = []
     for path in sorted(Path(C.DEFAULT_LOCAL_TMP).glob(f"{_SESSION_NAME}-*.json")):
         try:
@@ -114,12 +119,12 @@ def end_sessions() -> list[str]:
                 session["url"], session["token"], session["ca_path"], session["validate_certs"], _END_TIMEOUT_SECONDS
             )
             try:
-                client.delete(f"/plans/{quote_segment(session['plan_id'])}")
+                client.delete(session["session"])
             finally:
                 client.close()
         except Failure as failure:
             messages.append(
-                f"the plan session {session['plan_id']} was not ended, so it ends when it has been idle for some time: "
+                f"the session {session['session']} was not ended, so it ends when it has been idle for some time: "
                 f"{failure.message}"
             )
     return messages

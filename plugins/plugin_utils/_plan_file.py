@@ -25,7 +25,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANN
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import SANDBOX, SNAPSHOT, TEMPLATE, VOLUME
 
-FORMAT = 1
+FORMAT = 2
 KINDS = (SANDBOX, SNAPSHOT, TEMPLATE, VOLUME)
 MAX_LIFETIME_SECONDS = 365 * 86400
 _MAX_FILE_BYTES = 64 << 20
@@ -230,9 +230,9 @@ def _check_format(path: str, document: dict[str, Any]) -> None:
     number = document.get("format")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise _wrong_value("format", "a positive integer", number)
-    if number > FORMAT:
+    if number != FORMAT:
         raise Failure(
-            f"the plan {path!r} has format {number}, but this release reads formats up to {FORMAT}. Use "
+            f"the plan {path!r} has format {number}, but this release reads only format {FORMAT}. Use "
             "the release that made the plan, or make a new plan with this release"
         )
 

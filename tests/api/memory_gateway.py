@@ -123,6 +123,8 @@ class MemoryGateway:
         with self.client() as client:
             for plan in client.get("/plans").json():
                 client.delete(f"/plans/{plan['planID']}").raise_for_status()
+            for run in client.get("/applied-runs").json():
+                client.delete(f"/applied-runs/{run['runID']}").raise_for_status()
             for sandbox in client.get("/sandboxes?limit=1000").json():
                 client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
             for snapshot in client.get("/snapshots?limit=1000").json():

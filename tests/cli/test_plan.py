@@ -59,7 +59,7 @@ def make_entry(task: str, *actions: dict[str, Any], line: int = 1, **fields: Any
 
 def make_plan(*entries: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {
-        "format": 1,
+        "format": 2,
         "created_at": make_time(-1),
         "expires_at": make_time(23),
         "problems": [],

@@ -239,13 +239,19 @@ def apply_predicted(client: Client, play: list[PlayTask], entries: list[dict[str
     """Run a play that may make only the changes that were predicted."""
     results: list[dict[str, Any]] = []
     state = new_state()
+    run_client = Client(client.address.url)
     for number, (kind, params) in enumerate(play):
-        # A listing changes nothing, and needs no plan.
-        options = {} if kind in _LISTINGS else {"approved_plan": approved_option(entries, {"task": number}, state)}
-        result = run_task(client, kind, {**params, **options})
+        if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
+            results.append(run_task(client, kind, params))
+            continue
+        option = approved_option(entries, {"task": number}, state)
+        result = run_task(run_client, kind, {**params, "approved_plan": option})
         if PLAN_KEY in result:
             update_state(state, result.pop(PLAN_KEY))
         results.append(result)
+    if run_client.session_path:
+        client.delete(run_client.session_path)
+    run_client.close()
     return results
 
 

@@ -106,6 +106,37 @@ def test_a_change_by_others_stops_the_task_before_it_does_anything(
     assert read_state(plan_gateway) == state
 
 
+def test_a_snapshot_by_others_in_place_of_the_planned_one_stops_the_host(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
+) -> None:
+    """Otherwise the next task would remove a sandbox whose state nobody has approved."""
+    plan_target.play(BOX)
+    play = (step("sandbox_snapshot", name="keep", sandbox="box"), step("sandbox", name="box", state="absent"))
+    make_plan(plan_target, plan_path, *play)
+    with plan_gateway.client() as client:
+        client.post("/sandboxes/box/snapshots", json={"name": "keep"}).raise_for_status()
+    state = read_state(plan_gateway)
+    for result in apply_plan(plan_target, plan_path, *play):
+        assert result["failure"]["kind"] == "not_planned", result
+    assert read_state(plan_gateway) == state
+
+
+def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path) -> None:
+    """The hosts run in another order than in the check run. Afterwards, the callback ends the applied run."""
+    plan_target.play(BOX)
+    hosts = ",".join(f"h{number}" for number in range(6))
+    task = {"grove.sandbox.sandbox_snapshot": {"name": "by-{{ inventory_hostname }}", "sandbox": "box"}}
+    play = {"hosts": hosts, "tasks": [task]}
+    options = ("-i", f"{hosts},")
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    plan_target.run(play, options=(*options, "--check"), environment=environment)
+    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    results = plan_target.run({**play, "order": "reverse_inventory"}, options=options, environment=environment)
+    assert [result["changed"] for result in results] == [True] * 6, plan_target.output
+    with plan_gateway.client() as client:
+        assert client.get("/applied-runs").json() == []
+
+
 def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path) -> None:
     make_plan(plan_target, plan_path, BOX)
     variables = plan_path.with_name("variables.json")

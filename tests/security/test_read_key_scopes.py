@@ -18,6 +18,8 @@ REQUEST_BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name"
 """A valid body for `exec` and `eval`, and for creating a sandbox."""
 PLANS_PATH = "/plans"
 """Every key may open plan sessions, because they change nothing."""
+RUNS_PATH = "/applied-runs"
+"""Every key may open runs that apply plans, because their requests need the usual scopes."""
 EXEC_ROUTE_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 """Routes to which a key of scope exec may POST, according to docs/api.md."""
 
@@ -40,7 +42,7 @@ def send_attack(
     status, body = caller.request(method, request_target, REQUEST_BODY, **headers)
     details = f"{method} {request_target} {headers}: {status} {body[:200]}"
     path = decode_path(request_target)
-    if is_allowed or path in OPEN_PATHS or path.startswith(PLANS_PATH):
+    if is_allowed or path in OPEN_PATHS or path.startswith((PLANS_PATH, RUNS_PATH)):
         assert status < 500, details
     else:
         # 400: the server itself rejected an invalid request.
@@ -78,6 +80,33 @@ def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
     caller.request("DELETE", f"{PLANS_PATH}/{open_id}")
     caller.close()
     assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
+
+
+def test_an_applied_run_gives_no_rights(target: Target) -> None:
+    """The path of a run, open or unknown, gives no key more rights. Even the health of the gateway then needs a key."""
+    for headers in (READ_HEADERS, EXEC_HEADERS, {}):
+        caller = Caller(target.gateway, headers)
+        status, body = caller.request("POST", RUNS_PATH, json.dumps({"run": "an attack on every route"}).encode())
+        assert status == (200 if headers else 401)
+        run_ids = ["f" * 32, *([json.loads(body)["runID"]] if headers else [])]
+        for run_id in run_ids:
+            for route in list_routes(target):
+                if route.template.startswith((PLANS_PATH, RUNS_PATH)):
+                    continue
+                is_exec_route = headers == EXEC_HEADERS and EXEC_ROUTE_PATTERN.fullmatch(route.path)
+                status, body = caller.request(route.method, f"{RUNS_PATH}/{run_id}{route.path}", REQUEST_BODY)
+                details = f"{headers} {route}: {status} {body[:200]}"
+                if not headers:
+                    assert status == 401, details
+                elif route.method not in READ_METHODS and not is_exec_route:
+                    assert status in (400, 403), details
+                else:
+                    assert status < 500 and not (headers == READ_HEADERS and any(x in body for x in target.secrets)), (
+                        details
+                    )
+        for run_id in run_ids[1:]:
+            assert caller.request("DELETE", f"{RUNS_PATH}/{run_id}")[0] == 204
+        caller.close()
 
 
 def test_a_read_key_cannot_read_secrets(target: Target) -> None:

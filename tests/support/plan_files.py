@@ -30,7 +30,7 @@ def make_plan(**fields: Any) -> dict[str, Any]:
         "failure": None,
     }
     return {
-        "format": 1,
+        "format": 2,
         "created_at": (now - timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "expires_at": (now + timedelta(hours=23)).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "problems": [],
@@ -139,11 +139,16 @@ PLAN_FILES = (
     PlanFile("wrong digest and wrong field", lambda: serialize({**make_plan(problems=1), "digest": "0"}), EDITED),
     PlanFile(
         "newer format",
-        lambda: b'{"format": 2, "news": [1]}',
-        "PLAN has format 2, but this release reads formats up to 1",
+        lambda: b'{"format": 3, "news": [1]}',
+        "PLAN has format 3, but this release reads only format 2",
     ),
     PlanFile("not an object", lambda: b"[]", "PLAN is invalid: the document must be an object, not []"),
     PlanFile("null", lambda: b"null", "PLAN is invalid: the document must be an object, not None"),
+    PlanFile(
+        "older format",
+        lambda: sign(make_plan(format=1)),
+        "PLAN has format 1, but this release reads only format 2",
+    ),
     PlanFile("empty object", lambda: b"{}", "PLAN is invalid: format must be a positive integer, not None"),
     PlanFile(
         "too large",
@@ -167,7 +172,7 @@ PLAN_FILES = (
         "playbook", "playbooks", ["a/b"], "playbooks[0] must be the name of a file without its directory, not 'a/b'"
     ),
     _field("missing", "entries", _REMOVED, "entries is missing"),
-    _field("unknown key", "surprise", 1, "format 1 has no key surprise"),
+    _field("unknown key", "surprise", 1, "format 2 has no key surprise"),
     _field("gateways", "gateways", [], "gateways must be an object, not []"),
     _field("gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"),
     _field("gateway URL", f"gateways/{GATEWAY}", 1, f"gateways[{GATEWAY!r}] must be a string that is not empty, not 1"),
@@ -181,7 +186,7 @@ PLAN_FILES = (
     _field("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
     _field("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
     _field("no task", "entries/0/task", _REMOVED, "entries[0].task is missing"),
-    _field("key of an entry", "entries/0/extra", 1, "format 1 has no key entries[0].extra"),
+    _field("key of an entry", "entries/0/extra", 1, "format 2 has no key entries[0].extra"),
     _field("version", "entries/0/reads/|a", None, "entries[0].reads['/a'] must be a string, not None"),
     _field(
         "path",
@@ -195,7 +200,7 @@ PLAN_FILES = (
         "0123456789ab",
         "entries[0].created['a'] must be known-after-apply- and 4 digits, not '0123456789ab'",
     ),
-    _field("kind of cost", "entries/0/costs/gold", 1, "format 1 has no key entries[0].costs.gold"),
+    _field("kind of cost", "entries/0/costs/gold", 1, "format 2 has no key entries[0].costs.gold"),
     _field(
         "cost",
         "entries/0/costs/memory_mb",

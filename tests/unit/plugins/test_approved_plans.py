@@ -67,7 +67,11 @@ def apply(client: Client, task: Task, *entries: dict[str, Any], state: dict[str,
     """Run a task that may do only what ``entries`` contain. ``state``: that of a run, which is updated."""
     kind, params = task
     state = new_state() if state is None else state
-    result = run_task(client, kind, {**params, "approved_plan": approved_option(entries, {}, state)})
+    run_client = Client(client.address.url)  # ``client`` stands for others
+    try:
+        result = run_task(run_client, kind, {**params, "approved_plan": approved_option(entries, {}, state)})
+    finally:
+        run_client.close()
     if PLAN_KEY in result:
         update_state(state, result[PLAN_KEY])
     return result
@@ -83,6 +87,10 @@ UPDATE = ("sandbox", {"name": ["web"], "metadata": {"team": "red"}})
 REMOVE = ("sandbox", {"name": ["web"], "state": "absent"})
 ROLL_BACK = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "unless_clean": False})
 REMOVE_SNAPSHOT = ("snapshot", {"name": ["golden"], "state": "absent"})
+CAPTURE_WITH_DATA = ("snapshot", {"name": ["new"], "sandbox": ["writer"], "volumes": ["data"]})
+ROLL_BACK_WITH_DATA = ("rollback", {"sandbox": ["writer"], "snapshot": "with-data", "unless_clean": False})
+ATTACH = ("volume", {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv/data", "read_only": True}]})
+REMOVE_TEMPLATE = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
 GROW = ("volume", {"name": ["data"], "size_mb": 256})
 
 
@@ -93,8 +101,8 @@ def act(kind: str, **params: Any) -> Callable[[Client], Any]:
 @pytest.mark.parametrize(
     ("task", "drift", "message"),
     [
-        (CAPTURE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' not found"),
-        (UPDATE, act("sandbox", name=["web"], state="absent"), "sandbox 'web'"),
+        (CAPTURE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
+        (UPDATE, act("sandbox", name=["web"], state="absent"), "sandbox 'web' has been removed"),
         (FORK, act("sandbox", name=["fork-1"], state="absent"), "the users of snapshot 'golden' have changed"),
         (FORK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
         (FORK, act("fork", snapshot="golden", names=["try-1"]), "sandbox 'try-1' did not exist"),
@@ -109,7 +117,7 @@ def act(kind: str, **params: Any) -> Callable[[Client], Any]:
         (ROLL_BACK, act("fork", snapshot="golden", names=["fork-2"]), "the users of snapshot 'golden' have changed"),
         (GROW, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
         (GROW, act("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
-        (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), ""),
+        (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
     ],
 )
 def test_nothing_is_done_after_a_change_by_others(
@@ -121,8 +129,114 @@ def test_nothing_is_done_after_a_change_by_others(
     before = read_state(client)
     result = apply(client, task, entry)
     assert result["failed"] and message in result["msg"], result
-    if message:
-        assert result["failure"]["kind"] in ("not_planned", "not_found"), result
+    assert result["failure"]["kind"] == "not_planned", result
+    assert read_state(client) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "drift", "message"),
+    [
+        (CAPTURE_WITH_DATA, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (
+            CAPTURE_WITH_DATA,
+            act("volume", name=["data"], rollback_to="monday", force=True),
+            "volume 'data' has changed",
+        ),
+        (ROLL_BACK_WITH_DATA, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
+        (ATTACH, act("sandbox", name=["other"], state="absent"), "sandbox 'other' has been removed"),
+        (ATTACH, act("sandbox", name=["other"], metadata={"a": "b"}), "sandbox 'other' has changed"),
+        (REMOVE_TEMPLATE, act("sandbox", name=["stranger"], template="base"), "the users of snapshot"),
+    ],
+)
+def test_all_objects_that_a_task_names_are_compared(
+    gateway: MemoryGateway, client: Client, task: Task, drift: Callable[[Client], Any], message: str
+) -> None:
+    mounts = [{"name": "data", "path": "/srv/data"}]
+    run_task(client, "sandbox", {"name": ["writer"], "template": "base", "volumes": mounts})
+    run_task(client, "snapshot", {"name": ["with-data"], "sandbox": ["writer"], "volumes": ["data"]})
+    test_nothing_is_done_after_a_change_by_others(gateway, client, task, drift, message)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "drift"),
+    [
+        ([CAPTURE, REMOVE], act("snapshot", name=["new"], sandbox=["web"])),
+        ([ROLL_BACK, REMOVE], act("rollback", sandbox=["web"], snapshot="golden", unless_clean=False)),
+        (
+            [
+                ("volume", {"name": ["data"], "snapshots": ["keep"]}),
+                ("volume", {"name": ["data"], "state": "absent", "purge": True}),
+            ],
+            act("volume", name=["data"], snapshots=["keep"]),
+        ),
+        (
+            [("sandbox", {"name": ["web"], "state": "running"}), ("sandbox", {"name": ["other"], "state": "paused"})],
+            act("sandbox", name=["web"], metadata={"a": "b"}),
+        ),
+    ],
+)
+def test_a_change_that_others_made_in_place_of_the_run_stops_it(
+    gateway: MemoryGateway, client: Client, tasks: list[Task], drift: Callable[[Client], Any]
+) -> None:
+    entries = make_plan(gateway, *tasks)
+    drift(client)
+    before = read_state(client)
+    result = apply(client, tasks[0], *entries)
+    assert result["failed"] and result["failure"]["kind"] == "not_planned", result
+    assert read_state(client) == before
+
+
+def test_an_item_of_a_loop_that_needs_no_change_does_not_hide_others(gateway: MemoryGateway, client: Client) -> None:
+    run_task(client, "sandbox", {"name": ["other"], "metadata": {"team": "red"}})
+    items = [("sandbox", {"name": [name], "metadata": {"team": "red"}}) for name in ("other", "web")]
+    entries = make_plan(gateway, *items)
+    assert [bool(entry["actions"]) for entry in entries] == [False, True]
+    run_task(client, *items[1])
+    state = new_state()
+    assert not apply(client, items[0], *entries, state=state).get("failed")
+    assert state["used"] == [0]
+    assert "sandbox 'web' has changed" in apply(client, items[1], *entries, state=state)["msg"]
+    assert not apply(client, items[0], *entries, state=state).get("failed"), "a repeated item has no entry left"
+
+
+def test_hosts_change_one_sandbox_in_any_order(gateway: MemoryGateway, client: Client) -> None:
+    tasks = [("snapshot", {"name": [f"by-{host}"], "sandbox": ["web"]}) for host in "abcdef"]
+    tasks += [("fork", {"sandbox": "web", "names": [f"clone-{host}"]}) for host in "abc"]
+    tasks += [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "abc"]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    for task in [*reversed(tasks[:9]), *tasks[9:]]:
+        result = apply(client, task, *entries, state=state)
+        assert result["changed"], result
+
+
+def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGateway, client: Client) -> None:
+    entries = make_plan(gateway, UPDATE, GROW)
+    state = new_state()
+    assert apply(client, UPDATE, *entries, state=state)["changed"]
+    (run,) = client.get("/applied-runs")
+    other_state = {**state, "opened_at": {run["runID"]: "2020-01-01T00:00:00Z"}}  # as after a restart
+    result = apply(client, GROW, *entries, state=other_state)
+    assert "the gateway was restarted during this run" in result["msg"] and "new plan" in result["msg"]
+    client.delete(f"/applied-runs/{run['runID']}")
+    result = apply(client, GROW, *entries, state=state)
+    assert "this run has ended" in result["msg"] and "make a new plan" in result["msg"], result
+
+
+def test_a_gateway_that_is_too_old_applies_no_plan(
+    gateway: MemoryGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (entry,) = make_plan(gateway, UPDATE)
+    old_path = client.call
+
+    def call(self: Client, method: str, path: str, **options: Any) -> Any:
+        return old_path(method, path.replace("/applied-runs", "/unknown-route"), **options)
+
+    before = read_state(client)
+    monkeypatch.setattr(Client, "call", call)
+    result = apply(client, UPDATE, entry)
+    monkeypatch.undo()
+    assert "upgrade it" in result["msg"] and result["failure"]["kind"] == "too_old", result
     assert read_state(client) == before
 
 
@@ -253,7 +367,7 @@ def test_an_object_that_others_created_in_place_of_the_run_is_kept(
     run_task(client, *create)
     before = read_state(client)
     state = new_state()
-    assert "others have already made them" in apply(client, create, entries[0], state=state)["msg"]
+    assert "did not exist when the plan was made" in apply(client, create, entries[0], state=state)["msg"]
     remaining = {**state, "used": [0]}
     assert "replaced by another one" in apply(client, remove, *entries, state=remaining)["msg"]
     assert read_state(client) == before
@@ -323,7 +437,7 @@ def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: Memor
     roll_back = ("rollback", {"sandbox": ["web"], "snapshot": "mounted", "unless_clean": False})
     (entry,) = make_plan(gateway, roll_back)
     client.delete("/volumes/data", withSnapshots=True)
-    assert "the mounts of snapshot 'mounted' have changed" in apply(client, roll_back, entry)["msg"]
+    assert "volume 'data' has been removed" in apply(client, roll_back, entry)["msg"]
 
 
 def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway, client: Client) -> None:

@@ -288,8 +288,8 @@ def test_edited_plans_are_refused(tmp_path: Path, edit: Callable[[str], str]) ->
 
 def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"format": 2, "news": [1]}')
-    with pytest.raises(Failure, match=r"has format 2, but this release reads formats up to 1. Use the"):
+    path.write_text('{"format": 3, "news": [1]}')
+    with pytest.raises(Failure, match=r"has format 3, but this release reads only format 2. Use the"):
         _plan_file.load(str(path))
 
 

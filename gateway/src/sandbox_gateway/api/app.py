@@ -18,12 +18,13 @@ from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
-from sandbox_gateway.api.native import plans, sandboxes, snapshots, templates, volumes
+from sandbox_gateway.api.native import applied_runs, plans, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.native.shapes import HealthShape, room_shape
 from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import GatewayError
 
@@ -88,12 +89,13 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     )
     app.state.engine = engine
     app.state.plans = PlanSessions(engine)
+    app.state.applied_runs = AppliedRuns()
     app.state.config = config
     app.state.closing = asyncio.Event()
     app.state.metrics = metrics.Metrics(engine)
     app.state.pools = Pools(engine)
     errors.register(app)
-    modules = (templates, sandboxes, snapshots, volumes, plans, events, metrics, forkd)
+    modules = (templates, sandboxes, snapshots, volumes, plans, applied_runs, events, metrics, forkd)
     for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
     # The middleware added last runs first.

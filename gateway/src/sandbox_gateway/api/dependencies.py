@@ -6,8 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Request
 
-from sandbox_gateway.api.access.auth import caller_of, plan_of, runs_code
+from sandbox_gateway.api.access.auth import applied_run_of, caller_of, plan_of, runs_code
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.own_changes import own_changes
+from sandbox_gateway.engine.plans.runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import Unsupported
 from sandbox_gateway.records import id_source
@@ -21,6 +23,9 @@ async def _get_engine(request: Request) -> Engine:
     Raises NotFound, Unsupported, OverQuota.
     """
     plan_id = plan_of(request.scope)
+    if run_id := applied_run_of(request.scope):
+        runs: AppliedRuns = request.app.state.applied_runs
+        own_changes.set(runs.get(caller_of(request.scope).name, run_id).changes)
     if not plan_id:
         engine: Engine = request.app.state.engine
         return engine
@@ -33,6 +38,7 @@ async def _get_engine(request: Request) -> Engine:
     # The parsed strings of a body take up to four times its size. Builds keep them even if they fail.
     sessions.charge(session, 4 * len(await request.body()))
     id_source.set(session.new_id)
+    own_changes.set(session.changes)
     return session.engine
 
 

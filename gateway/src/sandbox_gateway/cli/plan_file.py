@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.formats import parse_time
 
-FORMAT = 1
+FORMAT = 2
 MAX_FILE_BYTES = 64 << 20
 PLANNED_ID_PREFIX = "known-after-apply-"
 _MAX_NESTING = 40
@@ -152,7 +152,7 @@ class Entry(_Part):
 
 
 class Plan(_Part):
-    format: Literal[1]
+    format: Literal[2]
     created_at: Time
     expires_at: Time
     problems: list[Name]
@@ -305,13 +305,13 @@ def _is_shallow(document: Any) -> bool:
 
 
 def _check_format(path: Path, document: Mapping[str, Any]) -> None:
-    """Raise Failure if the format is newer than this program. Its other keys may then differ, too."""
+    """Raise Failure if another release made the plan. Its other keys may then differ, too."""
     number = document.get("format")
     if type(number) is not int or number < 1:
         raise _invalid_failure(path, _wrong_value("format", "a positive integer", number))
-    if number > FORMAT:
+    if number != FORMAT:
         raise Failure(
-            f"the plan {str(path)!r} has format {number}, but this release reads formats up to {FORMAT}",
+            f"the plan {str(path)!r} has format {number}, but this release reads only format {FORMAT}",
             ExitCode.USAGE,
             "use the sandboxctl of the release that wrote the plan",
         )

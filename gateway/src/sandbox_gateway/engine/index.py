@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
 from sandbox_gateway.engine.names import shorten
+from sandbox_gateway.engine.own_changes import count_change
 from sandbox_gateway.errors import NameTaken, NotFound
 from sandbox_gateway.records import (
     Mount,
@@ -123,6 +124,7 @@ class Index:
 
     def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
+        former_record = self._find_record(record.id)
         self._forget(record.id)
         compact(record)
         if isinstance(record, Sandbox):
@@ -144,6 +146,11 @@ class Index:
         if entry.series:
             self.series.setdefault(entry.series, set()).add(record.id)
             self.changed_series.add(entry.series)
+        if former_record is not None:
+            count_change(former_record, record, self)
+
+    def _find_record(self, id: str) -> Record | None:
+        return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
 
     def _put_in_groups(self, snapshot: Snapshot) -> None:
         for group, is_member in (

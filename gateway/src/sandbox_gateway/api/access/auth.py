@@ -33,6 +33,10 @@ _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
 The id is in the path instead of a header, because a proxy may remove a header, and the request would reach the host.
 """
 _PLAN_KEY = "sandbox_gateway.plan"
+_RUNS_PATH = "/applied-runs"
+_RUN_REQUEST_PATTERN = re.compile(r"/applied-runs/([0-9a-f]{32})(/.+)")
+"""A path with the id of a run that applies a plan, followed by the path of a request, which needs its usual scope."""
+_RUN_KEY = "sandbox_gateway.applied_run"
 _CALLER_KEY = "sandbox_gateway.caller"
 _LOCAL_KEY = "sandbox_gateway.local"
 _request_numbers = itertools.count()
@@ -186,6 +190,12 @@ def is_local(scope: Scope) -> bool:
     return _LOCAL_KEY in scope
 
 
+def applied_run_of(scope: Scope) -> str:
+    """Return the id of the run that applies a plan with this request, or "" if there is none."""
+    run_id: str = scope.get(_RUN_KEY, "")
+    return run_id
+
+
 def is_identified(scope: Scope) -> bool:
     """Return whether a request has a valid key or came over the unix socket. Routes without access control use this."""
     return _CALLER_KEY in scope
@@ -201,7 +211,7 @@ def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
 
 def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: it belongs to a plan session."""
-    if method in ("GET", "HEAD", "OPTIONS") or in_plan or path == _PLANS_PATH or path.startswith(f"{_PLANS_PATH}/"):
+    if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
     return Permission.EXEC if runs_code(method, path) else Permission.ADMIN
 
@@ -221,9 +231,11 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             caller = identify(scope, self.keys)
-            if match := _PLAN_REQUEST_PATTERN.fullmatch(scope["path"]):
-                scope[_PLAN_KEY], scope["path"] = match.groups()
-                scope["raw_path"] = quote(scope["path"]).encode()
+            for key, pattern in ((_PLAN_KEY, _PLAN_REQUEST_PATTERN), (_RUN_KEY, _RUN_REQUEST_PATTERN)):
+                if match := pattern.fullmatch(scope["path"]):
+                    scope[key], scope["path"] = match.groups()
+                    scope["raw_path"] = quote(scope["path"]).encode()
+                    break  # neither can be inside the other
             requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
             if scope["path"].startswith(_VOLUME_FILES_PREFIX):
                 # The client sends the token of the volume, not a key, and would read a 404 as a missing path.
@@ -232,7 +244,7 @@ class AuthMiddleware:
                     "sandbox, and use the file calls of the sandbox"
                 )
             in_plan = _PLAN_KEY in scope
-            if in_plan or scope["path"] not in OPEN_PATHS:
+            if in_plan or _RUN_KEY in scope or scope["path"] not in OPEN_PATHS:
                 if caller is None:
                     raise unauthorized_error(scope, self.keys)
                 require_permission(caller, required_permission(scope["method"], scope["path"], in_plan=in_plan))

@@ -424,6 +424,11 @@ class OpenPlan(NativeBody):
     """A name that only this run uses. All its tasks find the session with it."""
 
 
+class OpenAppliedRun(NativeBody):
+    run: Annotated[str, Field(min_length=16, max_length=128)]
+    """A name that only this run uses. All its tasks find the run with it."""
+
+
 class GrowVolume(NativeBody):
     size_mb: VolumeSize = Field(alias="sizeMB")
 

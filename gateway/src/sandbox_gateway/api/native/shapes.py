@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import json_name
+from sandbox_gateway.engine.own_changes import generation_by_others
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -27,6 +28,7 @@ CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 """`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
 _MIB = 1 << 20
+_GENERATION = "Number of changes since its creation. In a plan session or an applied run, without its own changes."
 
 
 class Shape(BaseModel):
@@ -92,7 +94,7 @@ class SandboxShape(Shape):
     volume_mounts: list[VolumeMountShape]
     address: str | None = Field(None, description="Address of the sandbox's ports on the gateway's host.")
     backend: str
-    generation: int = Field(description="Number of changes since its creation.")
+    generation: int = Field(description=_GENERATION)
 
 
 class VolumeCaptureShape(Shape):
@@ -154,7 +156,7 @@ class SnapshotShape(Shape):
     volume_mounts: list[VolumeMountShape] = Field(description="The mounts of its source; forks get the same.")
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
-    generation: int = Field(description="Number of changes since its creation.")
+    generation: int = Field(description=_GENERATION)
     users: list[SnapshotUserShape] | None = Field(
         None, description="Sandboxes and volumes that prevent its deletion; only in the response for a single snapshot."
     )
@@ -177,7 +179,7 @@ class TemplateShape(Shape):
     )
     created_at: datetime
     updated_at: datetime
-    generation: int = Field(description="Number of changes since its creation.")
+    generation: int = Field(description=_GENERATION)
     forks: int
     recipe: dict[str, Any] = Field(
         {}, description="The recipe in canonical form, valid as a request; only when the template is ready."
@@ -247,6 +249,17 @@ class PlanShape(Shape):
     typical: CaptureCostsShape | None = Field(description="Costs of recent captures; null: there are none.")
 
 
+class AppliedRunShape(Shape):
+    """A run that applies a plan."""
+
+    run_id: str = Field(
+        description="In responses to requests below `/applied-runs/{runID}`, `generation` excludes the run's changes."
+    )
+    opened_at: datetime
+    objects: int = Field(description="Number of objects that the run has changed.")
+    gateway_id: str = Field(description="Identifies the gateway. It never changes.")
+
+
 class VolumeUserShape(Shape):
     """A sandbox that mounts a volume."""
 
@@ -271,7 +284,7 @@ class VolumeShape(Shape):
         description="The sandbox that owns this clone and removes it at its end. Empty: the volume stays until it is "
         "deleted."
     )
-    generation: int = Field(description="Number of changes since its creation.")
+    generation: int = Field(description=_GENERATION)
     stuck: list[str] = Field(
         description="A sentence for each unmount that fails; the gateway retries it in the background."
     )
@@ -444,7 +457,7 @@ def sandbox_shape(
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
-        generation=sandbox.generation,
+        generation=generation_by_others(sandbox),
         **extra,
     )
 
@@ -491,7 +504,7 @@ def snapshot_shape(
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
-        generation=snapshot.generation,
+        generation=generation_by_others(snapshot),
         **extra,
     )
 
@@ -507,7 +520,7 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         mounts=mounts,
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
-        generation=volume.generation,
+        generation=generation_by_others(volume),
         stuck=state.stuck if state else [],
         **extra,
     )
@@ -547,7 +560,7 @@ def template_shape(
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
-        generation=template.generation,
+        generation=generation_by_others(template),
         cpu_count=sizes.cpus,
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,

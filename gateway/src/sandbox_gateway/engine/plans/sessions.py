@@ -11,6 +11,7 @@ from datetime import datetime
 from itertools import islice
 
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
 from sandbox_gateway.errors import Busy, Gone, NotFound, OverQuota
@@ -47,6 +48,7 @@ class PlanSession:
     id_count: int = 0
     size: int = 0
     """The memory that counts toward the limits, in bytes."""
+    changes: OwnChanges = field(default_factory=OwnChanges)
     recent_captures: Sequence[Snapshot] = ()
     """The newest snapshots that existed when the session was opened, from which the costs of others are estimated."""
 

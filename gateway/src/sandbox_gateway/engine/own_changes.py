@@ -1,0 +1,63 @@
+"""Count the changes that a run of a playbook makes itself, so that it sees only how often others changed an object.
+
+The generations that a run sees are therefore the same in its plan session, and when it applies the plan, exactly if
+nobody else has changed the object. The order of the run's own changes makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from contextvars import ContextVar
+
+from sandbox_gateway.records import Record
+
+_MIN_PRUNE_COUNT = 1000
+_MAX_SPANS = 100
+"""If others change an object more often between changes of the run, the run's further changes count as theirs."""
+
+
+class OwnChanges:
+    """The generations of objects that one run has made."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+        """By the id of an object: the generations before and after each series of changes."""
+        self._prune_count = _MIN_PRUNE_COUNT
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, id: str, before: int, after: int, existing_ids: Container[str]) -> None:
+        """Add a change to an object. Forgets removed objects from time to time, so that there are never many."""
+        spans = self._spans.setdefault(id, [])
+        if spans and spans[-1][1] == before:
+            spans[-1] = (spans[-1][0], after)
+        elif len(spans) < _MAX_SPANS:
+            spans.append((before, after))
+        if len(self._spans) > self._prune_count:
+            self._spans = {id: spans for id, spans in self._spans.items() if id in existing_ids}
+            self._prune_count = max(_MIN_PRUNE_COUNT, 2 * len(self._spans))
+
+    def count(self, id: str, generation: int) -> int:
+        """Return how many of the changes up to a generation of an object are the run's own.
+
+        The generation is that of the record which a request has read. The run may have changed the object since.
+        """
+        return sum(min(after, generation) - before for before, after in self._spans.get(id, ()) if before < generation)
+
+
+own_changes: ContextVar[OwnChanges | None] = ContextVar("own_changes", default=None)
+"""The changes of the run to which the current request belongs. The tasks that the request starts inherit it."""
+
+
+def count_change(former_record: Record, record: Record, existing_ids: Container[str]) -> None:
+    """Count a change that the current request has made, if it belongs to a run."""
+    changes = own_changes.get()
+    if changes is not None and record.generation > former_record.generation:
+        changes.add(record.id, former_record.generation, record.generation, existing_ids)
+
+
+def generation_by_others(record: Record) -> int:
+    """Return the generation of an object without the changes of the run to which the current request belongs."""
+    changes = own_changes.get()
+    return record.generation - (changes.count(record.id, record.generation) if changes is not None else 0)
