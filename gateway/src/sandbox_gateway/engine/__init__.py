@@ -4,7 +4,7 @@
 groups each group uses.
 
 * State of all groups: ``context``; ``index`` and ``creation_order``, ``names``, ``events``, ``secret``;
-  ``record_changes`` and ``volume_records`` save changed records.
+  ``record_changes`` and ``volume_records`` save changed records; ``own_changes`` counts those of a run.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
     * users of objects: ``references`` finds them, ``in_use`` words the errors that name them.

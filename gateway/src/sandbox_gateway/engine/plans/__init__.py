@@ -3,4 +3,6 @@
 A session is an engine of its own. Its index begins as a copy of the gateway's (``sessions``), and its host keeps
 everything in memory (``host``), so the rules that a session applies are those of a real run. ``agent`` stands in for
 the agents inside sandboxes.
+
+``runs`` is about the runs that apply a plan. They act on the host.
 """
