@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import struct
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogWriter
 from sandbox_gateway.errors import Invalid, OutputLost
 from sandbox_gateway.hosts.rootfs_common import Tree
@@ -381,6 +383,30 @@ def test_an_endless_line_is_truncated() -> None:
     assert len(writer._partial_line) <= MAX_LINE_LENGTH
     writer.feed(b"\nend\n")
     assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
+
+
+@pytest.mark.parametrize("line", [b"\n", b"a\n"])
+def test_millions_of_lines_from_a_build_do_not_delay_other_requests(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], line: bytes
+) -> None:
+    """The agent of a template that is being built sends frames that contain almost nothing but newlines."""
+    output = base64.b64encode(line * ((2 * _MB) // len(line))).decode()
+    frames = [
+        json.dumps({"event": event}).encode() for event in ({"data": {"stdout": output}}, {"end": {"exitCode": 3}})
+    ]
+    response = make_response(b"".join(struct.pack(">BI", 0, len(frame)) + frame for frame in frames))
+    build = Build(template_id="t", name="t", digest="d")
+    engine = memory_gateway.engine
+
+    async def run_command() -> int:
+        agent = AgentClient(engine.host.endpoint(engine.index.sandbox(sandbox["sandboxID"])), "")
+        return await agent.run_shell("true", LogWriter(build).feed, seconds=120)
+
+    with replaced_agent(memory_gateway, sandbox, response), LoopMonitor(memory_gateway) as loop_monitor:
+        assert asyncio.run_coroutine_threadsafe(run_command(), memory_gateway.loop).result() == 3
+    assert loop_monitor.longest < _MAX_BLOCKED_SECONDS
+    build.end("error")
+    assert len(build.lines) < 20_000 and any("lines omitted" in each for each in build.lines)
 
 
 def test_retries_stop_when_the_agent_always_hangs_up(

@@ -315,7 +315,7 @@ class AgentClient:
                 async for event in self._start_shell(command):
                     for stream, data in _get_object(event, "data").items():
                         if stream in ("stdout", "stderr"):
-                            output(await guest_json.decode_base64(data))
+                            await _pass_on(await guest_json.decode_base64(data), output)
                     if "end" in event:
                         return guest_json.require_integer(
                             _get_object(event, "end").get("exitCode", 0), *_EXIT_CODE_RANGE
@@ -468,6 +468,13 @@ def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object in the field ``name``, or an empty object if there is none."""
     value = message.get(name)
     return value if isinstance(value, dict) else {}
+
+
+async def _pass_on(data: bytes, output: Callable[[bytes], None]) -> None:
+    """Pass ``data`` to ``output`` in pieces, so that a guest cannot delay other requests with millions of lines."""
+    for start in range(0, len(data), _READ_BYTES):
+        output(data[start : start + _READ_BYTES])
+        await asyncio.sleep(0)
 
 
 def _clean_reason(message: object) -> str:

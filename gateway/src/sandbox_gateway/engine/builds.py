@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -74,6 +74,17 @@ class Build:
             self._omitted_count += 1
             self._last_lines.append(log_line)
 
+    def log_all(self, lines: Sequence[str]) -> None:
+        """Append lines. Of those that the log omits, only the last ones are looked at: a guest can send millions."""
+        for number, line in enumerate(lines):
+            if self._size > _MAX_BYTES:
+                skipped_count = max(0, len(lines) - number - _LAST_LINE_COUNT)
+                self._omitted_count += skipped_count
+                for last_line in lines[number + skipped_count :]:
+                    self.log(last_line)
+                return
+            self.log(line)
+
     def end(self, status: str, reason: str = "") -> None:
         if self._omitted_count > len(self._last_lines):
             text = f"({self._omitted_count - len(self._last_lines)} lines omitted)"
@@ -114,11 +125,9 @@ class LogWriter:
         self._partial_line = ""
 
     def feed(self, data: bytes) -> None:
-        *lines, partial_line = data.decode(errors="replace").split("\n")
-        for line in lines:
-            self._build.log(self._partial_line + line)
-            self._partial_line = ""
-        self._partial_line = (self._partial_line + partial_line)[:MAX_LINE_LENGTH]
+        *lines, self._partial_line = (self._partial_line + data.decode(errors="replace")).split("\n")
+        self._partial_line = self._partial_line[:MAX_LINE_LENGTH]
+        self._build.log_all(lines)
 
     def flush(self) -> None:
         if self._partial_line:
