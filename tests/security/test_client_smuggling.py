@@ -7,12 +7,14 @@ it receives, and the tests check that they are unambiguous.
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
+from sandbox_gateway.records import PLANNED_PREFIX
 from tests.api.inside import PORT, RawService, port_host, raw_connection, raw_service
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -311,6 +313,19 @@ def test_pipelined_requests_stay_separate(
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
         assert other_service.heads == []
+
+
+def test_a_pipelined_request_does_not_belong_to_the_plan_session_of_the_one_before(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
+    with memory_gateway.client(ADMIN_KEY) as client:
+        plan_id = client.post("/plans", json={"run": f"pipeline {secrets.token_hex(8)}"}).json()["planID"]
+    body = b'{"templateID": "base", "name": "after-plan"}'
+    head = f"Host: localhost\r\nX-API-Key: {ADMIN_KEY}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    planned_request = f"POST /plans/{plan_id}/sandboxes HTTP/1.1\r\n".encode() + head + body
+    real_request = b"POST /sandboxes HTTP/1.1\r\n" + head + body
+    assert send_and_read_statuses(memory_gateway, planned_request + real_request) == [201, 201]
+    assert not api.get("/sandboxes/after-plan").json()["sandboxID"].startswith(PLANNED_PREFIX)
 
 
 def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:

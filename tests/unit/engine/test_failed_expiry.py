@@ -23,6 +23,7 @@ def long_first_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Host(MemoryHost):
     is_full = False
     refuses_removal = False
+    removal_error: Exception = InUse("it is locked")
     attempt_count = 0
     save_count = 0
 
@@ -39,7 +40,7 @@ class _Host(MemoryHost):
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         if self.refuses_removal and "locked" in snapshot.names:
             self.attempt_count += 1
-            raise InUse("it is locked")
+            raise self.removal_error
         await super().remove_snapshot(snapshot)
 
 
@@ -97,14 +98,18 @@ def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
-def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [InUse("it is locked"), RuntimeError("a bug")])
+def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error: Exception) -> None:
     async def scenario() -> None:
         host = _Host()
+        host.removal_error = error
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.refuses_removal = True
             await engine.snapshots.create("a", name="locked", expires_in=0)
             await wait_until(lambda: host.attempt_count)
+            await create(engine, "b")
+            await engine.sandboxes.delete("b")  # collects, too
             await asyncio.sleep(0.7)
             assert host.attempt_count == 1
             host.refuses_removal = False

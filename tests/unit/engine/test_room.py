@@ -269,15 +269,19 @@ async def test_a_plan_session_counts_the_disk_space_of_its_own_snapshots(
     await session.snapshots.create("a", name="s3")
 
 
-async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine, host: _Host) -> None:
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine, host: _Host, is_paused: bool) -> None:
     await engine.volumes.create("data")
     await create(engine, "b", "s")
+    if is_paused:
+        await engine.sandboxes.pause("b", memory=False)
     host.disk_bytes = 300 * MIB
     host.set_free_space(disk_mb=600)
     session = PlanSessions(engine).open("key", "a run of a check run").engine
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
-    await session.sandboxes.pause("b", memory=False)  # keeps its disk
+    if not is_paused:
+        await session.sandboxes.pause("b", memory=False)  # keeps its disk
     with pytest.raises(NoSpace):
         await create(session, "c", "s")
     await session.sandboxes.delete("b")

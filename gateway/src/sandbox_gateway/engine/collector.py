@@ -84,8 +84,9 @@ class Collector:
         """Remove a snapshot. If this fails, delay the next attempt, and return False."""
         try:
             await self._removal.remove_snapshot(snapshot)
-        except GatewayError as error:
-            log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
+        except Exception as error:
+            # Even an unexpected error must not fail the request that collects, nor keep other snapshots.
+            log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=str(error))
             self._backoff.delay(snapshot.id)
             return False
         return True

@@ -271,6 +271,8 @@ def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
+        # Pipelined requests must not inherit variables of the request before, such as its plan session.
+        reset_contextvars=True,
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=_BACKLOG,
     )

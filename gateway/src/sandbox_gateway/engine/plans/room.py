@@ -50,12 +50,14 @@ class PlannedRoom:
     async def read(self) -> Room:
         """Return the room that the run would find."""
         room = await self._host.room()
-        # Others can stop a machine too. The real room then already contains it.
-        stops = [each for each in self._stops.values() if not self._host.end_reason(each.sandbox)]
-        usages = [(await self._measure(each), each.frees_disk) for each in stops]
-        memory_bytes = sum(max(usage.memory_bytes, MACHINE_START_BYTES) for usage, _ in usages)
-        memory_bytes -= len(self._started) * MACHINE_START_BYTES
-        disk_bytes = self._removed_disk_bytes + sum(usage.disk_bytes for usage, frees_disk in usages if frees_disk)
+        memory_bytes = -len(self._started) * MACHINE_START_BYTES
+        disk_bytes = self._removed_disk_bytes
+        for stop in self._stops.values():
+            usage = await self._measure(stop)
+            # The machine may have ended before, or others may have stopped it. Its memory is then free already.
+            if not self._host.end_reason(stop.sandbox):
+                memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
+            disk_bytes += usage.disk_bytes if stop.frees_disk else 0
         image_bytes = self._removed_image_bytes - len(self._images) * self._image_bytes
         memory_disk = room.memory_disk
         if memory_disk is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import signal
 import socket
@@ -87,7 +88,8 @@ class Machine:
         self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
         self._ended = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
+        # The end of the machine does not belong to the request that has started it.
+        contextvars.Context().run(asyncio.get_running_loop().add_reader, self._pidfd, self._on_end)
 
     @classmethod
     async def spawn(cls, spec: MachineSpec, files: InstanceFiles, *, state: Path | None, hold: bool = False) -> Machine:
