@@ -126,6 +126,20 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
         assert json.loads(await asyncio.to_thread(run_command, *command)) == []
 
 
+async def test_a_compromised_server_cannot_reach_the_servers_of_other_volumes(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
+        volume, other_volume = await s.create_volume(), await s.create_volume()
+        slot, guest = await s.create_guest()
+        for each in (volume, other_volume):
+            await each.serve({slot: False})
+            assert each.mount_volume(guest)
+        ports = (other_volume.port, other_volume.port + 1)
+        targets = [(address, port) for address in (volume_address(s.network), "127.0.0.1") for port in ports]
+        namespace = f"--net=/proc/{volume.pid}/ns/net"
+        command = ["nsenter", namespace, sys.executable, "-c", CONNECT_SCRIPT, json.dumps(targets)]
+        assert json.loads(await asyncio.to_thread(run_command, *command)) == []
+
+
 FORBIDDEN_CALLS_SCRIPT = """
 import ctypes, os, socket, sys
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
@@ -231,6 +245,32 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
         backoffs += [current_server.backoff_seconds()]
         assert backoffs == [0, 1, 2, 30, 0]
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
+
+
+async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path) -> None:
+    """All servers share a network namespace, so a compromised one can open a port as soon as it is free."""
+    async with setup(xfs_root) as s:
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
+        await volume.serve({slot: False})
+        server = s.servers._servers[volume.id]
+        descriptor = os.open(f"/proc/{server.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        s.stack.callback(os.close, descriptor)
+
+        def can_connect() -> bool:
+            try:
+                run_inside(guest.path, lambda: socket.create_connection((GATEWAY_ADDRESS, volume.port), 2)).close()
+            except OSError:
+                return False
+            return True
+
+        assert can_connect()
+        server.early_exits = 100  # delays the restart by 30 s
+        await kill_process(server.pid)
+        listener_address = (volume_address(s.network), volume.port)
+        with run_inside(
+            Path(f"/proc/self/fd/{descriptor}"), lambda: socket.create_server(listener_address, backlog=4096)
+        ):
+            await asyncio.to_thread(eventually, lambda: not can_connect())
 
 
 def plant_links(directory: Path, target: Path) -> None:

@@ -109,12 +109,14 @@ def create_volume_namespace(network: Network) -> None:
             for link in route.get_links(index)
         )
     if is_committed and path.name in list_mounted_namespaces():
+        with in_namespace(path), IPRoute() as route:  # It may be from an earlier release, in which `lo` was up.
+            route.link("set", index=_interface_index(route, "lo"), state="down")
         return
     remove_volume_namespace(network)
     enter_new_namespace(path)
     _link_to_host(outer_name, volume_gateway(network), inner_name, path.name)
     with IPRoute() as route:
-        route.link("set", index=_interface_index(route, "lo"), state="up")
+        # `lo` stays down: the servers' packets to each other would pass through it.
         inner_index = _interface_index(route, inner_name)
         route.link("set", index=inner_index, state="up")
         route.addr("add", index=inner_index, address=volume_address(network), prefixlen=30)

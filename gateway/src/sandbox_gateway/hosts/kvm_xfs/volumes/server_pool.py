@@ -317,6 +317,12 @@ class ServerPool:
         Gives up when no sandbox needs the server any longer.
         """
         has_exited_early = server.was_started_recently()
+        async with self._lock(server.volume):
+            if self._servers.get(server.volume) is not server:
+                return
+            with contextlib.suppress(GatewayError):  # `_start` will try again, and report it.
+                # All servers share a network namespace: another one could open the port, and answer the sandboxes.
+                await self._access.revoke(server.volume, set())
         await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):
