@@ -75,6 +75,11 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
     return version
 
 
+def new_volume_key(name: str) -> str:
+    """Return the key in the bindings for the time at which the run has created a volume; see ``object_version``."""
+    return f"{_NEW} {name}"
+
+
 def describe_actions(actions: Iterable[Action]) -> list[dict[str, Any]]:
     """Return the actions as a plan file contains them, with secrets hashed."""
     return [
@@ -185,7 +190,8 @@ class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
     ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``bindings``: the real ids
-    that earlier tasks found for planned ones. ``created``: the planned ids that the run itself has to create.
+    that earlier tasks found for planned ones, and the times at which they created volumes. ``created``: the planned ids
+    that the run itself has to create.
     ``created_names``, ``removed_names``: the objects that the plan creates or removes.
 
     ``read_version``: returns the current version of the object with a path in the API.
@@ -297,7 +303,7 @@ class Approval:
             return
         planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
         if planned_ident == _NEW:
-            is_same = f"{_NEW} {name}" in matching.bindings
+            is_same = matching.bindings.get(new_volume_key(name)) == actual_ident
         else:
             is_same = matching.text(planned_ident, actual_ident)
         if not is_same:

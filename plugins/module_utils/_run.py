@@ -13,6 +13,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     Approval,
     describe_actions,
     estimate_costs,
+    new_volume_key,
     object_version,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
@@ -21,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     RECREATING_VERBS,
     TEMPLATE,
+    VOLUME,
     Action,
     Plan,
     diff,
@@ -225,7 +227,9 @@ class _Run:
             if real_id := new_shapes.get(name, {}).get("id"):
                 bindings[planned_id] = real_id
         for action in self.completed_actions:
-            bindings.update((f"new {change.name}", "") for change in action.changes if change.before is None)
+            for change in action.changes:
+                if change.kind == VOLUME and change.before is None:
+                    bindings[new_volume_key(change.name)] = new_shapes.get(change.name, {}).get("created_at") or ""
         result = self._report(new_shapes)
         # After a failure before the first change, the task can be repeated.
         if entry is None or (plan.actions and not self.completed_actions):

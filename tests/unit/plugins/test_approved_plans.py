@@ -494,3 +494,18 @@ def test_a_changed_entry_does_not_match(gateway: MemoryGateway, client: Client) 
         item[last] = value
         assert apply(client, FORK, changed_entry)["failure"]["kind"] == "not_planned", path
     assert apply(client, FORK, entry)["changed"]
+
+
+def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: MemoryGateway, client: Client) -> None:
+    tasks = [("volume", {"name": ["cache"], "size_mb": size_mb}) for size_mb in (64, 128)]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    assert apply(client, tasks[0], *entries, state=state)["changed"]
+    replaced_state = copy.deepcopy(state)
+    assert apply(client, tasks[1], *entries, state=state)["changed"]
+    client.delete("/volumes/cache")
+    client.post("/volumes", {"name": "cache", "sizeMB": 64})
+    before = read_state(client)
+    result = apply(client, tasks[1], *entries, state=replaced_state)
+    assert "volume 'cache' has been replaced by another one" in result["msg"], result
+    assert read_state(client) == before
