@@ -62,7 +62,7 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
         return ""
     if isinstance(data, list):
         return "entries=" + ",".join(f"{each.get('name', '')}:{each.get('snapshotID', '')}" for each in data)
-    if path.startswith("/volumes") and "/snapshots/" not in path:
+    if path.startswith("/volumes"):
         # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
         created_at = data.get("createdAt") or ""
         ident = data.get("ownerSandboxID") or (_NEW if opened_at and created_at > opened_at else created_at)
@@ -164,7 +164,7 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
     removed_names = {change["name"] for change in changes if change["after"] is None}
     for change in changes:
         if change["kind"] == VOLUME:
-            before, after = (_snapshots_in(change["name"], change[key]) for key in ("before", "after"))
+            before, after = (snapshots_in(change["name"], change[key]) for key in ("before", "after"))
             created_names |= after - before
             removed_names |= before - after
     return {
@@ -182,7 +182,8 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
     }
 
 
-def _snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
+def snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
+    """Return the names of a volume's own snapshots, in the form VOLUME@SNAPSHOT, from its view."""
     return {f"{volume}@{snapshot}" for snapshot in (view or {}).get("snapshots", ())}
 
 
@@ -280,16 +281,17 @@ class Approval:
         # The message is about the name of an object rather than its id.
         for path in sorted(entry["reads"], key=lambda path: bool(_ID_PATH_PATTERN.search(path))):
             if path in versions:
-                self._check_version(path, entry["reads"][path], versions[path], matching)
+                self._check_version(entry, path, versions[path], matching)
 
     def _check_unread(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         """Compare the objects that only the check run has read, such as a volume that no longer has its name."""
         for path in entry["reads"].keys() - versions.keys():
             real_path = _PLANNED_ID_PATTERN.sub(lambda m: matching.bindings.get(m[0], m[0]), path)
             if not _PLANNED_ID_PATTERN.search(real_path):
-                self._check_version(path, entry["reads"][path], self._read_version(real_path), matching)
+                self._check_version(entry, path, self._read_version(real_path), matching)
 
-    def _check_version(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
+    def _check_version(self, entry: Entry, path: str, actual: str, matching: _Matching) -> None:
+        planned = entry["reads"][path]
         name = path.rpartition("/")[2]
         if planned == actual:
             return
@@ -299,7 +301,7 @@ class Approval:
             raise _not_planned(f"{_describe_path(path)} has been removed since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
         if "entries" in planned_parts:
-            self._check_snapshots(path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
+            self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
             return
         planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
         if planned_ident == _NEW:
@@ -316,29 +318,47 @@ class Approval:
             )
         if "users" in planned_parts and "users" in actual_parts:
             users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
-            self._check_members(f"the users of {_describe_path(path)}", *users)
+            self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names)
 
-    def _check_snapshots(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
+    def _check_snapshots(self, entry: Entry, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
         what = f"the snapshots of {_describe_path(path)}"
         volume = path.split("/")[2]
         planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
         planned_snapshots = _parse_pairs(planned)
         actual_snapshots = {planned_ids.get(name, name): ident for name, ident in _parse_pairs(actual).items()}
+        used_names = {name for name in planned_snapshots if _uses_snapshot(entry, volume, name)}
+        pending_names = {name for name, ident in planned_snapshots.items() if matching.is_pending(ident)} - used_names
         for name in planned_snapshots.keys() & actual_snapshots.keys():
-            if not matching.text(planned_snapshots[name], actual_snapshots[name]):
+            # The task of another host may be making this snapshot, and record its id only at the end.
+            is_pending = name in pending_names
+            if not is_pending and not matching.text(planned_snapshots[name], actual_snapshots[name]):
                 raise _not_planned(f"{what} have changed since the plan was made ({name})")
-        self._check_members(
-            what, *({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
-        )
+        if missing_names := used_names - actual_snapshots.keys():
+            raise _not_planned(f"{what} have changed since the plan was made ({', '.join(sorted(missing_names))})")
+        members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
+        self._check_members(what, *members, {f"{volume}@{name}" for name in pending_names})
 
-    def _check_members(self, what: str, planned: Set[str], actual: Set[str]) -> None:
-        """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs."""
+    def _check_members(self, what: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
+        """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs.
+
+        ``pending_names``: planned ones that the run may not have made yet.
+        """
         added = actual - planned - self._created_names
-        removed = planned - actual - self._created_names - self._removed_names
+        removed = planned - actual - pending_names - self._removed_names
         # The snapshot of a volume that belongs to a sandbox's snapshot has the id of the latter.
         if others := sorted(name for name in added | removed if not is_planned_id(name.rpartition("@")[2])):
             raise _not_planned(f"{what} have changed since the plan was made ({', '.join(others)})")
+
+
+def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
+    """Return whether an action restores or removes a snapshot of a volume. Other actions name it by its id."""
+    return any(
+        action["verb"] == "remove" or action["request"].get("snapshot") == snapshot
+        for action in entry["actions"]
+        for change in action["changes"]
+        if (change["kind"], change["name"]) == (VOLUME, volume)
+    )
 
 
 def _sort_by_similarity(entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
@@ -369,6 +389,10 @@ class _Matching:
         )
         match = re.fullmatch(pattern.replace(re.escape(f".old-{_SHORT_PLANNED_ID}"), r"\.old-[0-9a-f]{8}"), actual)
         return match is not None and all(map(self._bind, planned_ids, match.groups()))
+
+    def is_pending(self, ident: str) -> bool:
+        """Return whether a planned id stands for an object that the run has to create, but has not recorded yet."""
+        return ident in self._created and ident not in self.bindings
 
     def _bind(self, planned_id: str, real_id: str) -> bool:
         if (

@@ -230,10 +230,12 @@ class Client:
         page_token = ""
         while True:
             response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": page_token})
-            if path.count("/") > 1 and not page_token:
+            is_part_of_object = path.count("/") > 1  # such as the snapshots of a volume
+            if is_part_of_object and not page_token:
                 self._remember(path, response.data)
             for entry in response.data:
-                self._remember_listed(path, entry)
+                if not is_part_of_object:
+                    self._remember_listed(path, entry)
                 yield entry
             previous_token, page_token = page_token, response.headers.get("x-next-token", "")
             if not page_token:

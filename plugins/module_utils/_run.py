@@ -15,6 +15,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
     estimate_costs,
     new_volume_key,
     object_version,
+    snapshots_in,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join_failures
@@ -223,9 +224,10 @@ class _Run:
         self._apply(plan)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
-        for name, planned_id in entry["created"].items() if entry is not None and self.completed_actions else ():
-            if real_id := new_shapes.get(name, {}).get("id"):
-                bindings[planned_id] = real_id
+        real_ids = self._ids_of_created(new_shapes)
+        for name, planned_id in entry["created"].items() if entry is not None else ():
+            if name in real_ids:
+                bindings[planned_id] = real_ids[name]
         for action in self.completed_actions:
             for change in action.changes:
                 if change.kind == VOLUME and change.before is None:
@@ -236,6 +238,26 @@ class _Run:
             return result
         opened_at = {self.client.run_id: self.client.run_opened_at}
         return {**result, PLAN_KEY: {"number": entry["number"], "bindings": bindings, "opened_at": opened_at}}
+
+    def _ids_of_created(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Return the ids of the objects that the completed actions have created, by name.
+
+        A snapshot of a volume has the name VOLUME@SNAPSHOT. ``new_shapes``: the resources after the actions.
+        """
+        ids: dict[str, str] = {}
+        for action in self.completed_actions:
+            for change in action.changes:
+                if (change.before is None or action.verb in RECREATING_VERBS) and "id" in new_shapes.get(
+                    change.name, {}
+                ):
+                    ids[change.name] = new_shapes[change.name]["id"]
+                if change.kind == VOLUME:
+                    path = f"/volumes/{quote_segment(change.name)}/snapshots"
+                    new_names = snapshots_in(change.name, change.after) - snapshots_in(change.name, change.before)
+                    for each in self.client.objects_read.get(path) or ():
+                        if (name := f"{change.name}@{each['name']}") in new_names:
+                            ids[name] = each["snapshotID"]
+        return ids
 
     def _add_entry(
         self,
@@ -252,13 +274,6 @@ class _Run:
         if not self.client.is_planning or self.predict_only:
             return result
         costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
-        created_names = [
-            change.name
-            for action in self.completed_actions
-            for change in action.changes
-            if (change.before is None or action.verb in RECREATING_VERBS)
-            and is_planned_id(planned_shapes.get(change.name, {}).get("id"))
-        ]
         conditional_actions = [action for action in plan_actions if action.condition]
         entry = _plan_entry(
             self.client,
@@ -268,7 +283,7 @@ class _Run:
             ],
             mentions=self._list_mentions(plan_actions),
             reads=dict(reads),
-            created={name: planned_shapes[name]["id"] for name in created_names},
+            created={name: id for name, id in self._ids_of_created(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
             unknown=[*dict.fromkeys(action.condition for action in conditional_actions), *unknown],
             failure=result["msg"] if result.get("failed") else None,

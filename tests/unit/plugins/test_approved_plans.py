@@ -509,3 +509,47 @@ def test_a_volume_of_the_run_that_others_replaced_is_not_changed(gateway: Memory
     result = apply(client, tasks[1], *entries, state=replaced_state)
     assert "volume 'cache' has been replaced by another one" in result["msg"], result
     assert read_state(client) == before
+
+
+VOLUME_SNAPSHOT = ("volume", {"name": ["data"], "snapshots": ["v1"]})
+USES_OF_VOLUME_SNAPSHOT = [
+    ("volume", {"name": ["data"], "rollback_to": "v1"}),
+    ("volume", {"name": ["data"], "snapshots": ["monday"], "purge": True}),
+    ("volume", {"name": ["data"], "state": "absent", "purge": True}),
+    ("volume", {"name": ["copy"], "from_snapshot": "data@v1"}),
+]
+
+
+@pytest.mark.parametrize("drift", ["none", "removed", "recreated", "made before the run"])
+@pytest.mark.parametrize("task", USES_OF_VOLUME_SNAPSHOT)
+def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
+    gateway: MemoryGateway, client: Client, task: Task, drift: str
+) -> None:
+    entries = make_plan(gateway, VOLUME_SNAPSHOT, task)
+    state = new_state()
+    if drift == "made before the run":
+        client.post("/volumes/data/snapshots", {"name": "v1"})
+    assert apply(client, VOLUME_SNAPSHOT, *entries, state=state)["changed"] is (drift != "made before the run")
+    if drift in ("removed", "recreated"):
+        client.delete("/volumes/data/snapshots/v1")
+    if drift == "recreated":
+        client.post("/volumes/data/snapshots", {"name": "v1"})
+    before = read_state(client)
+    result = apply(client, task, *entries, state=state)
+    if drift == "none":
+        assert result["changed"], result
+    else:
+        assert result["failed"] and result["failure"]["kind"] == "not_planned", result
+        assert read_state(client) == before
+
+
+def test_a_snapshot_of_a_volume_that_another_host_is_making_is_no_obstacle(
+    gateway: MemoryGateway, client: Client
+) -> None:
+    """The task of the other host has made it, but has not ended yet, so that the run does not know its id."""
+    tasks = [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "ab"]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    assert apply(client, tasks[0], *entries, state=copy.deepcopy(state))["changed"]
+    result = apply(client, tasks[1], *entries, state=state)
+    assert result["changed"], result
