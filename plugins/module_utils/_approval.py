@@ -219,7 +219,7 @@ class Approval:
 
         ``reads``: the versions of the objects that the task has read, by path. ``own_paths``: the paths of the objects
         that the task declares. ``is_conditional``: whether the task captures or rolls back only if it is necessary;
-        it may then leave out all of its planned actions.
+        it may then leave out these actions for any of its objects.
 
         Raises Failure if no entry contains the actions, or if an object has changed since the plan was made. Returns
         None if the task has no actions, and no entry is about its objects.
@@ -240,9 +240,12 @@ class Approval:
                 self._check_unchanged(entry, versions, matching)
                 if actions and not entry["actions"]:
                     raise _not_planned(f"the plan does not contain this task's changes ({verbs})")
+                planned_actions = entry["actions"]
+                if is_conditional:
+                    planned_actions = _without_unnecessary(planned_actions, actions, matching)
                 if actions:
-                    _match_actions(entry["actions"], actions, matching)
-                elif not is_conditional or any(each["verb"] not in _CONDITIONAL_VERBS for each in entry["actions"]):
+                    _match_actions(planned_actions, actions, matching)
+                elif planned_actions:
                     _check_no_actions(entry)
                 self._check_unread(entry, versions, matching)
             except Failure as failure:
@@ -364,6 +367,19 @@ def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
 def _sort_by_similarity(entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
     """Return the entries with the most similar objects first, because a failure should be about these."""
     return sorted(entries, key=lambda entry: len(names ^ _names_in(entry)) + len(paths ^ entry["reads"].keys()))
+
+
+def _without_unnecessary(
+    planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
+) -> list[Mapping[str, Any]]:
+    """Return the planned actions without the captures and rollbacks of objects with which the task does nothing."""
+    planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
+    names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
+    return [
+        action
+        for action in planned
+        if action["verb"] not in _CONDITIONAL_VERBS or any(change["name"] in names for change in action["changes"])
+    ]
 
 
 def _check_no_actions(entry: Entry) -> None:

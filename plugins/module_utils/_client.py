@@ -160,7 +160,16 @@ class Client:
         The generations in the responses then exclude the changes of that run.
         """
         self.run_id = ""
-        applied_run = self.call("POST", "/applied-runs", body={"run": run}).data
+        try:
+            applied_run = self.call("POST", "/applied-runs", body={"run": run}).data
+        except Failure as failure:
+            if failure.kind != "too_old":
+                raise
+            raise Failure(
+                f"the gateway at {self.address.url} is too old to apply plans: upgrade it with the role "
+                "grove.sandbox.gateway, or run the playbook without the plan",
+                "too_old",
+            ) from None
         self.run_id, self.run_opened_at = applied_run["runID"], applied_run["openedAt"]
         self.gateway_id = applied_run["gatewayID"]
 

@@ -236,7 +236,8 @@ def test_a_gateway_that_is_too_old_applies_no_plan(
     monkeypatch.setattr(Client, "call", call)
     result = apply(client, UPDATE, entry)
     monkeypatch.undo()
-    assert "upgrade it" in result["msg"] and result["failure"]["kind"] == "too_old", result
+    assert "is too old to apply plans: upgrade it" in result["msg"] and "0.1.0" not in result["msg"], result
+    assert result["failure"]["kind"] == "too_old", result
     assert read_state(client) == before
 
 
@@ -553,3 +554,32 @@ def test_a_snapshot_of_a_volume_that_another_host_is_making_is_no_obstacle(
     assert apply(client, tasks[0], *entries, state=copy.deepcopy(state))["changed"]
     result = apply(client, tasks[1], *entries, state=state)
     assert result["changed"], result
+
+
+@pytest.mark.parametrize("diverged", [["web"], ["other"], ["web", "other"], []])
+@pytest.mark.parametrize("kind", ["rollback", "snapshot"])
+def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
+    gateway: MemoryGateway, client: Client, kind: str, diverged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["web", "other"]
+    run_task(client, "rollback", {"sandbox": ["other"], "snapshot": "golden", "unless_clean": False})
+    task: Task = ("rollback", {"sandbox": names, "snapshot": "golden"})
+    if kind == "snapshot":
+        run_task(client, "snapshot", {"name": ["now-web", "now-other"], "sandbox": names})
+        task = ("snapshot", {"name": ["new-web", "new-other"], "sandbox": names, "when_changed": True})
+    original_get = Client.get
+
+    def get(self: Client, path: str, **query: Any) -> Any:
+        data = original_get(self, path, **query)
+        if path in ("/sandboxes/web", "/sandboxes/other"):
+            data["diverged"] = None if self.is_planning else data["name"] in diverged
+        return data
+
+    monkeypatch.setattr(Client, "get", get)
+    (entry,) = make_plan(gateway, task)
+    assert len(entry["actions"]) == 2, entry
+    result = apply(client, task, entry)
+    monkeypatch.undo()
+    assert not result.get("failed"), result
+    changed_names = [outcome["name"] for outcome in result["outcomes"] if outcome["changed"]]
+    assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged]
