@@ -111,8 +111,11 @@ class CallbackModule(CallbackBase):
         if not context.CLIARGS.get("check"):
             # The workers inherit the plan. Each task reports a failure.
             with contextlib.suppress(Failure):
-                if _plan_journal.applied_plan() is not None:
+                if not self._playbooks and _plan_journal.applied_plan() is not None:
+                    # Every playbook of the run has its own statistics, and a failure can make one the last.
                     atexit.register(self._end_sessions)
+                    atexit.register(self._print_unmade)
+            self._playbooks.append(Path(playbook._file_name).name)
             return
         plan_path = self.get_option("plan_file")
         if not self._playbooks:
@@ -159,7 +162,6 @@ class CallbackModule(CallbackBase):
 
     def v2_playbook_on_stats(self, stats: AggregateStats) -> None:
         if not context.CLIARGS.get("check"):
-            self._print_unused()
             return
         try:
             self._record_failures(*_list_failures(stats))
@@ -170,23 +172,19 @@ class CallbackModule(CallbackBase):
         except Failure as failure:
             self._display.error(failure.message)
 
-    def _print_unused(self) -> None:
+    def _print_unmade(self) -> None:
         """After a run that applied a plan, print the changes of the plan that it has not made."""
         try:
             plan = _plan_journal.applied_plan()
-            entries = [] if plan is None else _plan_journal.unused_entries(plan)
+            unmade = [] if plan is None else _plan_journal.list_unmade(plan)
         except Failure:
             return  # Each task has reported it.
         if plan is None:
             return
-        self._display.display("\nAll changes of the plan were made." if not entries else "\nNot made, but in the plan:")
-        for entry in entries:
-            names = ", ".join(
-                dict.fromkeys(change["name"] for action in entry["actions"] for change in action["changes"])
-            )
-            self._display.display(
-                make_printable(f"  {entry['host']}: {entry['task']} ({entry['path']}): {names[:200]}")
-            )
+        self._display.display("\nAll changes of the plan were made." if not unmade else "\nNot made, but in the plan:")
+        for entry, names in unmade:
+            text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
+            self._display.display(make_printable(text))
 
     def _remove_old_plan(self, path: Path) -> None:
         try:

@@ -142,14 +142,16 @@ def new_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the run's
-    id there. ``used``: the numbers of the entries that it has used. ``bindings``: see ``Approval``.
+    id there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of these numbers, as text, the
+    objects whose changes failed. ``bindings``: see ``Approval``.
     """
-    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "bindings": {}}
+    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "bindings": {}}
 
 
 def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(used["number"])
+    state["unmade"][str(used["number"])] = used["unmade"]
     state["bindings"].update(used["bindings"])
     state["opened_at"].update(used["opened_at"])
 

@@ -237,7 +237,12 @@ class _Run:
         if entry is None or (plan.actions and not self.completed_actions):
             return result
         opened_at = {self.client.run_id: self.client.run_opened_at}
-        return {**result, PLAN_KEY: {"number": entry["number"], "bindings": bindings, "opened_at": opened_at}}
+        made_changes = {id(change) for action in self.completed_actions for change in action.changes}
+        unmade_names = [
+            change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
+        ]
+        used = {"number": entry["number"], "unmade": unmade_names, "bindings": bindings, "opened_at": opened_at}
+        return {**result, PLAN_KEY: used}
 
     def _ids_of_created(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.

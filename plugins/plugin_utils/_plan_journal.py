@@ -177,12 +177,20 @@ def mark_used(used: dict[str, Any]) -> None:
         _write(_APPLIED_NAME, state)
 
 
-def unused_entries(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries with changes that this run has not used. Raises Failure if it has used another plan."""
+def list_unmade(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the entries with changes that this run has not made, and the names of the objects of these changes.
+
+    Raises Failure if the run has used another plan.
+    """
     with _applied() as state:
         _require_same_plan(state, plan)
-        entries = enumerate(plan["entries"])
-        return [entry for number, entry in entries if entry["actions"] and number not in state["used"]]
+    result = []
+    for number, entry in enumerate(plan["entries"]):
+        planned_names = [change["name"] for action in entry["actions"] for change in action["changes"]]
+        names = state["unmade"][str(number)] if number in state["used"] else planned_names
+        if names:
+            result.append((entry, list(dict.fromkeys(names))))
+    return result
 
 
 def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ class PlayChecks:
         another outcome only if its entry says that it depends on what the run finds. Then the states differ, too, so
         later tasks are only checked for their outcomes.
         """
-        client, planner = Client(url), Client(url)
+        client, planner, run_client = Client(url), Client(url), Client(url)
         try:
             _set_up(client, template)
             for kind, params in history:
@@ -178,7 +178,7 @@ class PlayChecks:
             entries = make_entries(predicted)
             uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
-            actual = apply_predicted(client, play, entries)
+            actual = apply_predicted(client, run_client, play, entries)
             is_as_predicted = True
             comparison = PlanComparison(planner.plan_opened_at, self.results, self.states)
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
@@ -192,17 +192,18 @@ class PlayChecks:
                     comparison.check_result(prediction, result, f"task {number}, {play[number][0]}")
                 self.tasks[outcome] += 1
             if is_as_predicted:
-                comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
+                comparison.check_state(lambda: read_state(planner), lambda: read_state(run_client))
             self.play_count += 1
             return entries
         except AssertionError as error:
             error.add_note(f"history = {history}\nplay = {play}")
             raise
         finally:
-            if planner.is_planning:
-                client.delete(f"/plans/{planner.plan_id}")
+            for each in (planner, run_client):
+                if each.session_path:
+                    client.delete(each.session_path)
+                each.close()
             client.close()
-            planner.close()
 
 
 def _set_up(client: Client, template: str) -> None:
@@ -235,11 +236,12 @@ def make_entries(predicted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return mark_dependent(json.loads(json.dumps(entries)))
 
 
-def apply_predicted(client: Client, play: list[PlayTask], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run a play that may make only the changes that were predicted."""
+def apply_predicted(
+    client: Client, run_client: Client, play: list[PlayTask], entries: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
     results: list[dict[str, Any]] = []
     state = new_state()
-    run_client = Client(client.address.url)
     for number, (kind, params) in enumerate(play):
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             results.append(run_task(client, kind, params))
@@ -249,9 +251,6 @@ def apply_predicted(client: Client, play: list[PlayTask], entries: list[dict[str
         if PLAN_KEY in result:
             update_state(state, result.pop(PLAN_KEY))
         results.append(result)
-    if run_client.session_path:
-        client.delete(run_client.session_path)
-    run_client.close()
     return results
 
 

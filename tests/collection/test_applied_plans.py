@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway.errors import Conflict
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, step
@@ -296,3 +297,30 @@ def test_the_callback_loads_the_plan_for_all_tasks(plan_target: Target, plan_pat
     environment = {"GROVE_SANDBOX_APPLY": str(plan_path), "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action")}
     (result,) = plan_target.play({"loaded_plans": {}}, environment={**environment, **(ENABLE if has_callback else {})})
     assert result["paths"] == [str(plan_path)] * has_callback
+
+
+def test_the_callback_lists_what_was_not_made_at_the_end_of_the_run(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that fails for one of its objects has not made all of its changes."""
+    plan_target.play(step("sandbox", name=["one", "two"], template="base"))
+    update = step("sandbox", name=["one", "two"], metadata={"a": "b"}, continue_on_error=True)
+    for name, task in (("first.yml", BOX), ("second.yml", {**update, "ignore_errors": True})):
+        plan_target.write_playbook(name, {"tasks": [task]})
+    names = ("first.yml", "second.yml")
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    plan_target.run_playbooks(*names, options=("--check",), environment=environment)
+    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    sandboxes = plan_gateway.engine.sandboxes
+    original_update = sandboxes.update
+
+    async def update_one(ref: str, **fields: Any) -> Any:
+        if sandboxes.get(ref).name == "two":
+            raise Conflict("this sandbox cannot change now")
+        return await original_update(ref, **fields)
+
+    monkeypatch.setattr(sandboxes, "update", update_one)
+    plan_target.run_playbooks(*names, environment=environment)
+    assert plan_target.output.count("in the plan:") == 1, plan_target.output
+    _, _, unmade = plan_target.output.partition("Not made, but in the plan:\n")
+    assert unmade.strip() == "target: grove.sandbox.sandbox (second.yml:1): two", plan_target.output
