@@ -175,12 +175,11 @@ class CallbackModule(CallbackBase):
     def _print_unmade(self) -> None:
         """After a run that applied a plan, print the changes of the plan that it has not made."""
         try:
-            plan = _plan_journal.applied_plan()
-            unmade = [] if plan is None else _plan_journal.list_unmade(plan)
+            if (plan := _plan_journal.applied_plan()) is None:
+                return
+            unmade = _plan_journal.list_unmade(plan)
         except Failure:
             return  # Each task has reported it.
-        if plan is None:
-            return
         self._display.display("\nAll changes of the plan were made." if not unmade else "\nNot made, but in the plan:")
         for entry, names in unmade:
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"

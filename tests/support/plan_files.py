@@ -68,7 +68,7 @@ class PlanFile:
 
 NOT_JSON = "PLAN is truncated, or it is not JSON"
 EDITED = "PLAN has been edited since it was made: its digest does not match"
-_REMOVED: Any = object()
+REMOVED: Any = object()
 
 
 def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
@@ -81,21 +81,25 @@ def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
 
 
 def _with(place: str, value: Any) -> Callable[[], bytes]:
-    """Return a function that makes a plan with another value at a place, such as "entries/0/host"."""
+    """Return a function that makes a plan with another value at a place."""
+    return lambda: sign(set_value(make_plan(), place, value))
 
-    def make() -> bytes:
-        plan = make_plan()
-        *steps, last = (int(step) if step.isdigit() else step.replace("|", "/") for step in place.split("/"))
-        container: Any = plan
-        for step in steps:
-            container = container[step]
-        if value is _REMOVED:
-            del container[last]
-        else:
-            container[last] = value
-        return sign(plan)
 
-    return make
+def set_value(plan: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a plan with another value at a place, such as "entries/0/host", or without it if ``REMOVED``.
+
+    In ``place``, "|" stands for a slash in a key.
+    """
+    changed_plan: dict[str, Any] = json.loads(json.dumps(plan))
+    *steps, last = (int(step) if step.isdigit() else step.replace("|", "/") for step in place.split("/"))
+    container: Any = changed_plan
+    for step in steps:
+        container = container[step]
+    if value is REMOVED:
+        del container[last]
+    else:
+        container[last] = value
+    return changed_plan
 
 
 def _nested(depth: int) -> Any:
@@ -171,7 +175,7 @@ PLAN_FILES = (
     _field(
         "playbook", "playbooks", ["a/b"], "playbooks[0] must be the name of a file without its directory, not 'a/b'"
     ),
-    _field("missing", "entries", _REMOVED, "entries is missing"),
+    _field("missing", "entries", REMOVED, "entries is missing"),
     _field("unknown key", "surprise", 1, "format 2 has no key surprise"),
     _field("gateways", "gateways", [], "gateways must be an object, not []"),
     _field("gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"),
@@ -185,7 +189,7 @@ PLAN_FILES = (
     _field("entry", "entries/0", 1, "entries[0] must be an object, not 1"),
     _field("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
     _field("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
-    _field("no task", "entries/0/task", _REMOVED, "entries[0].task is missing"),
+    _field("no task", "entries/0/task", REMOVED, "entries[0].task is missing"),
     _field("key of an entry", "entries/0/extra", 1, "format 2 has no key entries[0].extra"),
     _field("version", "entries/0/reads/|a", None, "entries[0].reads['/a'] must be a string, not None"),
     _field(

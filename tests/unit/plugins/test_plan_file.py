@@ -16,7 +16,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plan_files import PLAN_FILES, PlanFile
+from tests.support.plan_files import PLAN_FILES, REMOVED, PlanFile, set_value
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 GATEWAY_ID = "0123456789abcdef"
@@ -61,23 +61,6 @@ def write_signed(path: Path, document: Any) -> str:
     signed = {**document, "digest": _plan_file.digest(document)}
     path.write_text(json.dumps(signed, sort_keys=True, separators=(",", ":")) + "\n")
     return str(path)
-
-
-def set_value(document: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
-    """Return a copy of the document with one value replaced. ``place``: keys and numbers, separated by slashes."""
-    copy: dict[str, Any] = json.loads(json.dumps(document))
-    *parents, last = [int(key) if key.isdigit() else key for key in place.split("/")]
-    container: Any = copy
-    for key in parents:
-        container = container[key]
-    if value is REMOVED:
-        del container[last]
-    else:
-        container[last] = value
-    return copy
-
-
-REMOVED = object()
 
 
 def test_a_plan_is_made_from_journal_entries() -> None:

@@ -34,8 +34,11 @@ class PlannedHost:
     An *instance* is real if the gateway's index has it; all other instances exist only in the session.
     """
 
-    def __init__(self, engine: Engine, charge: Callable[[int], None]) -> None:
-        """Create a host. ``charge`` counts the bytes of each record that is saved, and raises if it is too large."""
+    def __init__(self, engine: Engine, recent_captures: Sequence[Snapshot], charge: Callable[[int], None]) -> None:
+        """Create a host. ``charge`` counts the bytes of each record that is saved, and raises if it is too large.
+
+        ``recent_captures``: see ``PlannedRoom``.
+        """
         self._engine = engine
         self._charge = charge
         self._real = engine.host
@@ -47,7 +50,7 @@ class PlannedHost:
         """The instances that the session has started."""
         self._stopped: set[str] = set()
         """The real instances that the session has stopped."""
-        self._room = PlannedRoom(engine)
+        self._room = PlannedRoom(engine, recent_captures)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from statistics import median
 
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.room import MACHINE_START_BYTES
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.base import Room, Usage
-from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind, Volume
-
-_RECENT_COUNT = 20
-"""Number of snapshots from which the size of others is estimated."""
+from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, Volume
 
 
 @dataclass
@@ -29,18 +26,17 @@ class PlannedRoom:
     """The real room, without what the session adds, and with what it removes.
 
     Only the run can know the sizes of new objects. A machine counts as much as ``RoomKeeper`` assumes, and a memory
-    image as much as those of recent snapshots.
+    image as much as those of ``recent_captures``.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, recent_captures: Sequence[Snapshot]) -> None:
         self._host = engine.host
         self._index = engine.index
         self._started: set[str] = set()
         """The instances that the session has started."""
         self._stops: dict[str, _Stop] = {}
         """By instance."""
-        recent_snapshots = islice(self._index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), _RECENT_COUNT)
-        recent_sizes = [each.memory_bytes_written for each in recent_snapshots if each.memory is not MemoryMode.NONE]
+        recent_sizes = [each.memory_bytes_written for each in recent_captures if each.memory is not MemoryMode.NONE]
         self._image_bytes = int(median(recent_sizes or [0]))
         self._images: set[str] = set()
         """Ids of the session's snapshots with memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import OwnChanges
 from sandbox_gateway.engine.plans.agent import PlannedAgents
 from sandbox_gateway.engine.plans.host import PlannedHost
+from sandbox_gateway.engine.plans.open_runs import OpenRuns, find_largest_owner, make_id
 from sandbox_gateway.errors import Busy, Gone, NotFound, OverQuota
 from sandbox_gateway.records import PLANNED_PREFIX, Snapshot, SnapshotKind, now
 
@@ -32,7 +32,6 @@ IDLE_SECONDS = 900.0
 """A session ends when it has not been used for this long."""
 MIN_IDLE_SECONDS = 30.0
 """If there are too many sessions, one that has not been used for this long ends to make place for a new one."""
-_MAX_ENDED_IDS = 10_000
 
 
 @dataclass
@@ -67,9 +66,7 @@ class PlanSessions:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sessions: dict[str, PlanSession] = {}
-        self._ended_ids: dict[str, None] = {}
-        """Ids of sessions that have ended. Their runs must not continue with new sessions, which would know nothing."""
+        self._sessions: OpenRuns[PlanSession] = OpenRuns()
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, owner: str, run: str) -> PlanSession:
@@ -78,11 +75,11 @@ class PlanSessions:
         All tasks of a run find their session with the same two values. Raises Busy if there are too many sessions, and
         Gone if the session has ended.
         """
-        id = hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
+        id = make_id(owner, run)
         self._end_idle()
-        if id in self._sessions:
-            return self._touch(self._sessions[id])
-        if id in self._ended_ids:
+        if (open_session := self._sessions.find(owner, id)) is not None:
+            return self._touch(open_session)
+        if self._sessions.has_ended(id):
             raise Gone(
                 "the plan session of this run has ended, because it was idle or other runs needed its place: start the "
                 "check run again"
@@ -90,8 +87,7 @@ class PlanSessions:
         self._make_place(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
         session = PlanSession(id, owner, recent_captures=recent_captures)
-        session.engine = self._copy_engine(lambda size: self.charge(session, size))
-        self._sessions[id] = session
+        session.engine = self._copy_engine(recent_captures, lambda size: self.charge(session, size))
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:
@@ -111,27 +107,28 @@ class PlanSessions:
         check runs do not end those of others.
         """
         while True:
-            sessions = [*self._sessions.values()]
-            owned_sessions = [each for each in sessions if each.owner == owner]
+            sessions = [*self._sessions]
+            owned_sessions = self._sessions.owned_by(owner)
             if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
                 self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
             elif _total_size(owned_sessions) + size > MAX_BYTES_PER_KEY:
                 limit = f"{MAX_BYTES_PER_KEY >> 20} MiB for the plan sessions of the key {owner!r}"
                 self._end_oldest(owned_sessions, limit)
             elif len(sessions) + count > MAX_SESSIONS:
-                counts = Counter(each.owner for each in sessions)
-                self._end_oldest(_of_largest(sessions, counts, owner), f"{MAX_SESSIONS} plan sessions for this gateway")
+                largest_owner = find_largest_owner(Counter(each.owner for each in sessions), owner)
+                limit = f"{MAX_SESSIONS} plan sessions for this gateway"
+                self._end_oldest(self._sessions.owned_by(largest_owner), limit)
             elif _total_size(sessions) + size > MAX_BYTES:
                 sizes: Counter[str] = Counter()
                 for each in sessions:
                     sizes[each.owner] += each.size
                 limit = f"{MAX_BYTES >> 20} MiB for the plan sessions of this gateway"
-                self._end_oldest(_of_largest(sessions, sizes, owner), limit)
+                self._end_oldest(self._sessions.owned_by(find_largest_owner(sizes, owner)), limit)
             else:
                 return
 
     def _end_oldest(self, sessions: Sequence[PlanSession], limit: str) -> None:
-        if sessions[0].used_at > asyncio.get_running_loop().time() - MIN_IDLE_SECONDS:
+        if not self._sessions.is_idle(sessions[0], MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another check run has ended, or end a session with "
                 "DELETE /plans/{id}"
@@ -144,22 +141,21 @@ class PlanSessions:
         return self._touch(self._find(owner, id))
 
     def _touch(self, session: PlanSession) -> PlanSession:
-        session.used_at = asyncio.get_running_loop().time()
-        self._sessions[session.id] = self._sessions.pop(session.id)
+        self._sessions.touch(session)
         self._schedule()
         return session
 
     def list(self, owner: str) -> list[PlanSession]:
         self._end_idle()
-        return [each for each in self._sessions.values() if each.owner == owner]
+        return self._sessions.owned_by(owner)
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""
         await self._end(self._find(owner, id))
 
     def _find(self, owner: str, id: str) -> PlanSession:
-        session = self._sessions.get(id)
-        if session is None or session.owner != owner:
+        session = self._sessions.find(owner, id)
+        if session is None:
             message = (
                 f"plan session {id[:80]!r} not found: it ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway was "
                 "restarted. Start the check run again"
@@ -167,8 +163,8 @@ class PlanSessions:
             raise NotFound("plan", id[:80], message=message)
         return session
 
-    def _copy_engine(self, charge: Callable[[int], None]) -> Engine:
-        host = PlannedHost(self._engine, charge)
+    def _copy_engine(self, recent_captures: Sequence[Snapshot], charge: Callable[[int], None]) -> Engine:
+        host = PlannedHost(self._engine, recent_captures, charge)
         engine = Engine(host, self._engine.config, index=self._engine.index.copy(), agents_class=PlannedAgents)
         engine.secret.key = self._engine.secret.key
         engine.templates.copy_builds(self._engine.templates)
@@ -178,7 +174,7 @@ class PlanSessions:
         """Schedule the end of the session that was not used for the longest time."""
         if self._timer is None and self._sessions:
             loop = asyncio.get_running_loop()
-            oldest = next(iter(self._sessions.values()))
+            oldest = next(iter(self._sessions))
             self._timer = loop.call_at(oldest.used_at + IDLE_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -187,23 +183,13 @@ class PlanSessions:
         self._schedule()
 
     def _end_idle(self) -> None:
-        deadline = asyncio.get_running_loop().time() - IDLE_SECONDS
-        for session in [each for each in self._sessions.values() if each.used_at <= deadline]:
+        for session in self._sessions.list_idle(IDLE_SECONDS):
             self._end(session)
 
     def _end(self, session: PlanSession) -> asyncio.Task[None]:
-        del self._sessions[session.id]
-        self._ended_ids[session.id] = None
-        if len(self._ended_ids) > _MAX_ENDED_IDS:
-            del self._ended_ids[next(iter(self._ended_ids))]
+        self._sessions.remove(session)
         return self._engine.background.start(session.engine.background.cancel())
 
 
 def _total_size(sessions: Sequence[PlanSession]) -> int:
     return sum(each.size for each in sessions)
-
-
-def _of_largest(sessions: Sequence[PlanSession], amounts: Counter[str], owner: str) -> list[PlanSession]:
-    """Return the sessions of the key with the largest amount, or of ``owner`` if it has as much."""
-    largest_owner = max(amounts, key=lambda name: (amounts[name], name == owner))
-    return [each for each in sessions if each.owner == largest_owner]
