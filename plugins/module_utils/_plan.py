@@ -11,9 +11,10 @@ A *view* is a dict with the properties of a resource that a task can declare. Pl
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +165,16 @@ def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
 def diverged_condition(sandbox: Mapping[str, Any]) -> str:
     """Return the condition of an action that is needed only if a sandbox has diverged, or "" if it is needed."""
     return f"only if sandbox {sandbox['name']} has diverged by then" if sandbox["diverged"] is None else ""
+
+
+@contextlib.contextmanager
+def refused_under(condition: str) -> Iterator[None]:
+    """Say of a refusal that it occurs only under the condition of the action that it prevents."""
+    try:
+        yield
+    except Failure as failure:
+        failure.condition = condition
+        raise
 
 
 def is_planned_id(value: Any) -> bool:

@@ -23,6 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Plan,
     Planner,
     diverged_condition,
+    refused_under,
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZE_KEYS
@@ -137,9 +138,10 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
     request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target_id, "ref": want.snapshot}
     backup_name = want.backups.get(name)
     if backup_name:
-        if backup_name in have.taken_names:
-            raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
-        check_running_for_capture(name, current)
+        with refused_under(condition):
+            if backup_name in have.taken_names:
+                raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
+            check_running_for_capture(name, current)
         changes.append(
             Change(backup_name, None, captured_view(backup_name, current, _backup_description(have)), SNAPSHOT)
         )

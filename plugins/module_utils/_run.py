@@ -280,6 +280,7 @@ class _Run:
             return result
         costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
         conditional_actions = [action for action in plan_actions if action.condition]
+        conditional = [*conditional_actions, *(each for each in self.failures.values() if each.condition)]
         entry = _plan_entry(
             self.client,
             actions=describe_actions(plan_actions),
@@ -290,7 +291,7 @@ class _Run:
             reads=dict(reads),
             created={name: id for name, id in self._ids_of_created(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
-            unknown=[*dict.fromkeys(action.condition for action in conditional_actions), *unknown],
+            unknown=[*dict.fromkeys(each.condition for each in conditional), *unknown],
             failure=result["msg"] if result.get("failed") else None,
         )
         return {**result, PLAN_KEY: entry}

@@ -22,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Plan,
     Planner,
     diverged_condition,
+    refused_under,
     require_minimum,
     validate_names,
 )
@@ -218,8 +219,9 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
             return []
         if find_unchanged_snapshot(want, have, {**sandbox, "diverged": False}) is not None:
             condition = diverged_condition(sandbox)
-    check_running_for_capture(want.sandboxes[name], sandbox)
-    return [_plan_capture(want, name, sandbox, condition)]
+    with refused_under(condition):
+        check_running_for_capture(want.sandboxes[name], sandbox)
+        return [_plan_capture(want, name, sandbox, condition)]
 
 
 def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], condition: str) -> Action:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _info
@@ -28,6 +28,8 @@ MAX_TASKS = 12
 MAX_UNKNOWN_SHARE = 0.2
 """Bound for the share of unknown values. The long run has measured 6 %; a play that only forks has up to 17 %."""
 PlayTask = tuple[str, dict[str, Any]]
+_BY_ID = "by_id"
+"""A key of tasks that refer to sandboxes and snapshots by ids, which they take from earlier results of the play."""
 
 _runs = itertools.count()
 _new_names = st.lists(st.sampled_from(["c", "ci-1", "ci-2"]), min_size=1, max_size=2, unique=True)
@@ -122,8 +124,28 @@ def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool =
 
 
 def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[PlayTask]]:
-    """Return a strategy for plays, whose length is uniformly distributed: those of ``st.lists`` are mostly short."""
-    return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(tasks, min_size=length, max_size=length))
+    """Return a strategy for plays, whose length is uniformly distributed: those of ``st.lists`` are mostly short.
+
+    A quarter of the tasks refer to objects by id.
+    """
+    play_tasks = st.builds(
+        lambda task, draw: (task[0], {**task[1], _BY_ID: True}) if draw == 0 else task, tasks, st.integers(0, 3)
+    )
+    return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(play_tasks, min_size=length, max_size=length))
+
+
+def refer_by_id(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options of a task, with ids instead of the names that have ids in the results of earlier tasks."""
+    params = dict(params)
+    if params.pop(_BY_ID, False):
+        objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
+        ids = {each["name"]: each["id"] for each in objects if each.get("id")}
+        for key in ("sandbox", "snapshot"):
+            if isinstance(value := params.get(key), list):
+                params[key] = [ids.get(name, name) for name in value]
+            elif value is not None:
+                params[key] = ids.get(value, value)
+    return params
 
 
 def number_of_plays(default: int, *, of_long_run: int) -> int:
@@ -174,7 +196,9 @@ class PlayChecks:
             for kind, params in history:
                 run_task(client, kind, params)
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
-            predicted = [run_task(planner, kind, params, check=True) for kind, params in play]
+            predicted: list[dict[str, Any]] = []
+            for kind, params in play:
+                predicted.append(run_task(planner, kind, refer_by_id(params, predicted), check=True))
             entries = make_entries(predicted)
             uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
@@ -184,7 +208,7 @@ class PlayChecks:
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
                 outcome = describe_outcome(result)
                 if number in uncertain_tasks:
-                    is_as_predicted &= describe_outcome(prediction) == outcome
+                    is_as_predicted &= describe_outcomes(prediction) == describe_outcomes(result)
                     self.uncertain_count += 1
                 elif not is_as_predicted:
                     assert describe_outcome(prediction) == outcome, (number, play[number], prediction, result)
@@ -221,6 +245,14 @@ def describe_outcome(result: dict[str, Any]) -> str:
     return "failed" if result.get("failed") else "changed" if result["changed"] else "ok"
 
 
+def describe_outcomes(result: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the changes and failures of a task and of each of its objects, without names, which may be ids."""
+    return [
+        (describe_outcome(each), each.get("actions"), (each.get("failure") or {}).get("kind"))
+        for each in (result, *result.get("outcomes", ()))
+    ]
+
+
 def is_condition(phrase: str) -> bool:
     """Return whether a phrase of ``unknown`` says that the outcome of a task is unknown, and not only its costs."""
     return phrase.startswith(("only if ", "depends on "))
@@ -242,7 +274,8 @@ def apply_predicted(
     """Run a play that may make only the changes that were predicted. Afterwards, ``run_client`` belongs to the run."""
     results: list[dict[str, Any]] = []
     state = new_state()
-    for number, (kind, params) in enumerate(play):
+    for number, (kind, named_params) in enumerate(play):
+        params = refer_by_id(named_params, results)
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             results.append(run_task(client, kind, params))
             continue
