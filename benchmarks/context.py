@@ -186,4 +186,4 @@ def available_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no line MemAvailable")
+    raise RuntimeError("/proc/meminfo has no MemAvailable line")

@@ -126,10 +126,11 @@ def _sweep(path: Path, run_name: str, prefix: str) -> None:
             for address in _list_addresses("lo"):
                 if f" {address} " in rules:
                     _run_ignoring_errors("ip", "address", "delete", f"{address}/32", "dev", "lo")
+    # Before the pools: zpool cannot unmount the file systems of a zfs-fuse that has died.
+    for target in sorted(_find_mounts_below(_directories_of_run(path)), reverse=True):
+        _run_ignoring_errors("umount", "--lazy", str(target))
     if pools_to_destroy := [pool for pool in _read_health_by_pool() if pool.startswith(prefix)]:
         pools.destroy_pools(pools_to_destroy)
-    for target in sorted(_find_mounts_below(_directories_of_run(path)), reverse=True):
-        _run_ignoring_errors("umount", str(target))
     # Removing the directory would also delete the contents of anything that is still mounted there.
     if not _find_mounts_below([path]):
         shutil.rmtree(path, ignore_errors=True)

@@ -165,7 +165,7 @@ def _wait_until_connected(address: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the agent in the jail of the bare commands does not accept connections: {error}"
+                    f"the agent in the jail created with bare commands does not accept connections: {error}"
                 ) from None
             time.sleep(0.001)
 

@@ -435,6 +435,6 @@ def _check_document(document: Any, place: str) -> None:
     _has_document_fields(document, place)
     for number, entry in enumerate(document["entries"]):
         if entry["gateway"] not in document["gateways"]:
-            raise _wrong_value(f"entries[{number}].gateway", "a key of gateways", entry["gateway"])
+            raise _wrong_value(f"entries[{number}].gateway", "one of the keys in gateways", entry["gateway"])
     if document["expires_at"] <= document["created_at"]:
         raise _wrong_value("expires_at", "after created_at", document["expires_at"])

@@ -58,26 +58,26 @@ def test_a_task_that_is_always_in_check_mode_plans_nothing(plan_gateway: MemoryG
 
 
 BOX: Task = {"grove.sandbox.sandbox": {"name": "{{ box }}", "template": "base"}}
-DEPENDS = {"check_mode": "{{ ansible_check_mode }}"}
+DEPENDS_ON_MODE = {"check_mode": "{{ ansible_check_mode }}"}
 DRY = {"check_mode": "{{ dry }}"}
 ALWAYS = {"check_mode": True}
 CHECK_MODE_PLAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "no keyword": (False, {"tasks": [BOX]}),
     "role": (True, {"roles": [{"role": "mk", **ALWAYS}]}),
-    "role, depends on the mode": (False, {"roles": [{"role": "mk", **DEPENDS}]}),
+    "role, depends on the mode": (False, {"roles": [{"role": "mk", **DEPENDS_ON_MODE}]}),
     "dependency": (True, {"roles": ["top"]}),
     "import_role": (True, {"tasks": [{"import_role": {"name": "mk"}, **ALWAYS}]}),
     "include_role": (True, {"tasks": [{"include_role": {"name": "mk", "apply": ALWAYS}}]}),
     "play": (True, {**ALWAYS, "tasks": [{"import_role": {"name": "mk"}}]}),
-    "play, depends on the mode": (False, {"vars": {"dry": DEPENDS["check_mode"]}, **DRY, "roles": ["mk"]}),
+    "play, depends on the mode": (False, {"vars": {"dry": DEPENDS_ON_MODE["check_mode"]}, **DRY, "roles": ["mk"]}),
     "play, variable": (True, {"vars": {"dry": "yes"}, **DRY, "tasks": [BOX]}),
     "text mentions the mode": (True, {"check_mode": "{{ true or ansible_check_mode }}", "tasks": [BOX]}),
-    "block": (False, {"tasks": [{"block": [{**BOX, **DEPENDS}], **ALWAYS}]}),
-    "block, depends on the mode": (True, {"tasks": [{"block": [{**BOX, **ALWAYS}], **DEPENDS}]}),
-    "block in block": (False, {"tasks": [{"block": [{"block": [BOX], **DEPENDS}], **ALWAYS}], **ALWAYS}),
+    "block": (False, {"tasks": [{"block": [{**BOX, **DEPENDS_ON_MODE}], **ALWAYS}]}),
+    "block, depends on the mode": (True, {"tasks": [{"block": [{**BOX, **ALWAYS}], **DEPENDS_ON_MODE}]}),
+    "block in block": (False, {"tasks": [{"block": [{"block": [BOX], **DEPENDS_ON_MODE}], **ALWAYS}], **ALWAYS}),
     "omitted": (True, {"tasks": [{"block": [{**BOX, "check_mode": "{{ omit }}"}], **ALWAYS}]}),
     "omitted, no other": (False, {"tasks": [{**BOX, "check_mode": "{{ omit }}"}]}),
-    "variable of the task": (False, {"tasks": [{**BOX, **DRY, "vars": {"dry": DEPENDS["check_mode"]}}]}),
+    "variable of the task": (False, {"tasks": [{**BOX, **DRY, "vars": {"dry": DEPENDS_ON_MODE["check_mode"]}}]}),
     "item": (True, {"tasks": [{**BOX, "check_mode": "{{ item }}", "loop": [True]}]}),
 }
 """By the place of the keyword: whether the task is in check mode in a real run too, and its play."""

@@ -155,7 +155,7 @@ def test_nightly_snapshots_reports_invalid_variables(playbook_runner: PlaybookRu
 # --- roll_back -------------------------------------------------------------------------------------------------------
 
 
-def test_roll_back_restores_changed_sandboxes(
+def test_rollback_restores_changed_sandboxes(
     playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
 ) -> None:
     """Without a probe, any change since the snapshot means that the sandbox is broken."""

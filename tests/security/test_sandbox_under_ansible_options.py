@@ -146,12 +146,12 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
 def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: FakeGateway, tmp_path: Path) -> None:
     """A task may set both a key and an address. If the environment contains no key, any address is allowed."""
     set_fact_task = {"ansible.builtin.set_fact": {"got": gateway.url}}
-    play_with_key = {
+    keyed_play = {
         "hosts": "control",
         "tasks": [set_fact_task, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
     }
     output = ansible_core_versions.run_plays(
-        core, tmp_path, write_inventory(tmp_path, gateway), play_with_key, SANDBOX_GATEWAY_TOKEN=KEY
+        core, tmp_path, write_inventory(tmp_path, gateway), keyed_play, SANDBOX_GATEWAY_TOKEN=KEY
     )
     assert "failed=0" in output and gateway.received_keys() == {"key-of-the-task"}, output
     play_without_key = {"hosts": "control", "tasks": [set_fact_task, make_task(gateway_url="{{ got }}")]}

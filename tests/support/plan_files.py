@@ -184,7 +184,7 @@ PLAN_FILES = (
         "unknown gateway",
         "gateways",
         {OTHER_GATEWAY: "y"},
-        f"entries[0].gateway must be a key of gateways, not {GATEWAY!r}",
+        f"entries[0].gateway must be one of the keys in gateways, not {GATEWAY!r}",
     ),
     _field("entry", "entries/0", 1, "entries[0] must be an object, not 1"),
     _field("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),

@@ -168,7 +168,7 @@ class Plan(_Part):
             raise _wrong_field("expires_at", "after created_at", self.expires_at)
         for number, entry in enumerate(self.entries):
             if entry.gateway not in self.gateways:
-                raise _wrong_field(f"entries[{number}].gateway", "a key of gateways", entry.gateway)
+                raise _wrong_field(f"entries[{number}].gateway", "one of the keys in gateways", entry.gateway)
         return self
 
     @property
@@ -313,7 +313,7 @@ def _check_format(path: Path, document: Mapping[str, Any]) -> None:
         raise Failure(
             f"the plan {str(path)!r} has format {number}, but this release reads only format {FORMAT}",
             ExitCode.USAGE,
-            "use the sandboxctl of the release that wrote the plan",
+            "use the sandboxctl from the release that wrote the plan",
         )
 
 

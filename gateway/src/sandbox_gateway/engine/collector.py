@@ -69,7 +69,7 @@ class Collector:
             await self._remove(snapshot)
 
     async def collect_expired(self) -> None:
-        """Remove unused snapshots whose time has come, or that no retention rule keeps."""
+        """Remove unused snapshots that have expired, or that no retention rule keeps."""
         at = now()
         expired_ids = [id for id in self._index.expiring if (self._index.snapshots[id].expires_at or at) <= at]
         surplus_ids = self._surplus.find(at)

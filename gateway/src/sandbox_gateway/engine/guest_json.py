@@ -147,7 +147,7 @@ class ResponseReader:
 
 
 async def parse(sandbox: str, request: str, data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> dict[str, Any]:
-    """Parse a complete response, like ``ResponseReader``. Raises BackendFailed or OutputLost."""
+    """Parse a complete response, as ``ResponseReader`` does. Raises BackendFailed or OutputLost."""
     with ResponseReader(sandbox, request, max_bytes) as response:
         await response.feed(data)
         return await response.parse()

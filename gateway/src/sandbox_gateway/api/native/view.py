@@ -1,4 +1,4 @@
-"""Convert the engine's records to shapes, with fields that depend on the host and on the caller."""
+"""Convert the engine's records to JSON objects, with fields that depend on the host and on the caller."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class AppliedRuns:
         if run is None:
             if self._runs.has_ended(id):
                 raise Gone(
-                    f"this run has ended for the gateway, because it sent no request for a long time: {_REMEDY.lower()}"
+                    f"the gateway has forgotten this run, because it sent no request for a long time: {_REMEDY.lower()}"
                 )
             self._make_place(owner)
             run = AppliedRun(id, owner)

@@ -81,8 +81,8 @@ class PlanSessions:
             return self._touch(open_session)
         if self._sessions.has_ended(id):
             raise Gone(
-                "the plan session of this run has ended, because it was idle or other runs needed its place: start the "
-                "check run again"
+                "the plan session of this run has ended, because it was idle or was closed to make room for other "
+                "runs: start the check run again"
             )
         self._make_place(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]

@@ -81,7 +81,7 @@ def read_log(log: int) -> str:
 
 
 def has_old_log(directory: Path) -> bool:
-    """Return whether the machine in ``directory`` has a log file, because an older release started it."""
+    """Return whether the machine in ``directory`` has a log file, which means that an older release started it."""
     return (directory / _OLD_LOG).exists()
 
 

@@ -45,9 +45,10 @@ def _parse_json(text: bytes) -> Any:
 
 
 class RecordReader:
-    """Reads each record only once for a scan, which needs it twice.
+    """Reads each record only once per scan, although the scan uses it twice.
 
-    Before a scan changes anything, it looks for records of a newer release. Later, it uses the records.
+    Before changing anything, a scan checks for records written by a newer release. Later, it uses the records
+    themselves.
     """
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ class Limits:
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
 
     async def usages(self, jails: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Return the resource usage of each jail, which is empty if the kernel does not measure it."""
+        """Return the resource usage of each jail, or an empty mapping if the kernel does not measure it."""
         usages: list[dict[str, int]] = []
         for start in range(0, len(jails) if self.is_enabled else 0, _JAILS_PER_COMMAND):
             batch = jails[start : start + _JAILS_PER_COMMAND]

@@ -75,7 +75,7 @@ class Bridge:
         await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "up")
 
     async def close(self) -> None:
-        """Remove the bridge. Call it when the bridge has no members."""
+        """Remove the bridge. Call this only when the bridge has no members."""
         await self._run.run_removal("ifconfig", self.name, "destroy", absent_messages=_ABSENT_MESSAGES)
 
     async def create(self, epair: Epair) -> None:

@@ -1,4 +1,4 @@
-"""Create the nftables rules of slots, on the host and in each slot's own namespace."""
+"""Create the nftables rules for slots, on the host and in each slot's own namespace."""
 
 from __future__ import annotations
 
