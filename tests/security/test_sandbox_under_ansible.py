@@ -7,6 +7,7 @@ its terminal. The tests run on the oldest and the newest release of ansible-core
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,6 +259,116 @@ def test_facts_are_not_evaluated_as_templates(
     assert f"ok={len(tasks) if uses_cache else len(tasks) + 2}" in output, output
     assert output.count("variable_start_string") > len(expressions), output
     assert not hostile_templates.mark.exists(), output
+
+
+ASYNC_MODES: dict[str, dict[str, Any]] = {
+    "synchronously": {},
+    "with polling": {"async": 60, "poll": 1},
+    "in the background": {"async": 60, "poll": 0},
+}
+
+
+def make_hostile_results(hostile_templates: HostileTemplates) -> dict[str, dict[str, Any]]:
+    """Return {host: the result of each of its modules}. The results also answer ``async_wrapper``."""
+    texts = hostile_templates.texts
+    status = {"changed": True, "rc": 0, "started": 1, "finished": 1, "ansible_job_id": "j1.1", "results_file": "/r"}
+    local_variables = {"ansible_connection": "local", "ansible_host": "localhost"}
+    new_host = {"host_name": "other", "groups": ["added"], "host_vars": local_variables}
+    trusted_text = {
+        "__ansible_type": "_AnsibleTaggedStr",
+        "value": texts["braces"],
+        "tags": [{"__ansible_type": "TrustedAsTemplate"}],
+    }
+    return {
+        "texts": {
+            **status,
+            "ansible_job_id": texts["header"],
+            "condition": f"lookup('ansible.builtin.pipe', 'touch {hostile_templates.mark}')",
+            "diff": {"before": texts["header"]},
+            "failure": {"message": texts["header"]},
+            "msg": texts["header"],
+            "results_file": texts["braces"],
+            "stderr": texts["line"],
+            "stdout": hostile_templates.combined_text,
+            "stdout_lines": list(texts.values()),
+            "warnings": [texts["braces"]],
+            texts["braces"]: texts["header"],
+        },
+        "other": {
+            **status,
+            "_ansible_delegated_vars": local_variables,
+            "add_group": "added",
+            "add_host": new_host,
+            "ansible_delegated_vars": {"other": local_variables},
+            "ansible_facts": local_variables,
+            "parent_groups": ["all"],
+        },
+        "trusted": {**status, "stdout_lines": [trusted_text, {"__ansible_unsafe": texts["braces"]}]},
+    }
+
+
+@pytest.mark.parametrize("mode", ASYNC_MODES)
+def test_module_results_of_a_sandbox_are_not_evaluated(
+    core: str, hostile_templates: HostileTemplates, tmp_path: Path, mode: str
+) -> None:
+    """Root in the sandbox has replaced its Python interpreter, which returns any result in place of the module's.
+
+    Covers modules of Ansible and of this collection, delegated tasks, and results that name hosts.
+    """
+    touched_file = tmp_path / "touched"
+    results = make_hostile_results(hostile_templates)
+    fake_gateway = FakeGateway({host: make_response(json.dumps(result)) for host, result in results.items()})
+    modules: dict[str, dict[str, Any]] = {
+        "ansible.builtin.command": {"argv": ["true"]},
+        "ansible.builtin.setup": {},
+        "grove.sandbox.sandbox_info": {"gateway_url": "unix:///run/inside.sock"},
+    }
+    show_tasks: list[dict[str, Any]] = [
+        {"ansible.builtin.set_fact": {"kept": "{{ result }}"}},
+        {
+            "ansible.builtin.debug": {"msg": "{{ item }}{{ result }}{{ kept }}{{ kept.stdout | default('') }}"},
+            "loop": "{{ [result.msg | default('')] + result.stdout_lines | default([]) }}",
+        },
+        {"ansible.builtin.assert": {"that": ["{{ result.condition | default('false') }}"]}},
+    ]
+    status_task = {
+        "ansible.builtin.async_status": {"jid": "{{ result.ansible_job_id }}"},
+        "register": "result",
+        "until": "result.finished | default(1) | int == 1",
+        "retries": 2,
+        "delay": 0,
+    }
+
+    def make_tasks(**options: Any) -> list[dict[str, Any]]:
+        tasks = []
+        for name, arguments in modules.items():
+            tasks.append({name: arguments, "register": "result", **ASYNC_MODES[mode], **options})
+            tasks += show_tasks
+            if mode == "in the background":
+                tasks += [{**status_task, **options}, *show_tasks]
+        return [{**task, "ignore_errors": True} for task in tasks]
+
+    inventory = tmp_path / "hosts.yml"
+    with fake_gateway.serve():
+        variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
+        hosts: dict[str, Any] = {host: {} for host in results}
+        inventory.write_text(json.dumps({"sandboxes": {"hosts": hosts, "vars": variables}}))
+        output = ansible_core_versions.run_plays(
+            core,
+            tmp_path,
+            inventory,
+            {"hosts": "sandboxes", "tasks": make_tasks()},
+            {"hosts": "localhost", "connection": "local", "tasks": make_tasks(delegate_to="texts")},
+            # If the results could change the connection, this task would run on the control node.
+            {"hosts": "sandboxes", "tasks": [{"ansible.builtin.raw": f"touch {touched_file}"}]},
+            {"hosts": "added", "tasks": [{"ansible.builtin.raw": f"touch {touched_file}"}]},
+        )
+    assert not hostile_templates.mark.exists(), output
+    assert not touched_file.exists(), output
+    task_count = len(make_tasks())
+    for host, ok_count in (("texts", task_count + 1), ("other", task_count + 1), ("localhost", task_count)):
+        assert re.search(rf"^{host} +: ok={ok_count} ", output, re.MULTILINE), output
+    assert output.count("variable_start_string") > 2 * task_count, output
 
 
 # --- responses of an agent -------------------------------------------------------------------------------------------
