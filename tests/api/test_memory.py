@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 from benchmarks.mixed_use import MixedUse
 from tests.api.inside import eventually
@@ -19,10 +20,14 @@ requests and three sandboxes; a leak in any of these leaves several objects.
 
 
 def test_repeated_use_does_not_leak_memory(memory_gateway: MemoryGateway) -> None:
-    mixed_use = MixedUse(memory_gateway.client, "base", clients=2)
-    mixed_use.run_rounds(15)
+    check_no_leaks(MixedUse(memory_gateway.client, "base", clients=2).run_rounds)
+
+
+def check_no_leaks(run_rounds: Callable[[int], None]) -> None:
+    """Check that rounds of use leave no objects behind. ``run_rounds``: runs the given number of rounds."""
+    run_rounds(15)
     counts_before, blocks_before = _count_objects()
-    mixed_use.run_rounds(ROUND_COUNT)
+    run_rounds(ROUND_COUNT)
 
     def find_leaked_types() -> dict[str, int]:
         """Return the number of additional objects of each type that has at least one per round."""

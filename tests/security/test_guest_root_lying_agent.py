@@ -6,7 +6,9 @@ This must affect only that sandbox. `test_guest_root_answers.py` covers invalid 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +30,7 @@ from tests.api.inside import (
     raw_service,
 )
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.api.test_memory import check_no_leaks
 from tests.api.test_sandboxes import create_sandbox
 
 AGENT_REQUESTS = (
@@ -225,6 +228,37 @@ def test_a_lying_service_affects_only_its_client(
         assert len(service.heads) == 1, "the gateway repeated a request"
         eventually(lambda: not service.open_connection_count, seconds=20) if then else None
     assert host_service.connection_count == 0
+
+
+@pytest.fixture
+def _disabled_log() -> Iterator[None]:
+    """Disable the log, because pytest keeps all records in memory."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_disabled_log")
+def test_repeated_lies_do_not_leak_memory(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    cases = ("not HTTP", "less than the length", "a change of protocol", "a redirect")
+
+    def run_rounds(count: int) -> None:
+        for case in cases:
+            response, then = FALSE_RESPONSES[case]
+            with (
+                raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then),
+                raw_service(memory_gateway, sandbox, response, then=then) as service,
+            ):
+                for number in range(count):
+                    for method, path, body in AGENT_REQUESTS:
+                        api.request(method, path, json=body)
+                    with contextlib.suppress(httpx.RemoteProtocolError):  # The response may end too early.
+                        api.get(f"/{number}", headers=port_headers(sandbox, PORT))
+                assert len(service.heads) >= count
+
+    check_no_leaks(run_rounds)
 
 
 def test_compressed_responses_are_forwarded_unchanged(

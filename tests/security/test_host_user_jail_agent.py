@@ -17,23 +17,26 @@ from pathlib import Path
 import pytest
 
 import sandbox_agent
+from sandbox_gateway.api.access.ports import token_for_port
 from sandbox_gateway.engine import agent_client
 from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Endpoint
+from sandbox_gateway.hosts.connect import CODE_PORT
 from sandbox_gateway.hosts.jail_zfs.jail import identity
 
 ADDRESS = "127.0.0.1"
 TOKEN = "the sandbox's own token"
 AGENT_SCRIPT = f"""
-import functools, sys
+import functools, sys, threading
 sys.path.insert(0, sys.argv[1])
 from sandbox_agent import agent
 from sandbox_agent.machine import identity, system
 agent.Identity = functools.partial(identity.Identity, run=sys.argv[2])
 system.find_gateway_address = lambda: {ADDRESS!r}
-server, _ = agent.build_servers({ADDRESS!r}, 0, 0, managed=False, line_path="")
-print(server.port, flush=True)
+server, code_server = agent.build_servers({ADDRESS!r}, 0, 0, managed=False, line_path="")
+threading.Thread(target=code_server.serve, daemon=True).start()
+print(server.port, code_server.port, flush=True)
 server.serve()
 """
 
@@ -45,21 +48,35 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def agent_port(run_directory: Path) -> Iterator[int]:
+def agent_ports(run_directory: Path) -> Iterator[tuple[int, int]]:
+    """The port of the agent, and that of its code interpreter."""
     source_directory = Path(str(sandbox_agent.__file__)).parent.parent
     argv = [sys.executable, "-c", AGENT_SCRIPT, str(source_directory), str(run_directory)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield int(process.stdout.readline())
+            agent_port, code_port = map(int, process.stdout.readline().split())
+            yield agent_port, code_port
         finally:
             process.kill()
 
 
-def post(agent_port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
-    connection = http.client.HTTPConnection(ADDRESS, agent_port, timeout=20)
+@pytest.fixture
+def agent_port(agent_ports: tuple[int, int]) -> int:
+    return agent_ports[0]
+
+
+@pytest.fixture
+def code_port(agent_ports: tuple[int, int]) -> int:
+    return agent_ports[1]
+
+
+def send_request(
+    port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None, *, method: str = "POST"
+) -> int:
+    connection = http.client.HTTPConnection(ADDRESS, port, timeout=20)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
         return connection.getresponse().status
     finally:
         connection.close()
@@ -80,21 +97,47 @@ EXEC_REQUEST = {"args": ["true"]}
 
 @pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
 def test_a_host_user_cannot_claim_an_unidentified_jail(agent_port: int, headers: dict[str, str]) -> None:
-    assert post(agent_port, "/identity", FORGED_IDENTITY, headers) == 401
-    assert post(agent_port, "/exec", EXEC_REQUEST, headers) == 401
-    assert post(agent_port, "/mounts", {"mounts": []}, headers) in (401, 403)
-    assert post(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
+    assert send_request(agent_port, "/identity", FORGED_IDENTITY, headers) == 401
+    assert send_request(agent_port, "/exec", EXEC_REQUEST, headers) == 401
+    assert send_request(agent_port, "/mounts", {"mounts": []}, headers) in (401, 403)
+    assert send_request(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
 
 
 def test_a_host_user_cannot_claim_an_identified_jail(
     agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
-    assert post(agent_port, "/identity", FORGED_IDENTITY) == 401
-    assert post(agent_port, "/mounts", {"mounts": []}) == 401
-    assert post(agent_port, "/exec", EXEC_REQUEST) == 401
-    assert post(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
+    assert send_request(agent_port, "/identity", FORGED_IDENTITY) == 401
+    assert send_request(agent_port, "/mounts", {"mounts": []}) == 401
+    assert send_request(agent_port, "/exec", EXEC_REQUEST) == 401
+    assert send_request(agent_port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
     assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway can no longer run commands"
+
+
+def send_to_code_port(code_port: int, headers: dict[str, str]) -> set[int]:
+    """Send a request to each route of the code interpreter, and return their statuses."""
+    requests = (
+        *(("POST", "/execute", {"code": "print(1)"}), ("POST", "/contexts", {}), ("GET", "/contexts", {})),
+        *(("POST", "/contexts/a/restart", {}), ("POST", "/contexts/a/start", {}), ("DELETE", "/contexts/a", {})),
+    )
+    return {send_request(code_port, path, body, headers, method=method) for method, path, body in requests}
+
+
+@pytest.mark.parametrize("is_identified", [False, True], ids=["before its identity", "with an identity"])
+def test_a_host_user_cannot_run_code_on_the_port_of_the_interpreter(
+    agent_port: int, code_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch, is_identified: bool
+) -> None:
+    """Only the token of this sandbox opens the port. The gateway's key does not open it."""
+    key = identity.gateway_key(run_directory)
+    derived_token = {"X-Access-Token": token_for_port(TOKEN, CODE_PORT)}
+    if is_identified:
+        send_identity(agent_port, key, monkeypatch)
+    attacks = [{}, {"X-Access-Token": ""}, {"X-Access-Token": "mine"}, {"X-Gateway-Key": "0" * 64}]
+    attacks += [{"X-Access-Token": token_for_port("", CODE_PORT)}, {"X-Access-Token": token_for_port("x", CODE_PORT)}]
+    for headers in (*attacks, {"X-Gateway-Key": key}, *([] if is_identified else [derived_token])):
+        assert send_to_code_port(code_port, headers) == {401}
+    if is_identified:
+        assert 401 not in send_to_code_port(code_port, derived_token), "the gateway can no longer run code"
 
 
 def test_even_the_gateway_needs_the_key(agent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
