@@ -6,8 +6,10 @@ In these tests, the agent is a process on this machine, and its gateway has the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
+import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import sandbox_agent
+from sandbox_agent.http.server import MAX_CONNECTIONS
 from sandbox_gateway.api.access.ports import token_for_port
 from sandbox_gateway.engine import agent_client
 from sandbox_gateway.engine.agent_client import AgentClient, Identity
@@ -138,6 +141,37 @@ def test_a_host_user_cannot_run_code_on_the_port_of_the_interpreter(
         assert send_to_code_port(code_port, headers) == {401}
     if is_identified:
         assert 401 not in send_to_code_port(code_port, derived_token), "the gateway can no longer run code"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /", b"GET /nothing HTTP/1.1\r\n\r\n"], ids=["nothing", "a part", "a request"]
+)
+def test_a_host_user_cannot_lock_the_gateway_out(
+    agent_ports: tuple[int, int], run_directory: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    agent_port, code_port = agent_ports
+    client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    with contextlib.ExitStack() as stack:
+        for port in agent_ports:
+            for _ in range(MAX_CONNECTIONS + 8):
+                stack.enter_context(socket.create_connection((ADDRESS, port), timeout=20)).sendall(sent)
+        assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n"
+        derived_token = {"X-Access-Token": token_for_port(TOKEN, CODE_PORT)}
+        assert send_request(code_port, "/contexts", {}, derived_token, method="GET") == 200
+
+
+def test_a_flood_of_connections_does_not_end_those_of_the_gateway(
+    agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    connection = http.client.HTTPConnection(ADDRESS, agent_port, timeout=20)
+    headers = {"Content-Type": "application/json", "X-Access-Token": TOKEN}
+    with contextlib.closing(connection), contextlib.ExitStack() as stack:
+        for _ in range(2):
+            connection.request("POST", "/exec", json.dumps(EXEC_REQUEST), headers)
+            assert connection.getresponse().read() and connection.sock is not None
+            for _ in range(MAX_CONNECTIONS + 8):
+                stack.enter_context(socket.create_connection((ADDRESS, agent_port), timeout=20))
 
 
 def test_even_the_gateway_needs_the_key(agent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,52 @@ MAX_CONNECTIONS = 512
 
 The limits are separate so that programs in the sandbox cannot lock the gateway out.
 """
+_DROP_TIMEOUT_SECONDS = 1.0
+"""How long a new connection waits for the slot of a dropped one."""
+
+
+class _Slots:
+    """The connections from this machine, or from other machines.
+
+    If all slots are in use, a new connection takes the slot of the oldest one that has not sent an authorized request.
+    Otherwise, a program without a token could lock the gateway out.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._unauthorized: dict[socket.socket, None] = {}
+
+    def take(self, sock: socket.socket) -> bool:
+        """Take a slot for a new connection. Returns whether there was one."""
+        if not self._free.acquire(blocking=False) and not (
+            self._drop_oldest_unauthorized() and self._free.acquire(timeout=_DROP_TIMEOUT_SECONDS)
+        ):
+            return False
+        with self._lock:
+            self._unauthorized[sock] = None
+        return True
+
+    def authorize(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._unauthorized.pop(sock, None)
+
+    def release(self, sock: socket.socket) -> None:
+        self.authorize(sock)
+        self._free.release()
+
+    def _drop_oldest_unauthorized(self) -> bool:
+        """End a connection, so that its thread releases the slot. Returns whether there was one."""
+        with self._lock:
+            sock = next(iter(self._unauthorized), None)
+            if sock is None:
+                return False
+            del self._unauthorized[sock]
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has just ended
+        return True
 
 
 class Route:
@@ -57,8 +103,8 @@ class Server:
         self._paths = set(routes)
         self._prefixes = {path.partition("{}")[0] for path in routes if "{}" in path}
         self._guard = guard
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._local_slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._slots = _Slots()
+        self._local_slots = _Slots()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, port), family=family, backlog=128)
         self.port = self._listener.getsockname()[1]
@@ -73,42 +119,45 @@ class Server:
                 time.sleep(0.05)
                 continue
             slots = self._slots_of(sock, address[0])
-            if not slots.acquire(blocking=False):
+            if not slots.take(sock):
                 sock.close()
                 continue
             try:
                 threading.Thread(target=self._serve_connection, args=(sock, address[0], slots), daemon=True).start()
             except RuntimeError:
                 sock.close()
-                slots.release()
+                slots.release(sock)
 
-    def _slots_of(self, sock: socket.socket, peer: str) -> threading.Semaphore:
+    def _slots_of(self, sock: socket.socket, peer: str) -> _Slots:
         try:
             return self._local_slots if peer in (sock.getsockname()[0], "127.0.0.1") else self._slots
         except OSError:
             return self._local_slots
 
-    def _serve_connection(self, sock: socket.socket, peer: str, slots: threading.Semaphore) -> None:
+    def _serve_connection(self, sock: socket.socket, peer: str, slots: _Slots) -> None:
         try:
             sock.settimeout(IDLE_TIMEOUT_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = Connection(sock, peer[7:] if peer.startswith("::ffff:") else peer)
-            while self._serve_request(connection):
+            while self._serve_request(connection, slots):
                 pass
         except (ConnectionLost, OSError):
             pass
         finally:
             sock.close()
-            slots.release()
+            slots.release(sock)
 
-    def _serve_request(self, connection: Connection) -> bool:
+    def _serve_request(self, connection: Connection, slots: _Slots) -> bool:
         """Serve one request. Returns False if the connection must be closed."""
         head = connection.take_until(b"\r\n\r\n", MAX_HEAD_BYTES)
         request = Request(connection, head.lstrip(b"\r\n"))
         reply = Reply(connection, request)
         route = self._routes.get((request.path, request.method)) or self._find_parameter_route(request)
         try:
+            if route is None or route.guarded:
+                self._guard(request)
+                slots.authorize(connection.sock)
             self._dispatch(route, request, reply)
         except Failure as failure:
             self._send_failure(failure, route, request, reply)
@@ -129,8 +178,6 @@ class Server:
         return None
 
     def _dispatch(self, route: Route | None, request: Request, reply: Reply) -> None:
-        if route is None or route.guarded:
-            self._guard(request)
         if route is None:
             if request.path in self._paths:
                 raise Failure("unimplemented", f"{request.path} does not support the method {request.method}", 405)
