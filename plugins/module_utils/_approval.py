@@ -141,9 +141,9 @@ def _running_memory(view: Mapping[str, Any] | None) -> int:
 def new_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
-    ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the run's
-    id there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of these numbers, as text, the
-    objects whose changes failed. ``bindings``: see ``Approval``.
+    ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids of
+    the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of these
+    numbers, as text, the objects whose changes failed. ``bindings``: by the id of the gateway, see ``Approval``.
     """
     return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "bindings": {}}
 
@@ -152,7 +152,8 @@ def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(used["number"])
     state["unmade"][str(used["number"])] = used["unmade"]
-    state["bindings"].update(used["bindings"])
+    # The plan sessions of different gateways give the same ids.
+    state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
     state["opened_at"].update(used["opened_at"])
 
 
@@ -161,6 +162,29 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
 
     ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
     """
+    bindings = state["bindings"]
+    if "host" in task_key:
+        task_key = {**task_key, "host": _planned_host(task_key["host"], bindings.values())}
+    return {
+        "run": state["run"],
+        "opened_at": state["opened_at"],
+        "entries": [
+            {**entry, "number": number}
+            for number, entry in enumerate(entries)
+            if number not in state["used"] and all(entry[key] == value for key, value in task_key.items())
+        ],
+        "gateways": {
+            gateway: {
+                **_list_objects([entry for entry in entries if entry["gateway"] == gateway]),
+                "bindings": bindings.get(gateway, {}),
+            }
+            for gateway in {entry["gateway"] for entry in entries}
+        },
+    }
+
+
+def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """Return what the entries of one gateway create and remove; see ``Approval``."""
     changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
     created_names = {change["name"] for change in changes if change["before"] is None}
     removed_names = {change["name"] for change in changes if change["after"] is None}
@@ -170,18 +194,16 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
             created_names |= after - before
             removed_names |= before - after
     return {
-        "run": state["run"],
-        "opened_at": state["opened_at"],
-        "entries": [
-            {**entry, "number": number}
-            for number, entry in enumerate(entries)
-            if number not in state["used"] and all(entry[key] == value for key, value in task_key.items())
-        ],
         "created": [ident for entry in entries for ident in entry["created"].values()],
         "created_names": sorted(created_names),
         "removed_names": sorted(removed_names),
-        "bindings": state["bindings"],
     }
+
+
+def _planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
+    """Return the name that a host had in the check run, where it may contain the planned id of a sandbox."""
+    planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
+    return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
 
 
 def snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
@@ -192,22 +214,24 @@ def snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
 class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
-    ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``bindings``: the real ids
-    that earlier tasks found for planned ones, and the times at which they created volumes. ``created``: the planned ids
-    that the run itself has to create.
-    ``created_names``, ``removed_names``: the objects that the plan creates or removes.
+    ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``gateways``: for each
+    gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they created
+    volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
+    ``removed_names``, the objects that the plan creates or removes.
 
     ``read_version``: returns the current version of the object with a path in the API.
     """
 
     def __init__(self, option: Mapping[str, Any], gateway_id: str, read_version: Callable[[str], str]) -> None:
-        self._entries: list[Entry] = option["entries"]
+        # A failure should be about the gateway of the task.
+        self._entries: list[Entry] = sorted(option["entries"], key=lambda entry: entry["gateway"] != gateway_id)
         self._gateway_id = gateway_id
         self._read_version = read_version
-        self._created = frozenset(option["created"])
-        self._created_names = frozenset(option["created_names"])
-        self._removed_names = frozenset(option["removed_names"])
-        self.bindings: dict[str, str] = dict(option["bindings"])
+        objects = option["gateways"].get(gateway_id, {})
+        self._created = frozenset(objects.get("created", ()))
+        self._created_names = frozenset(objects.get("created_names", ()))
+        self._removed_names = frozenset(objects.get("removed_names", ()))
+        self.bindings: dict[str, str] = dict(objects.get("bindings", {}))
 
     def find(
         self,

@@ -94,12 +94,17 @@ def run(
 def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
     """Let the requests belong to the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
     client.enter_run(approved_plan["run"])
-    if approved_plan["opened_at"].get(client.run_id, client.run_opened_at) != client.run_opened_at:
+    if approved_plan["opened_at"].get(_run_key(client), client.run_opened_at) != client.run_opened_at:
         raise Failure(
             "the gateway was restarted during this run, so it no longer knows which changes are the run's own: nothing "
             "of this task was done. Make a new plan with a check run",
             "not_planned",
         )
+
+
+def _run_key(client: Client) -> str:
+    """Return the key of an applied run in ``opened_at``. A run has the same id in all gateways."""
+    return f"{client.gateway_id}/{client.run_id}"
 
 
 def connect(params: Mapping[str, Any]) -> Client:
@@ -236,12 +241,17 @@ class _Run:
         # After a failure before the first change, the task can be repeated.
         if entry is None or (plan.actions and not self.completed_actions):
             return result
-        opened_at = {self.client.run_id: self.client.run_opened_at}
         made_changes = {id(change) for action in self.completed_actions for change in action.changes}
         unmade_names = [
             change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
         ]
-        used = {"number": entry["number"], "unmade": unmade_names, "bindings": bindings, "opened_at": opened_at}
+        used = {
+            "number": entry["number"],
+            "unmade": unmade_names,
+            "gateway": self.client.gateway_id,
+            "bindings": bindings,
+            "opened_at": {_run_key(self.client): self.client.run_opened_at},
+        }
         return {**result, PLAN_KEY: used}
 
     def _ids_of_created(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

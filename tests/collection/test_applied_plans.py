@@ -138,6 +138,52 @@ def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target:
         assert client.get("/applied-runs").json() == []
 
 
+def test_a_plan_can_concern_several_gateways(plan_target: Target, plan_path: Path) -> None:
+    """Their plan sessions and applied runs have the same ids."""
+    other = MemoryGateway(plan_path.parent, log={"level": "warning"})
+    try:
+        other.build_template("base")
+        urls = [plan_target.url, other.unix_url]
+        create = {
+            "grove.sandbox.sandbox": {"name": "box", "template": "base", "gateway_url": "{{ item }}"},
+            "loop": urls,
+            "register": "boxes",
+        }
+        update = {
+            "grove.sandbox.sandbox": {
+                "name": "{{ item.1.sandbox.id }}",
+                "metadata": {"a": "b"},
+                "gateway_url": "{{ item.0 }}",
+            },
+            "loop": "{{ urls | zip(boxes.results) }}",
+        }
+        keywords = {"vars": {"urls": urls}}
+        make_plan(plan_target, plan_path, create, update, keywords=keywords)
+        for result in apply_plan(plan_target, plan_path, create, update, keywords=keywords):
+            assert [item["changed"] for item in result["results"]] == [True, True], plan_target.output
+    finally:
+        other.end()
+
+
+@pytest.mark.parametrize("strategy", ["linear", "free"])
+def test_hosts_can_be_named_by_the_ids_of_new_sandboxes(plan_target: Target, plan_path: Path, strategy: str) -> None:
+    host = {"name": "on-{{ item.id }}", "groups": "new", "ansible_connection": "local"}
+    create = [
+        step("sandbox", name=["one", "two"], template="base"),
+        {"ansible.builtin.add_host": host, "loop": "{{ sandbox.sandboxes }}"},
+    ]
+    own_id = "{{ inventory_hostname[3:] }}"
+    change = [
+        step("sandbox", name=own_id, metadata={"host": "{{ inventory_hostname }}"}),
+        step("sandbox", name=own_id, state="paused"),
+    ]
+    plays = ({"tasks": create}, {"hosts": "new", "strategy": strategy, "tasks": change})
+    plan_target.run(*plays, options=("--check",), environment={**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)})
+    results = plan_target.run(*plays, environment={**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)})
+    assert [result["changed"] for result in results] == [True] * 6, plan_target.output
+    assert "All changes of the plan were made" in plan_target.output
+
+
 def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path) -> None:
     make_plan(plan_target, plan_path, BOX)
     variables = plan_path.with_name("variables.json")

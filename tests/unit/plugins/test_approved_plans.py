@@ -215,7 +215,10 @@ def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGa
     state = new_state()
     assert apply(client, UPDATE, *entries, state=state)["changed"]
     (run,) = client.get("/applied-runs")
-    other_state = {**state, "opened_at": {run["runID"]: "2020-01-01T00:00:00Z"}}  # as after a restart
+    other_state = {
+        **state,
+        "opened_at": {f"{run['gatewayID']}/{run['runID']}": "2020-01-01T00:00:00Z"},
+    }  # as after a restart
     result = apply(client, GROW, *entries, state=other_state)
     assert "the gateway was restarted during this run" in result["msg"] and "new plan" in result["msg"]
     client.delete(f"/applied-runs/{run['runID']}")
@@ -348,8 +351,9 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
     entries = make_plan(gateway, create, remove)
     state = new_state()
     result = apply(client, create, *entries, state=state)
-    assert state["bindings"][entries[0]["created"]["box"]] == result["sandbox"]["id"]
-    stranger = {**new_state(), "used": [0], "bindings": {entries[0]["created"]["box"]: "0123456789ab"}}
+    gateway_id, planned_id = entries[0]["gateway"], entries[0]["created"]["box"]
+    assert state["bindings"][gateway_id][planned_id] == result["sandbox"]["id"]
+    stranger = {**new_state(), "used": [0], "bindings": {gateway_id: {planned_id: "0123456789ab"}}}
     assert "replaced by another one" in apply(client, remove, *entries, state=stranger)["msg"]
     assert apply(client, remove, *entries, state=state)["changed"]
 
