@@ -141,11 +141,12 @@ def _running_memory(view: Mapping[str, Any] | None) -> int:
 def new_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
-    ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids of
-    the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of these
-    numbers, as text, the objects whose changes failed. ``bindings``: by the id of the gateway, see ``Approval``.
+    ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
+    of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of
+    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts of which one has used an entry of
+    another. ``bindings``: by the id of the gateway, see ``Approval``.
     """
-    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "bindings": {}}
+    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "swapped": [], "bindings": {}}
 
 
 def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
@@ -155,6 +156,7 @@ def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     # The plan sessions of different gateways give the same ids.
     state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
     state["opened_at"].update(used["opened_at"])
+    state["swapped"] = sorted({*state["swapped"], *used["swapped"]})
 
 
 def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,15 +165,17 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
     ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
     """
     bindings = state["bindings"]
-    if "host" in task_key:
-        task_key = {**task_key, "host": _planned_host(task_key["host"], bindings.values())}
+    host = _planned_host(task_key["host"], bindings.values()) if "host" in task_key else ""
+    entries_here = _entries_here(entries, task_key)
+    hosts = {host, *(state["swapped"] if host in state["swapped"] else ()), *_hosts_sharing_objects(entries_here, host)}
     return {
         "run": state["run"],
         "opened_at": state["opened_at"],
+        "host": host,
         "entries": [
             {**entry, "number": number}
-            for number, entry in enumerate(entries)
-            if number not in state["used"] and all(entry[key] == value for key, value in task_key.items())
+            for number, entry in entries_here
+            if number not in state["used"] and entry.get("host", "") in hosts
         ],
         "gateways": {
             gateway: {
@@ -200,6 +204,40 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     }
 
 
+def _entries_here(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
+    """Return the entries of a task for all hosts, with their numbers."""
+    place = [(key, value) for key, value in task_key.items() if key != "host"]
+    return [(number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in place)]
+
+
+def _hosts_sharing_objects(entries_here: Sequence[tuple[int, Entry]], host: str) -> set[str]:
+    """Return the other hosts with which a host declares the same objects in a task, of which any can make the changes.
+
+    ``entries_here``: the entries of the task for all hosts.
+    """
+    changed_refs: dict[str, set[str]] = {}
+    read_refs: dict[str, set[str]] = {}
+    for _number, entry in entries_here:
+        entry_host = entry.get("host", "")
+        changed_refs.setdefault(entry_host, set()).update(_names_in(entry), entry["created"].values())
+        read_refs.setdefault(entry_host, set()).update(path.split("/")[2] for path in entry["reads"])
+    own_changed_refs, own_read_refs = changed_refs.get(host, set()), read_refs.get(host, set())
+    return {
+        other
+        for other in read_refs
+        if other != host and (own_changed_refs & read_refs[other] or own_read_refs & changed_refs[other])
+    }
+
+
+def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> bool:
+    """Return whether several hosts declare the same objects in a task, so that only one at a time may run it.
+
+    ``entries``, ``task_key``: see ``approved_option``.
+    """
+    entries_here = _entries_here(entries, task_key)
+    return any(_hosts_sharing_objects(entries_here, entry.get("host", "")) for _number, entry in entries_here)
+
+
 def _planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
     """Return the name that a host had in the check run, where it may contain the planned id of a sandbox."""
     planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
@@ -214,7 +252,8 @@ def snapshots_in(volume: str, view: Mapping[str, Any] | None) -> set[str]:
 class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
-    ``entries``: the task's entries that this run has not used yet, each with its ``number``. ``gateways``: for each
+    ``host``: the name that the task's host had in the check run. ``entries``: the task's entries that this run has not
+    used yet, each with its ``number``, also those of hosts that declare the same objects. ``gateways``: for each
     gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they created
     volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
     ``removed_names``, the objects that the plan creates or removes.
@@ -223,8 +262,8 @@ class Approval:
     """
 
     def __init__(self, option: Mapping[str, Any], gateway_id: str, read_version: Callable[[str], str]) -> None:
-        # A failure should be about the gateway of the task.
-        self._entries: list[Entry] = sorted(option["entries"], key=lambda entry: entry["gateway"] != gateway_id)
+        self.host: str = option["host"]
+        self._entries: list[Entry] = option["entries"]
         self._gateway_id = gateway_id
         self._read_version = read_version
         objects = option["gateways"].get(gateway_id, {})
@@ -260,7 +299,7 @@ class Approval:
         verbs = ", ".join(dict.fromkeys(each.verb for each in actions))
         names = {change.name for action in actions for change in action.changes}
         failures = []
-        for entry in _sort_by_similarity(candidates, names, versions.keys()):
+        for entry in self._sort(candidates, names, versions.keys()):
             matching = _Matching(self.bindings, self._created)
             try:
                 self._check_unchanged(entry, versions, matching)
@@ -289,7 +328,7 @@ class Approval:
         versions = self._with_planned_ids(reads)
         candidates = [entry for entry in self._entries if entry["reads"].keys() & versions.keys()]
         failures = []
-        for entry in _sort_by_similarity(candidates, set(), versions.keys()):
+        for entry in self._sort(candidates, set(), versions.keys()):
             try:
                 self._check_unchanged(entry, versions, _Matching(self.bindings, self._created))
             except Failure as failure:
@@ -298,6 +337,20 @@ class Approval:
                 return
         if failures:
             raise failures[0]
+
+    def _sort(self, entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
+        """Return the entries in the order in which they are tried. A failure should be about the first one.
+
+        These are the host's own entries at this gateway with the most similar objects.
+        """
+        return sorted(
+            entries,
+            key=lambda entry: (
+                entry.get("host", "") != self.host,
+                entry["gateway"] != self._gateway_id,
+                len(names ^ _names_in(entry)) + len(paths ^ entry["reads"].keys()),
+            ),
+        )
 
     def _with_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
         """Return ``reads`` with the paths that the plan contains."""
@@ -388,11 +441,6 @@ def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
         for change in action["changes"]
         if (change["kind"], change["name"]) == (VOLUME, volume)
     )
-
-
-def _sort_by_similarity(entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
-    """Return the entries with the most similar objects first, because a failure should be about these."""
-    return sorted(entries, key=lambda entry: len(names ^ _names_in(entry)) + len(paths ^ entry["reads"].keys()))
 
 
 def _without_unnecessary(

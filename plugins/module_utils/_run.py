@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ PLAN_KEY = "_plan"
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
+_RACE_WAIT_SECONDS = 0.2
 _CONDITIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
 
@@ -135,8 +137,33 @@ class _Run:
         self.want = resource_kind.desired_state(params)
         self.failures: dict[str, Failure] = {}
         self.completed_actions: list[Action] = []
+        self._taken_ids: list[str] = []
 
     def result(self) -> dict[str, Any]:
+        """Carry out the task. Starts again if another client creates an object of the task at the same time."""
+        deadline = time.monotonic() + self.client.timeout
+        while True:
+            result = self._try()
+            taken_ids = self._find_taken()
+            # Otherwise, the object that has the name is not one that the task can use.
+            if taken_ids is None or time.monotonic() > deadline or (taken_ids and taken_ids == self._taken_ids):
+                return result
+            self._taken_ids = taken_ids
+            time.sleep(_RACE_WAIT_SECONDS)
+
+    def _find_taken(self) -> list[str] | None:
+        """Return the ids of the objects whose names the gateway refused, or None if this is not why the task failed.
+
+        The list is empty if the objects are still being created.
+        """
+        failures = [*self.failures.values()]
+        # A failure of the task itself has no status.
+        is_race = all(failure.kind == "name_taken" and failure.status for failure in failures)
+        if not failures or not is_race or self.completed_actions:
+            return None
+        return sorted(ident for failure in failures for ident in failure.blockers)
+
+    def _try(self) -> dict[str, Any]:
         self.client.forget_objects()
         try:
             have = self.resource_kind.observe(self.client, self.want)
@@ -247,6 +274,7 @@ class _Run:
         ]
         used = {
             "number": entry["number"],
+            "swapped": [] if entry.get("host", "") == approval.host else [approval.host, entry["host"]],
             "unmade": unmade_names,
             "gateway": self.client.gateway_id,
             "bindings": bindings,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,19 @@ class GatewayAction(ActionBase):
         del tmp
         task_vars = task_vars or {}
         args = self._arguments(task_vars)
-        try:
-            self._check_key_destination(args, task_vars)
-            args.update(self._approval(task_vars))
-        except Failure as failure:
-            result.update(failure_result(failure))
-            return dict(wrap_var(result))
+        with contextlib.ExitStack() as stack:
+            try:
+                self._check_key_destination(args, task_vars)
+                args.update(self._approval(task_vars, stack))
+            except Failure as failure:
+                result.update(failure_result(failure))
+            else:
+                self._run_task(result, args, task_vars)
+        # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
+        return dict(wrap_var(result))
+
+    def _run_task(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+        """Do the module's work, and add its result to ``result``."""
         if self._can_run_in_process(args):
             result.update(self._run_in_process(args))
         else:
@@ -94,8 +102,6 @@ class GatewayAction(ActionBase):
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
         self._record_session(result, args)
         self._record_plan(result, args, task_vars)
-        # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
-        return dict(wrap_var(result))
 
     def _arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the task's options, with the URL and the key from this process's environment as defaults.
@@ -114,8 +120,11 @@ class GatewayAction(ActionBase):
             _check_run.record_session()
         return args
 
-    def _approval(self, task_vars: dict[str, Any]) -> dict[str, Any]:
-        """Return the option with this task's entries of the applied plan, if the run applies one. Raises Failure."""
+    def _approval(self, task_vars: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
+        """Return the option with this task's entries of the applied plan, if the run applies one. Raises Failure.
+
+        Until ``stack`` ends, no other host can use these entries.
+        """
         if isinstance(self.resource_kind, Listing) or (plan := applied_plan()) is None:
             return {}
         if _check_run.is_check_run():
@@ -124,7 +133,7 @@ class GatewayAction(ActionBase):
             return {}
         if self._task.async_val:
             raise Failure("a task with async cannot be part of an applied plan: remove async, or do not apply a plan")
-        return {"approved_plan": _plan_journal.approved(plan, self._task_key(task_vars))}
+        return {"approved_plan": stack.enter_context(_plan_journal.approved(plan, self._task_key(task_vars)))}
 
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -27,7 +28,12 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import callback_loader
 from ansible.utils.collection_loader._collection_finder import _get_collection_playbook_path
 from ansible.utils.vars import load_extra_vars
-from ansible_collections.grove.sandbox.plugins.module_utils._approval import approved_option, new_state, update_state
+from ansible_collections.grove.sandbox.plugins.module_utils._approval import (
+    approved_option,
+    new_state,
+    shares_objects,
+    update_state,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
 from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions import mark_dependent
@@ -158,16 +164,24 @@ def playbook_paths() -> list[str]:
     return [resource[1] if resource else argument for argument, resource in resources]
 
 
-def approved(plan: dict[str, Any], task_key: dict[str, str]) -> dict[str, Any]:
-    """Return the part of a plan that concerns a task, as the option ``approved_plan``.
+@contextlib.contextmanager
+def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the part of a plan that concerns a task, as the option ``approved_plan``.
 
-    ``task_key``: the host and path of the task. Raises Failure if an earlier task has used another plan.
+    If several hosts declare the same objects in the task, the other ones wait until this context ends, because they
+    must see what this one has made. ``task_key``: the host and path of the task. Raises Failure if an earlier task has
+    used another plan.
     """
-    with _applied() as state:
-        _require_same_plan(state, plan)
-        if "digest" not in state:
-            _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
-        return approved_option(plan["entries"], task_key, state)
+    with contextlib.ExitStack() as stack:
+        if shares_objects(plan["entries"], task_key):
+            place = hashlib.sha256(task_key["path"].encode()).hexdigest()
+            stack.enter_context(_locked(f"{place}.lock"))
+        with _applied() as state:
+            _require_same_plan(state, plan)
+            if "digest" not in state:
+                _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
+            option = approved_option(plan["entries"], task_key, state)
+        yield option
 
 
 def mark_used(used: dict[str, Any]) -> None:
@@ -205,9 +219,15 @@ def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
 def _applied() -> Iterator[dict[str, Any]]:
     """Lock and yield the numbers of the entries that this run has used, and the real ids of planned ones."""
     path = journal_path() / _APPLIED_NAME
-    with (journal_path() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked("lock"):
         yield _read(path) if path.exists() else new_state()
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    with (journal_path() / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _read(path: Path) -> Any:

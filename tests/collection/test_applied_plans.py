@@ -138,6 +138,47 @@ def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target:
         assert client.get("/applied-runs").json() == []
 
 
+def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
+) -> None:
+    """The host that comes first in the check run comes last in the run. All hosts use what it does not create."""
+    last_host = "{{ ansible_check_mode | ternary('h2', 'h1') }}"
+    wait = {
+        "ansible.builtin.command": "sleep {{ 3 if inventory_hostname == last_host else 0 }}",
+        "vars": {"last_host": last_host},
+        "check_mode": False,
+    }
+    tasks = [
+        wait,
+        BOX,
+        step("sandbox_snapshot", name="before", sandbox="{{ sandbox.sandbox.id }}"),
+        {**step("sandbox", name="box", metadata={"new": "yes"}), "when": "sandbox_snapshot is changed"},
+        step("sandbox_fork", snapshot="before", names=["of-{{ inventory_hostname }}"]),
+    ]
+    play = {"hosts": "h1,h2", "strategy": "free", "tasks": tasks}
+    options = ("-i", "h1,h2,")
+    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    plan_target.run(play, options=(*options, "--check"), environment=environment)
+    entries = json.loads(plan_path.read_text())["entries"]
+    assert [entry["host"] for entry in entries if entry["created"].keys() & {"box", "before"}] == ["h1", "h1"]
+    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    plan_target.run(play, options=options, environment=environment)
+    assert "All changes of the plan were made" in plan_target.output, plan_target.output
+    assert plan_target.output.count("failed=0") == 2, plan_target.output
+
+
+def test_hosts_create_the_same_objects_at_the_same_time(plan_target: Target, plan_path: Path) -> None:
+    tasks = [BOX, step("sandbox_snapshot", name="before", sandbox="box")]
+    hosts = ",".join(f"h{number}" for number in range(5))
+    play, options = {"hosts": hosts, "tasks": tasks}, ("-i", f"{hosts},")
+    for mode, environment in (
+        ("--check", {"GROVE_SANDBOX_PLAN_FILE": str(plan_path)}),
+        ("--diff", {"GROVE_SANDBOX_APPLY": str(plan_path)}),
+    ):
+        results = plan_target.run(play, options=(*options, mode), environment={**ENABLE, **environment})
+        assert sorted(result["changed"] for result in results) == [False] * 8 + [True] * 2, plan_target.output
+
+
 def test_a_plan_can_concern_several_gateways(plan_target: Target, plan_path: Path) -> None:
     """Their plan sessions and applied runs have the same ids."""
     other = MemoryGateway(plan_path.parent, log={"level": "warning"})
