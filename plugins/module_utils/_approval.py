@@ -143,8 +143,8 @@ def new_state() -> dict[str, Any]:
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
     of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of
-    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts of which one has used an entry of
-    another. ``bindings``: by the id of the gateway, see ``Approval``.
+    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used entries of each
+    other. ``bindings``: by the id of the gateway, see ``Approval``.
     """
     return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "swapped": [], "bindings": {}}
 

@@ -13,7 +13,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -311,8 +311,12 @@ class Client:
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
         # Makes the gateway refuse unknown fields instead of ignoring them. An older gateway ignores this parameter.
         query = query if body is None else {**(query or {}), "strict": True}
+        # Planned ids cannot be found in encoded text.
+        format_text = to_session_ids if self.session_path else str
         parameters = {
-            key: _format_query_value(value) for key, value in (query or {}).items() if value not in (None, "")
+            key: _format_query_value(value, format_text)
+            for key, value in (query or {}).items()
+            if value not in (None, "", {})
         }
         target = self.address.prefix + path + ("?" + urlencode(parameters) if parameters else "")
         headers = {"Accept": "application/json"}
@@ -493,8 +497,10 @@ def _refs_of(path: str, entry: Any) -> list[str]:
     return [ref for ref in refs if isinstance(ref, str) and ref]
 
 
-def _format_query_value(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+def _format_query_value(value: Any, format_text: Callable[[str], str]) -> str:
+    if isinstance(value, dict):
+        return urlencode({format_text(key): format_text(item) for key, item in value.items()})
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else format_text(str(value))
 
 
 def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
-from urllib.parse import urlencode
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -76,7 +75,7 @@ class Listing:
 def _format_query_value(value: Any) -> Any:
     """Return the value as a query parameter. The client omits None and empty values."""
     if isinstance(value, dict):
-        return urlencode(stringify_values(value, "metadata") or {})
+        return stringify_values(value, "metadata")
     return ",".join(value) if isinstance(value, list) else value or None
 
 

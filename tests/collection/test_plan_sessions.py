@@ -100,6 +100,19 @@ def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_targ
         assert actual == expected, (options, plan_target.output)
 
 
+def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:
+    """In the query of the request, they come after an encoded character."""
+    metadata = {"peer": "{{ sandbox.sandbox.id }}", "peers": "first,{{ sandbox.sandbox.id }}"}
+    play = (
+        step("sandbox", name="box", template="base"),
+        {**step("sandbox", name="other", template="base", metadata=metadata), "register": "other"},
+        step("sandbox_info", metadata=metadata),
+    )
+    for options in (("--check",), ()):
+        *_, found = plan_target.play(*play, options=options)
+        assert [each["name"] for each in found["sandboxes"]] == ["other"], plan_target.output
+
+
 def test_sessions_of_ended_runs_make_place_for_new_ones(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
