@@ -17,7 +17,9 @@ class CreationOrder:
         self._keys = sorted(keys)
 
     def copy(self) -> CreationOrder:
-        return CreationOrder(self._keys)
+        copy = CreationOrder()
+        copy._keys = self._keys.copy()
+        return copy
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
+from sandbox_gateway.engine.id_groups import IdGroups
 from sandbox_gateway.engine.names import shorten
 from sandbox_gateway.engine.own_changes import count_change
 from sandbox_gateway.errors import NameTaken, NotFound
@@ -57,7 +58,7 @@ class Index:
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.expiring: set[str] = set()
         """Ids of the visible snapshots that expire at a certain time."""
-        self.series: dict[str, set[str]] = {}
+        self.series = IdGroups()
         """Ids of the visible snapshots with a retention rule, by the id of their sandbox."""
         self.changed_series: set[str] = set()
         """The keys of ``series`` for which ``retention.Surplus`` has to apply the rule again."""
@@ -67,7 +68,7 @@ class Index:
         """Ids of the snapshots that are removed as soon as they are unused."""
         self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
         """The order of snapshots, by kind, and of sandboxes (``_SANDBOXES``)."""
-        self._users: dict[str, dict[str, None]] = {}
+        self._users = IdGroups()
         """By the id of a snapshot: the ids of the sandboxes that use it."""
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
@@ -80,11 +81,10 @@ class Index:
         Records are shared: an operation saves a changed copy of a record instead of changing it.
         """
         copy = Index()
-        for name in ("sandboxes", "snapshots", "volumes", "volume_snapshots", *_GROUPS, "_entries", "_names"):
+        records = ("sandboxes", "snapshots", "volumes", "volume_snapshots")
+        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_names"):
             setattr(copy, name, getattr(self, name).copy())
         copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
-        copy._users = {id: users.copy() for id, users in self._users.items()}
-        copy.series = {source: ids.copy() for source, ids in self.series.items()}
         copy.changed_series = {*copy.series}
         return copy
 
@@ -142,9 +142,9 @@ class Index:
         if entry.order:
             self._orders[entry.order].add(entry.key)
         for snapshot_id in entry.used_snapshots:
-            self._users.setdefault(snapshot_id, {})[record.id] = None
+            self._users.add(snapshot_id, record.id)
         if entry.series:
-            self.series.setdefault(entry.series, set()).add(record.id)
+            self.series.add(entry.series, record.id)
             self.changed_series.add(entry.series)
         if former_record is not None:
             count_change(former_record, record, self)
@@ -181,14 +181,9 @@ class Index:
         if entry.order:
             self._orders[entry.order].discard(entry.key)
         for snapshot_id in entry.used_snapshots:
-            user_ids = self._users[snapshot_id]
-            del user_ids[id]
-            if not user_ids:
-                del self._users[snapshot_id]
+            self._users.discard(snapshot_id, id)
         if entry.series:
-            self.series[entry.series].discard(id)
-            if not self.series[entry.series]:
-                del self.series[entry.series]
+            self.series.discard(entry.series, id)
             self.changed_series.add(entry.series)
         for group in (self.expiring, self.prewarmed, self.collectable):
             group.discard(id)
@@ -336,7 +331,7 @@ class Index:
 
     def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
-        return [self.sandboxes[id] for id in self._users.get(snapshot.id, ()) if id in self.sandboxes]
+        return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
 
 
 def is_removed_when_unused(snapshot: Snapshot) -> bool:

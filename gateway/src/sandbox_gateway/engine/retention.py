@@ -23,7 +23,7 @@ class Surplus:
         """Return the ids of the snapshots that no rule keeps."""
         aged_series = {source for source, time in self._next_changes.items() if time <= at}
         for source in self._index.changed_series | aged_series:
-            snapshots = self._index.snapshots_in(self._index.series.get(source, ()))
+            snapshots = self._index.snapshots_in(self._index.series[source])
             self._ids[source] = [each.id for each in find_surplus(snapshots, at)]
             if next_change := find_next_change(snapshots, at):
                 self._next_changes[source] = next_change
