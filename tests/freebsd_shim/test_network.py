@@ -192,6 +192,93 @@ def test_private_bridge_members_cannot_reach_each_other(shim: Shim) -> None:
     server.communicate()
 
 
+def test_bridge_members_have_flags_and_static_addresses(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    mac = "02:00:00:00:00:05"
+    assert shim.check_ok("ifconfig", "sxbr0", "-learn", "sx1a", "-discover", "sx1a", "static", "sx1a", mac) == ""
+    assert "\tmember: sx1a flags=140<AUTOEDGE,AUTOPTP>\n" in shim.check_ok("ifconfig", "sxbr0")
+    shim.check_ok("ifconfig", "sxbr0", "static", "sx1a", mac)
+    assert re.search(rf"{mac} dev sx1a .*\bstatic\b", shim.check_ok("bridge", "fdb", "show", "br", "sxbr0"))
+    shim.check_ok("ifconfig", "sxbr0", "learn", "sx1a", "discover", "sx1a")
+    assert "flags=143<LEARNING,DISCOVER,AUTOEDGE,AUTOPTP>" in shim.check_ok("ifconfig", "sxbr0")
+    for words, message in (
+        (("static", "sx1a"), "'static' requires 2 arguments"),
+        (("static", "sx1a", "02:00"), "sx1a: invalid address: 02:00"),
+        (("static", "sx1a", "02:00:00:00:00:fg"), "sx1a: invalid address: 02:00:00:00:00:fg"),
+        (("static", "sx1a", "01:00:5e:00:00:01"), "BRDGSADDR sx1a: Invalid argument"),
+        (("static", "sx1a", "00:00:00:00:00:00"), "BRDGSADDR sx1a: Invalid argument"),
+        (("static", "sx9a", mac), "BRDGSADDR sx9a: No such file or directory"),
+        (("-learn", "sx9a"), "unable to get bridge flags: No such file or directory"),
+    ):
+        shim.check_fails(1, f"ifconfig: {message}", "ifconfig", "sxbr0", *words)
+    shim.check_fails(1, "ifconfig: BRDGSADDR sx1a: Invalid argument", "ifconfig", "sx1a", "static", "sx1a", mac)
+    shim.check_ok("ifconfig", "sx1a", "destroy")
+    assert mac not in shim.check_ok("bridge", "fdb", "show", "br", "sxbr0")
+
+
+def test_staticarp_stops_learning(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("ifconfig", "sxbr0", "staticarp")
+    assert "MULTICAST,STATICARP," in shim.check_ok("ifconfig", "sxbr0")
+    server = shim.start("jexec", "sx1", "/usr/bin/python3", "-c", SERVER_PROGRAM)
+    assert server.stdout is not None and server.stdout.readline() == "up\n"
+    assert shim("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.5").returncode == 1, "the host has asked the jail"
+    # The jail asks the host for its Ethernet address and gets an answer, but the host does not learn the jail's.
+    assert shim("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.1").returncode == 1
+    assert " 58:9c:fc:00:00:01 " in shim.check_ok("jexec", "sx1", "ip", "neighbour", "show", "10.213.0.1")
+    assert "02:00:00:00:00:05" not in shim("arp", "-n", "10.213.0.5").stdout
+    shim("arp", "-S", "10.213.0.5", "02:00:00:00:00:05")
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.5") == "10.213.0.1\n"
+    shim.check_ok("arp", "-d", "10.213.0.5")
+    shim.check_ok("ifconfig", "sxbr0", "-staticarp")
+    assert "STATICARP" not in shim.check_ok("ifconfig", "sxbr0")
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.5") == "10.213.0.1\n"
+    assert re.fullmatch(
+        r"\? \(10\.213\.0\.5\) at 02:00:00:00:00:05 on sxbr0 expires in \d+ seconds \[bridge\]\n",
+        shim.check_ok("arp", "-n", "10.213.0.5"),
+    )
+    shim.check_ok("pkill", "-KILL", "-j", "sx1")
+    server.communicate()
+
+
+def test_arp_entries_are_set_listed_and_deleted(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    mac = "02:00:00:00:00:05"
+    missing = shim("arp", "-S", "10.213.0.5", mac)
+    assert (missing.returncode, missing.stdout, missing.stderr) == (
+        0,
+        "",
+        "arp: delete 10.213.0.5: No such file or directory\n",
+    )
+    assert shim.check_ok("arp", "-S", "10.213.0.5", "2:0:0:0:0:6") == "10.213.0.5 (10.213.0.5) deleted\n"
+    assert shim.check_ok("arp", "-s", "10.213.0.5", mac) == ""
+    entry = f"? (10.213.0.5) at {mac} on sxbr0 permanent [bridge]\n"
+    assert shim.check_ok("arp", "-n", "10.213.0.5") == entry
+    own_entry = "? (10.213.0.1) at 58:9c:fc:00:00:01 on sxbr0 permanent [bridge]\n"
+    assert shim.check_ok("arp", "-n", "-i", "sxbr0", "-a") == own_entry + entry
+    assert shim.check_ok("arp", "-n", "-i", "sx1a", "-a") == ""
+    assert shim.check_ok("arp", "-d", "10.213.0.5") == "10.213.0.5 (10.213.0.5) deleted\n"
+    for words, message in (
+        (("-d", "10.213.0.5"), "delete 10.213.0.5: No such file or directory"),
+        (("-d", "10.213.0.1"), "delete 10.213.0.1: Operation not permitted"),
+        (("-s", "10.213.0.5", "02:00"), "invalid Ethernet address '02:00'"),
+        (("-n", "-i", "sx9a", "-a"), "interface sx9a does not exist"),
+        (("-i", "sxbr0", "-d", "10.213.0.5"), "-i not applicable to this operation"),
+    ):
+        shim.check_fails(1, f"arp: {message}", "arp", *words)
+    for words in (("-s", "10.99.0.1", mac), ("-d", "10.99.0.1")):  # FreeBSD's arp succeeds.
+        result = shim("arp", *words)
+        assert (result.returncode, result.stderr) == (0, "arp: delete: cannot locate 10.99.0.1\n")
+    for words in (("-s", "10.213.0.5"), ("-d",), ("-d", "-s", "10.213.0.5", mac), ("-x",)):
+        result = shim("arp", *words)
+        assert result.returncode == 1 and "usage: arp [-n] [-i interface] hostname\n" in result.stderr
+    for words in (("-s", "10.213.0.5", mac, "pub"), ("-a",), ("-s", "host", mac)):
+        assert shim("arp", *words).returncode == 70
+
+
 MAIN_RULES = """\
 set skip on lo0
 nat-anchor "sbx/*"
@@ -236,3 +323,37 @@ def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     shim.check_ok("pkill", "-KILL", "-j", "sx1,out")
     for server in servers:
         server.communicate()
+
+
+def test_pf_sees_packets_on_the_bridge_and_on_its_members(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("pfctl", "-q", "-f", "-", input=MAIN_RULES)
+    server = shim.start("/usr/bin/python3", "-c", SERVER_PROGRAM)
+    assert server.stdout is not None and server.stdout.readline() == "up\n"
+    client_command = ("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT_PROGRAM, "10.213.0.1")
+
+    def is_reachable(rules: str) -> bool:
+        shim.check_ok("pfctl", "-q", "-a", "sbx/1", "-f", "-", input=rules)
+        return shim(*client_command).returncode == 0
+
+    # By default, pf does not see packets for the host on the member: pfil_local_phys is 0.
+    assert is_reachable("block drop in quick on sx1a all\n")
+    assert not is_reachable("pass in quick on sx1a all\nblock drop in quick on sxbr0 all\n")
+    shim.check_ok("sysctl", "net.link.bridge.pfil_local_phys=1")
+    assert not is_reachable("block drop in quick on sx1a all\n")
+    assert not is_reachable("block drop in quick on sxbr0 all\n")
+    assert is_reachable("block drop in quick on sx2a all\n")
+    # A state of the member also counts on the bridge.
+    assert is_reachable("pass in quick on sx1a all\nblock drop in quick on sxbr0 all\n")
+    assert not is_reachable("pass in quick on sx1a all no state\nblock drop in quick on sxbr0 all\n")
+    # The host receives a frame for the member's own address from the member.
+    member_match = re.search(r"ether (\S+)", shim.check_ok("ifconfig", "sx1a"))
+    assert member_match is not None
+    shim.check_ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:02")
+    set_neighbour = f"ip neighbour replace 10.213.0.1 lladdr {member_match[1]} dev sx1b"
+    shim.check_ok("jexec", "sx1", *set_neighbour.split())
+    assert is_reachable("block drop in quick on sxbr0 all\n")
+    assert not is_reachable("block drop in quick on sx1a all\n")
+    server.kill()
+    server.communicate()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import subprocess
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
-from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_inet
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_arp, parse_inet
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, run_shim, shim_environment
 
@@ -29,7 +31,8 @@ def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
     network = session.network()
     bridge = Bridge(CommandRunner(shim_environment()), name=f"{network['prefix']}br", **network)
     yield bridge
-    run_async(bridge.sweep(set()))
+    if bridge.name in run_shim("ifconfig", "-l").split():
+        run_async(bridge.sweep(set()))
     run_async(bridge.close())
 
 
@@ -58,12 +61,86 @@ def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> Non
     epair = bridge.epair(5)
     run_async(bridge.create(epair))
     assert f"ether {epair.mac}" in run_shim("ifconfig", epair.inner)
-    assert re.search(rf"member: {epair.outer} .*PRIVATE", run_shim("ifconfig", bridge.name))
+    assert f"\tmember: {epair.outer} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
+    assert list_arp_entries(bridge) == {epair.address: epair.mac}
     with pytest.raises(BackendFailed, match="File exists"):
         run_async(bridge.create(epair))  # its number is already in use, and its owner is unknown
     run_async(bridge.destroy(epair))
     run_async(bridge.destroy(epair))
     assert run_shim("ifconfig", "-g", f"{epair.outer.rpartition('-')[0]}-epair", check=False) == ""
+    assert list_arp_entries(bridge) == {}
+
+
+def list_arp_entries(bridge: Bridge) -> dict[str, str]:
+    """Return the Ethernet addresses of all permanent ARP entries but the host's own, by IP address."""
+    lines = run_shim("arp", "-n", "-i", bridge.name, "-a").splitlines()
+    fields = [line.split() for line in lines if " permanent " in line]
+    return {field[1].strip("()"): field[3] for field in fields if field[1] != f"({bridge.gateway})"}
+
+
+def list_static_addresses(bridge: Bridge) -> dict[str, str]:
+    """Return the members to which Ethernet addresses are bound, by address."""
+    output = subprocess.run(["bridge", "-j", "fdb", "show", "br", bridge.name], capture_output=True, check=True).stdout
+    return {entry["mac"]: entry["ifname"] for entry in json.loads(output) if entry["state"] == "static"}
+
+
+def test_addresses_are_set_before_a_jail_starts_and_removed_with_its_epair(bridge: Bridge) -> None:
+    run_async(bridge.open())
+    assert "STATICARP" in run_shim("ifconfig", bridge.name)
+    epairs = [bridge.epair(number) for number in (5, 6)]
+    for epair in epairs:
+        run_async(bridge.create(epair))
+    assert list_arp_entries(bridge) == {epair.address: epair.mac for epair in epairs}
+    assert list_static_addresses(bridge) == {epair.mac: epair.outer for epair in epairs}
+    run_async(bridge.destroy(epairs[0]))
+    assert list_arp_entries(bridge) == {epairs[1].address: epairs[1].mac}
+    assert list_static_addresses(bridge) == {epairs[1].mac: epairs[1].outer}
+
+
+def test_restore_connects_the_epair_of_an_earlier_gateway(bridge: Bridge) -> None:
+    run_async(bridge.open())
+    epair = bridge.epair(5)
+    assert not run_async(bridge.restore(epair)), "there is no such epair"
+    run_async(bridge.create(epair))
+    # An earlier release set only `private`. An administrator may have removed the member or the entry.
+    for words in (("learn", epair.outer, "discover", epair.outer), ("deletem", epair.outer)):
+        run_shim("ifconfig", bridge.name, *words)
+        run_shim("arp", "-d", epair.address)
+        assert run_async(bridge.restore(epair))
+        assert f"\tmember: {epair.outer} flags=940<AUTOEDGE,AUTOPTP,PRIVATE>\n" in run_shim("ifconfig", bridge.name)
+        assert list_arp_entries(bridge) == {epair.address: epair.mac}
+        assert list_static_addresses(bridge) == {epair.mac: epair.outer}
+
+
+@pytest.mark.parametrize("failing_command", ["addm", "-S"])
+def test_a_failed_step_leaves_nothing_behind(bridge: Bridge, failing_command: str) -> None:
+    class FailingRunner(CommandRunner):
+        async def __call__(self, *argv: str, input: str | None = None, silent: bool = False) -> str:
+            output = await super().__call__(*argv, input=input, silent=silent)
+            if failing_command in argv:
+                raise BackendFailed("killed")
+            return output
+
+    run_async(bridge.open())
+    prefix = bridge.epair(5).outer.rpartition("-")[0]
+    failing_bridge = Bridge(
+        FailingRunner(shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
+    )
+    with pytest.raises(BackendFailed, match="killed"):
+        run_async(failing_bridge.create(bridge.epair(5)))
+    assert run_shim("ifconfig", "-g", f"{prefix}-epair", check=False) == ""
+    assert list_arp_entries(bridge) == {} and list_static_addresses(bridge) == {}
+
+
+def test_sweep_removes_arp_entries_without_an_epair(bridge: Bridge) -> None:
+    """A gateway that is killed between two steps leaves an entry, for example after it has destroyed the epair."""
+    run_async(bridge.open())
+    for number in (2, 3):
+        run_async(bridge.create(bridge.epair(number)))
+    run_shim("ifconfig", bridge.epair(3).outer, "destroy")
+    assert run_async(bridge.sweep({2})) == [f"the ARP entry of {bridge.epair(3).address}"]
+    assert list_arp_entries(bridge) == {bridge.epair(2).address: bridge.epair(2).mac}
+    assert run_async(bridge.sweep({2})) == []
 
 
 def test_sweep_destroys_unknown_epairs(bridge: Bridge) -> None:
@@ -73,7 +150,11 @@ def test_sweep_destroys_unknown_epairs(bridge: Bridge) -> None:
     stray_epair = run_shim(
         "ifconfig", "epair", "create", "group", f"{bridge.epair(2).outer.rpartition('-')[0]}-epair"
     ).strip()
-    assert set(run_async(bridge.sweep({2}))) == {bridge.epair(3).outer, stray_epair}
+    assert set(run_async(bridge.sweep({2}))) == {
+        f"the epair {bridge.epair(3).outer}",
+        f"the epair {stray_epair}",
+        f"the ARP entry of {bridge.epair(3).address}",
+    }
     assert run_async(bridge.sweep({2})) == []
     assert bridge.epair(2).inner in run_shim("ifconfig", "-l").split()
 
@@ -88,5 +169,5 @@ def test_names_are_short_enough_and_addresses_are_unique(number: int, prefix: st
 
 
 @given(st.text())
-def test_arbitrary_ifconfig_output_raises_no_error(text: str) -> None:
-    assert isinstance(parse_inet(text), list)
+def test_arbitrary_output_raises_no_error(text: str) -> None:
+    assert isinstance(parse_inet(text), list) and isinstance(parse_arp(text), dict)

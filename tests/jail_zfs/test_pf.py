@@ -206,15 +206,15 @@ def test_rules_are_formatted() -> None:
         "block drop in quick on sbx-7a inet from ! 10.231.0.7 to any",
         "block drop in quick on sbx-7a inet6 all",
         "pass out quick on sbxbr inet from 10.231.0.1 to 10.231.0.7",
-        "block return in quick on sbxbr inet from 10.231.0.7 to (self)",
-        "block return in quick on sbxbr inet from 10.231.0.7 to 10.231.0.0/16",
-        "block return in quick on sbxbr inet from 10.231.0.7 to 224.0.0.0/4",
-        "block return in quick on sbxbr inet from 10.231.0.7 to 255.255.255.255",
-        *(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}" for network in METADATA_NETWORKS),
-        f"pass in quick on sbxbr inet from 10.231.0.7 to 192.0.2.1/32 {STATE_LIMIT}",
-        "block return in quick on sbxbr inet from 10.231.0.7 to 10.0.0.0/8",
-        f"pass in quick on sbxbr inet from 10.231.0.7 to any {STATE_LIMIT}",
+        "block return in quick on sbx-7a inet from 10.231.0.7 to (self)",
+        "block return in quick on sbx-7a inet from 10.231.0.7 to 10.231.0.0/16",
+        "block return in quick on sbx-7a inet from 10.231.0.7 to 224.0.0.0/4",
+        "block return in quick on sbx-7a inet from 10.231.0.7 to 255.255.255.255",
+        *(f"block return in quick on sbx-7a inet from 10.231.0.7 to {network}" for network in METADATA_NETWORKS),
+        f"pass in quick on sbx-7a inet from 10.231.0.7 to 192.0.2.1/32 {STATE_LIMIT}",
+        "block return in quick on sbx-7a inet from 10.231.0.7 to 10.0.0.0/8",
+        f"pass in quick on sbx-7a inet from 10.231.0.7 to any {STATE_LIMIT}",
     ]
     closed_rules = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
-    assert closed_rules[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"
+    assert closed_rules[-1] == "block return in quick on sbx-7a inet from 10.231.0.7 to any"
     assert not any("port 53" in rule for rule in closed_rules)

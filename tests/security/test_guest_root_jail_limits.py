@@ -44,22 +44,22 @@ def test_a_jail_cannot_fill_the_state_table(shim: Shim, monkeypatch: pytest.Monk
     """The limit applies to all rules together, not to each rule."""
     monkeypatch.setattr(pf, "MAX_CONNECTIONS", _MAX_CONNECTIONS, raising=False)
     for number in (5, 6):
-        name = f"sx{number}"
+        name = f"sx-{number}"
         shim.check_ok("jail", "-c", f"name={name}", f"path={shim.root}", "persist", "vnet=new")
         connect_jail(shim, name, number)
         rules = pf.jail_rules(_BRIDGE, _BRIDGE.epair(number), _POLICY, [])
         shim.check_ok("pfctl", "-q", "-a", f"sbx/{name}", "-f", "-", input=rules)
     shim.check_ok("pfctl", "-q", "-a", "sbx/sx", "-f", "-", input=pf.bridge_rules(_BRIDGE, ""))
     shim.check_ok("pfctl", "-q", "-f", "-", input=MAIN_RULES)
-    shim.check_ok("sysctl", "net.inet.ip.forwarding=1")
+    shim.check_ok("sysctl", "net.inet.ip.forwarding=1", "net.link.bridge.pfil_local_phys=1")
     # The network outside has no machine that responds.
     outer_end = shim.check_ok("ifconfig", "epair", "create").strip()
     shim.check_ok("ifconfig", outer_end, "inet", "10.214.0.1/15", "up")
     shim.check_ok("ifconfig", f"{outer_end[:-1]}b", "up")
 
-    shim.check_ok("jexec", "sx5", "/usr/bin/python3", "-c", _FLOOD_PROGRAM, str(4 * _MAX_CONNECTIONS))
+    shim.check_ok("jexec", "sx-5", "/usr/bin/python3", "-c", _FLOOD_PROGRAM, str(4 * _MAX_CONNECTIONS))
     assert _MAX_CONNECTIONS // 2 < count_states(shim, "10.213.0.5") <= _MAX_CONNECTIONS + 10
-    shim.check_ok("jexec", "sx6", "/usr/bin/python3", "-c", _FLOOD_PROGRAM, "10")
+    shim.check_ok("jexec", "sx-6", "/usr/bin/python3", "-c", _FLOOD_PROGRAM, "10")
     assert count_states(shim, "10.213.0.6") >= 10, "another jail is affected"
 
 

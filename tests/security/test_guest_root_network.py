@@ -93,14 +93,14 @@ def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None
     rule_lines = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     first_pass_index = next(index for index, rule in enumerate(rule_lines) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
-        assert rule_lines.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < first_pass_index
+        assert rule_lines.index(f"block return in quick on sbx-7a inet from 10.231.0.7 to {network}") < first_pass_index
 
 
 def test_jail_rules_allow_explicitly_listed_metadata_addresses() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
     rule_lines = jail_rules(bridge, bridge.epair(7), policy, [AZURE_ADDRESS]).splitlines()
-    condition = "quick on sbxbr inet"
+    condition = "quick on sbx-7a inet"
     state = "keep state (source-track global, max-src-states 4096)"
     block_index = rule_lines.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")
     for rule in (

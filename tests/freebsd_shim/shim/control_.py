@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
 
 def purge() -> None:
-    from shim import limits, mount_, net, pf_nft
+    from shim import limits, mount_, net, pf_nft, static_arp
 
     with base.locked():
         for jail in prison.load_state()["jails"]:
@@ -42,6 +42,7 @@ def purge() -> None:
                     continue  # it was removed together with its other end
         limits.purge()
         pf_nft.remove_ruleset()
+        static_arp.remove_table()
         for name in os.listdir(base.state_dir()):
             if name.endswith(".json"):
                 os.unlink(os.path.join(base.state_dir(), name))

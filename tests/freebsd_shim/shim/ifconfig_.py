@@ -9,7 +9,7 @@ import _socket
 import errno
 import os
 
-from shim import base, net, prison
+from shim import base, net, pf_nft, prison, static_arp
 
 USAGE = """\
 usage: ifconfig [-j jail] [-DkLmn] [-f type:format] interface [address_family]
@@ -22,7 +22,8 @@ usage: ifconfig [-j jail] [-DkLmn] [-f type:format] interface [address_family]
        ifconfig [-j jail] -l [-du] [-g groupname] [address_family]
        ifconfig [-j jail] [-dDkLmuv] [-f type:format]"""
 NAME_SIZE = 16  # IFNAMSIZ, with the final NUL
-FAMILIES = {"ether", "link", "lladdr", "inet", "inet6"}
+ETHER_FAMILIES = ("ether", "link", "lladdr")
+FAMILIES = {*ETHER_FAMILIES, "inet", "inet6"}
 CLONERS = ("bridge", "epair")
 CREATION_ATTEMPTS = 10
 
@@ -32,6 +33,10 @@ PARAMETERS_WITH_ARGUMENT = {
     "deletem",
     "private",
     "-private",
+    "learn",
+    "-learn",
+    "discover",
+    "-discover",
     "description",
     "descr",
     "group",
@@ -46,10 +51,10 @@ PARAMETERS_WITH_ARGUMENT = {
 }
 # Other parameters of FreeBSD's ifconfig. Without this list, they would be mistaken for addresses.
 UNSUPPORTED_PARAMETERS = (
-    "arp -arp debug -debug promisc -promisc monitor -monitor staticarp -staticarp rxcsum -rxcsum txcsum -txcsum tso "
-    "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn "
-    "-learn discover -discover sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout "
-    "hellotime fwddelay static deladdr addr ifpriority ifpathcost ifmaxaddr holdcnt media mediaopt vlan vlandev "
+    "arp -arp debug -debug promisc -promisc monitor -monitor rxcsum -rxcsum txcsum -txcsum tso "
+    "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp "
+    "sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout "
+    "hellotime fwddelay deladdr addr ifpriority ifpathcost ifmaxaddr holdcnt media mediaopt vlan vlandev "
     "vlanfilter untagged tagged linkstate no_radr accept_rtadv -accept_rtadv auto_linklocal -auto_linklocal ifdisabled "
     "-ifdisabled eui64 anycast tentative pltime vltime link0 link1 link2 -link0 -link1 -link2 wol nomap txtls"
 ).split()
@@ -148,10 +153,19 @@ def apply_parameters(
             while index < len(words):
                 index += apply_parameter(change, words, index)
             apply_addresses(change)
+            if "destroy" not in words and (create or change.family in ETHER_FAMILIES or {"name", "addm"} & set(words)):
+                refresh_member_rules(change)
     finally:
         if change.name_to_print:
             base.print_line(change.name_to_print)
     return 0
+
+
+def refresh_member_rules(change: InterfaceChange) -> None:
+    """Load pf's rules again, because those on bridge members depend on the interfaces' names and Ethernet addresses."""
+    link = change.link()
+    if link.driver == "bridge" or link.master:
+        pf_nft.apply_ruleset(pf_nft.load_state())
 
 
 def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> int:
@@ -162,8 +176,15 @@ def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> in
             raise base.errx(1, f"'{word}' requires argument")
         apply_argument(change, word, words[index + 1])
         return 2
+    if word == "static":
+        if index + 2 >= len(words):
+            raise base.errx(1, f"'{word}' requires 2 arguments")
+        add_static_bridge_address(change, words[index + 1], words[index + 2])
+        return 3
     if word in ("up", "down"):
         set_link_state(change, word == "up")
+    elif word in ("staticarp", "-staticarp"):
+        static_arp.set_enabled(change.link().name, word == "staticarp")
     elif word in ("destroy", "unplumb"):
         destroy_interface(change)
     elif word in ("alias", "add"):
@@ -266,6 +287,10 @@ def create_interface(change: InterfaceChange) -> None:
         assert link is not None
         link.driver, link.unit, link.end, link.groups = driver, unit, end, [driver]
         change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.alias()))
+        if driver == "bridge":
+            # Without an explicit address, a Linux bridge takes that of a member.
+            mac = net.pack_attribute(net.LINK_ADDRESS, bytes.fromhex(link.mac.replace(":", "")))
+            change.net.change_link(link.index, mac)
     record_interface(f"{driver}{unit}", True)
     if change.name != new_names[0]:  # "If we get a different name back than we put in, … print it later"
         change.name = change.name_to_print = new_names[0]
@@ -289,6 +314,7 @@ def destroy_interface(change: InterfaceChange) -> None:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)
     try_or_exit("SIOCIFDESTROY", lambda: change.net.delete_link(link.index))
     record_interface(f"{link.driver}{link.unit}", False)
+    static_arp.set_enabled(link.name, False)
 
 
 # ---- names, groups, flags ----------------------------------------------------------------------------------------
@@ -302,6 +328,8 @@ def rename_interface(change: InterfaceChange, name: str) -> None:
         raise base.err(1, operation, errno.ENAMETOOLONG)
     if not name or name == "lo0" or link.linux_name == "lo":
         raise base.err(1, operation, errno.EINVAL)
+    if link.name in static_arp.load_names():
+        raise base.unsupported("a new name of an interface with staticarp")
     if name != link.name:
         if change.net.find_link(name) is not None:
             raise base.err(1, operation, errno.EEXIST)
@@ -404,6 +432,9 @@ def take_from_jail(change: InterfaceChange, key: str) -> None:
 # ---- bridge: ifbridge.c, sys/net/if_bridge.c ----------------------------------------------------------------------
 
 
+MEMBER_FLAGS = {"private": net.BRPORT_ISOLATED, "learn": net.BRPORT_LEARNING, "discover": net.BRPORT_UNICAST_FLOOD}
+
+
 def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
     bridge, member = change.link(), change.net.find_link(value)
     ioctl_name = {"addm": "BRDGADD", "deletem": "BRDGDEL"}.get(word, "")
@@ -427,7 +458,37 @@ def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
     if word == "deletem":
         try_or_exit(operation, lambda: change.net.change_link(member.index, net.pack_number(net.LINK_MASTER, 0)))
     else:
-        try_or_exit("unable to set bridge flags", lambda: change.net.set_isolated(member.index, word == "private"))
+        flag = MEMBER_FLAGS[word.removeprefix("-")]
+        try_or_exit(
+            "unable to set bridge flags", lambda: change.net.set_port_flag(member.index, flag, not word.startswith("-"))
+        )
+
+
+def add_static_bridge_address(change: InterfaceChange, member_name: str, mac_text: str) -> None:
+    """Bind an Ethernet address to a member. See setbridge_static(), bridge_ioctl_saddr() and bridge_rtupdate()."""
+    mac = parse_ether_address(mac_text)
+    if mac is None:
+        raise base.errx(1, f"{member_name}: invalid address: {mac_text}")
+    operation = f"BRDGSADDR {member_name}"
+    bridge, member = change.link(), change.net.find_link(member_name)
+    if bridge.driver != "bridge":
+        raise base.err(1, operation, errno.EINVAL)
+    if member is None or member.master != bridge.index:
+        raise base.err(1, operation, errno.ENOENT)
+    if mac[0] & 1 or not any(mac):  # a multicast address, or none
+        raise base.err(1, operation, errno.EINVAL)
+    try_or_exit(operation, lambda: change.net.add_static_bridge_address(member.index, mac))
+
+
+def parse_ether_address(text: str) -> bytes | None:
+    """Parse six groups of one or two hexadecimal digits. Returns None for any other text. See ether_aton(3)."""
+    parts = text.split(":")
+    if len(parts) != 6 or not all(0 < len(part) < 3 and part.isalnum() and part.isascii() for part in parts):
+        return None
+    try:
+        return bytes(int(part, 16) for part in parts)
+    except ValueError:
+        return None
 
 
 # ---- addresses: af_inet.c, af_inet6.c, af_link.c --------------------------------------------------------------------
@@ -440,7 +501,7 @@ def apply_addresses(change: InterfaceChange) -> None:
             raise base.unsupported("a mask, or -alias, without an address")
         return
     link = change.link()
-    if change.family in ("ether", "link", "lladdr"):
+    if change.family in ETHER_FAMILIES:
         mac = parse_mac(change.address)
         try_or_exit(
             "ioctl (SIOCAIFADDR)", lambda: change.net.change_link(link.index, net.pack_attribute(net.LINK_ADDRESS, mac))
@@ -554,7 +615,7 @@ def show_matching_interfaces(netlink: net.NetlinkSocket, option_letters: set[str
             continue
         if group and group not in ("all", *link.groups):
             continue
-        if family in ("ether", "link", "lladdr") and link.flags & net.IFF_LOOPBACK and family == "ether":
+        if family in ETHER_FAMILIES and link.flags & net.IFF_LOOPBACK and family == "ether":
             continue
         names.append(link.name)
     if family in ("inet", "inet6"):
@@ -576,6 +637,7 @@ FLAGS = [
     (0x100, "PROMISC"),
     (0x800, "SIMPLEX"),
     (0x8000, "MULTICAST"),
+    (0x80000, "STATICARP"),
     (0x1000000, "LOWER_UP"),
 ]
 
@@ -584,13 +646,14 @@ def flags_of(link: net.Link) -> int:
     is_up = bool(link.flags & net.IFF_UP)
     flags = (0x1 | 0x40 if is_up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
     flags |= 0x100 if link.master else 0
+    flags |= 0x80000 if link.name in static_arp.load_names() else 0
     return flags | (0x1000000 if link.flags & net.IFF_LOWER_UP else 0)
 
 
 def show_interfaces(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], family: str) -> int:
     """Print the interfaces with these names. See status() in ifconfig.c."""
     addresses = netlink.list_addresses()
-    isolated_indexes = netlink.list_isolated_member_indexes()
+    port_flags = netlink.list_port_flags()
     for link in links:
         if link.name not in names:
             continue
@@ -607,7 +670,7 @@ def show_interfaces(netlink: net.NetlinkSocket, links: list[net.Link], names: li
         if family:
             continue
         if link.driver == "bridge":
-            show_bridge(link, links, isolated_indexes)
+            show_bridge(link, links, port_flags)
         if link.groups:
             base.print_line("\tgroups: " + " ".join(link.groups))
         if link.driver == "epair":
@@ -632,14 +695,19 @@ def show_address(address: net.Address, link: net.Link, family: str) -> None:
         )
 
 
-def show_bridge(link: net.Link, links: list[net.Link], isolated_indexes: set[int]) -> None:
+# sys/net/if_bridgevar.h IFBIF_*, in the order of IFBIFBITS
+MEMBER_FLAG_BITS = [(0x1, net.BRPORT_LEARNING), (0x2, net.BRPORT_UNICAST_FLOOD), (0x800, net.BRPORT_ISOLATED)]
+MEMBER_FLAG_NAMES = [(0x1, "LEARNING"), (0x2, "DISCOVER"), (0x40, "AUTOEDGE"), (0x100, "AUTOPTP"), (0x800, "PRIVATE")]
+
+
+def show_bridge(link: net.Link, links: list[net.Link], port_flags: dict[int, set[int]]) -> None:
     """Print the status and the members of a bridge. See bridge_status() and bridge_interfaces()."""
     base.print_line("\tid 00:00:00:00:00:00 priority 32768 hellotime 2 fwddelay 15")
     base.print_line("\tmaxage 20 holdcnt 6 proto rstp maxaddr 2000 timeout 1200")
     base.print_line("\troot id 00:00:00:00:00:00 priority 32768 ifcost 0 port 0")
     for member in links:
         if member.master == link.index:
-            is_private = member.index in isolated_indexes
-            flag_names = "LEARNING,DISCOVER,AUTOEDGE,AUTOPTP" + (",PRIVATE" if is_private else "")
-            base.print_line(f"\tmember: {member.name} flags={0x143 | (0x800 if is_private else 0):x}<{flag_names}>")
+            flags = 0x140 | sum(bit for bit, flag in MEMBER_FLAG_BITS if flag in port_flags[member.index])
+            names = [name for bit, name in MEMBER_FLAG_NAMES if flags & bit]
+            base.print_line(f"\tmember: {member.name} flags={flags:x}<{','.join(names)}>")
             base.print_line(f"\t        ifmaxaddr 0 port {member.index} priority 128 path cost 2000")

@@ -15,12 +15,16 @@ from shim import base
 NEWLINK, DELLINK, GETLINK, SETLINK = 16, 17, 18, 19
 NEWADDR, DELADDR, GETADDR = 20, 21, 22
 NEWROUTE, DELROUTE, GETROUTE = 24, 25, 26
+NEWNEIGH, DELNEIGH, GETNEIGH = 28, 29, 30
 REQUEST, ACK, DUMP, CREATE, EXCL, REPLACE = 1, 4, 0x300, 0x400, 0x200, 0x100
 NESTED = 0x8000
 
 LINK_ADDRESS, LINK_NAME, LINK_MTU, LINK_MASTER, LINK_PROTINFO, LINK_INFO = 1, 3, 4, 10, 12, 18
 LINK_NS_PID, LINK_ALIAS, LINK_NS_FD = 19, 20, 28
-BRPORT_ISOLATED = 33
+BRPORT_LEARNING, BRPORT_UNICAST_FLOOD, BRPORT_ISOLATED = 8, 9, 33
+AF_BRIDGE = 7
+NUD_INCOMPLETE, NUD_FAILED, NUD_NOARP, NUD_PERMANENT = 0x01, 0x20, 0x40, 0x80
+NTF_MASTER, NTF_STICKY = 0x04, 0x20
 
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING, IFF_LOWER_UP = 0x1, 0x8, 0x40, 0x10000
 
@@ -80,6 +84,14 @@ class Address:
     @property
     def text(self) -> str:
         return str(_socket.inet_ntop(self.family, self.address))
+
+
+class Neighbour:
+    """An entry of the ARP table. ``mac`` is empty if it is not known. ``age`` is in seconds."""
+
+    def __init__(self, index: int, state: int, address: bytes, mac: bytes, age: int) -> None:
+        self.index, self.state, self.address, self.age = index, state, address, age
+        self.mac = ":".join(f"{byte:02x}" for byte in mac)
 
 
 class NetlinkSocket:
@@ -156,21 +168,46 @@ class NetlinkSocket:
         flags, mask = (0, 0) if up is None else (IFF_UP if up else 0, IFF_UP)
         self.request(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
 
-    def set_isolated(self, index: int, is_isolated: bool) -> None:
-        port_attribute = pack_attribute(LINK_PROTINFO | NESTED, pack_attribute(BRPORT_ISOLATED, bytes([is_isolated])))
-        self.request(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port_attribute)
+    def set_port_flag(self, index: int, flag: int, value: bool) -> None:
+        """Set a BRPORT_… flag of a bridge member."""
+        port_attribute = pack_attribute(LINK_PROTINFO | NESTED, pack_attribute(flag, bytes([value])))
+        self.request(SETLINK, ACK, struct.pack("=BxHiII", AF_BRIDGE, 0, index, 0, 0) + port_attribute)
 
     def delete_link(self, index: int) -> None:
         self.request(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
 
-    def list_isolated_member_indexes(self) -> set[int]:
-        """Return the indexes of isolated bridge members, which cannot reach each other."""
-        indexes = set()
-        for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
-            port_attributes = parse_attributes(parse_attributes(body[16:]).get(LINK_PROTINFO, b""))
-            if port_attributes.get(BRPORT_ISOLATED, b"\0") != b"\0":
-                indexes.add(struct.unpack_from("=BxHi", body)[2])
-        return indexes
+    def list_port_flags(self) -> dict[int, set[int]]:
+        """Return the BRPORT_… flags that are set, for the index of each bridge member."""
+        flags = {}
+        for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", AF_BRIDGE, 0, 0, 0, 0)):
+            attributes = parse_attributes(parse_attributes(body[16:]).get(LINK_PROTINFO, b""))
+            flags[struct.unpack_from("=BxHi", body)[2]] = {flag for flag, value in attributes.items() if value == b"\1"}
+        return flags
+
+    def add_static_bridge_address(self, index: int, mac: bytes) -> None:
+        """Bind an Ethernet address to a bridge member. Without NTF_STICKY, Linux would move it when it learns."""
+        header = struct.pack("=BxxxiHBB", AF_BRIDGE, index, NUD_NOARP, NTF_MASTER | NTF_STICKY, 0)
+        self.request(NEWNEIGH, ACK | CREATE | REPLACE, header + pack_attribute(2, mac))
+
+    # ARP
+
+    def list_neighbours(self) -> list[Neighbour]:
+        neighbours = []
+        for _, body in self.request(GETNEIGH, DUMP, struct.pack("=BxxxiHBB", _socket.AF_INET, 0, 0, 0, 0)):
+            family, index, state, _, _ = struct.unpack_from("=BxxxiHBB", body)
+            attributes = parse_attributes(body[12:])
+            confirmed = struct.unpack_from("=I", attributes.get(3, bytes(4)))[0]  # in 1/100 s
+            if family == _socket.AF_INET and not state & (NUD_FAILED | NUD_NOARP):
+                neighbours.append(
+                    Neighbour(index, state, attributes[1], attributes.get(2, b""), min(confirmed // 100, 1199))
+                )
+        return neighbours
+
+    def change_neighbour(self, kind: int, index: int, address: bytes, mac: bytes = b"") -> None:
+        """Add or replace a permanent ARP entry (NEWNEIGH), or delete an entry (DELNEIGH)."""
+        flags = ACK | (CREATE | REPLACE if kind == NEWNEIGH else 0)
+        header = struct.pack("=BxxxiHBB", _socket.AF_INET, index, NUD_PERMANENT, 0, 0)
+        self.request(kind, flags, header + pack_attribute(1, address) + (pack_attribute(2, mac) if mac else b""))
 
     # addresses
 

@@ -4,6 +4,11 @@ pf evaluates its rules twice for a forwarded packet: ``in`` on one interface and
 prerouting (after rdr) and postrouting (after nat) do this. The last matching rule decides, a ``quick`` rule decides at
 once, and a packet without a match passes, so bits of the packet mark store the verdict until the end. ``keep state``
 sets a bit of the connection mark for the connection's direction. Only connections with this bit bypass the rules.
+A packet from a member of a bridge is evaluated on the member first and then on the bridge (bridge_input() and
+bridge_pfil() in sys/net/if_bridge.c), so a second table marks such packets with the member. The evaluation on the
+member requires pfil_member and pfil_local_phys. FreeBSD delivers a frame for the member's own Ethernet address to the
+member, and a copy of each broadcast to the member: pf evaluates these only on the member.
+
 Anchors are evaluated where the main ruleset calls them; anchors called with a wildcard are evaluated in
 alphabetical order. Other anchors have no effect.
 """
@@ -12,13 +17,21 @@ from __future__ import annotations
 
 import os
 
-from shim import base, pf
+from shim import base, net, pf
 
 BLOCK, KEEP, RETURN, REDIRECTED = 0x40000000, 0x20000000, 0x10000000, 0x08000000
 STATE_IN, STATE_OUT = 0x40000000, 0x20000000
+NOT_ON_BRIDGE, MEMBER = 0x04000000, 0xFFFF
+"""Mark bits of packets from members of a bridge: pf does not see the packet on the bridge; the member's number."""
+INITIAL_STATE = {"enabled": True, "skip": [], "rules": {}}
 ALL_MARK_BITS = BLOCK | KEEP | RETURN | REDIRECTED
 SOURCES = "pf_sources"
 NFT_PATHS = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
+
+
+def load_state() -> dict:  # type: ignore[type-arg]
+    """Return the rulesets, the skipped interfaces, and whether pf is enabled."""
+    return {**INITIAL_STATE, **base.load("pf", INITIAL_STATE)}
 
 
 def table_name() -> str:
@@ -26,8 +39,11 @@ def table_name() -> str:
     return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
 
 
-def interface_expression(key: str, name: str) -> list[str]:
+def interface_expression(key: str | dict[str, int], name: str) -> list[str]:
+    """Match an interface. ``key``: the name of nftables' selector, or the numbers of bridge members."""
     operator, interface = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
+    if isinstance(key, dict):
+        return [f"meta mark and {MEMBER:#x} {operator or '== '}{key[interface]}"] if name else []
     interface = "lo" if interface == "lo0" else interface
     return [f'{key} {operator}"{interface}"'] if name else []
 
@@ -45,7 +61,7 @@ def port_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     return [f"{rule['proto']} {key} {text.removeprefix('= ').replace(':', '-')}"] if text else []
 
 
-def match_expressions(rule: pf.Rule, interface_key: str) -> list[str]:
+def match_expressions(rule: pf.Rule, interface_key: str | dict[str, int]) -> list[str]:
     words = interface_expression(interface_key, rule["on"])
     if rule["af"]:
         words.append(f"meta nfproto {'ipv6' if rule['af'] == 'inet6' else 'ipv4'}")
@@ -73,13 +89,13 @@ def expand_anchors(rulesets: dict, kind: str, anchors: tuple[str, ...], path: st
     return expanded_rules
 
 
-def format_filter_rules(rules: list[pf.Rule], direction: str) -> list[str]:
+def format_filter_rules(rules: list[pf.Rule], direction: str, interface_key: str | dict[str, int]) -> list[str]:
     state_bit = STATE_IN if direction == "in" else STATE_OUT
     lines = []
     for rule in rules:
         if rule["direction"] not in ("", direction):
             continue
-        matches = match_expressions(rule, "iifname" if direction == "in" else "oifname")
+        matches = match_expressions(rule, interface_key)
         if rule["what"] == "block":
             if rule["drop"] == "return" and direction == "out":
                 if rule["direction"] == "out":
@@ -156,43 +172,100 @@ def format_rdr_rules(rules: list[pf.Rule]) -> list[str]:
 def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
     """Return the nft(8) script that applies the state atomically."""
     name = table_name()
-    header = f"table inet {name}\ndelete table inet {name}\n"
+    header = "".join(f"table {each} {name}\ndelete table {each} {name}\n" for each in ("inet", "bridge"))
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
         return header
     filter_rules = expand_anchors(state["rules"], "filter", ("anchor",))
     nat_rules = expand_anchors(state["rules"], "nat", ("nat-anchor",))
     rdr_rules = expand_anchors(state["rules"], "nat", ("rdr-anchor",))
+    numbers = number_interfaces(state, filter_rules)
+    bridges, members = list_bridges()
     chains = [
         ("rdr", "type nat hook prerouting priority -100", format_rdr_rules(rdr_rules)),
-        ("in", "type filter hook prerouting priority -90", format_filter_chain(state, filter_rules, "in")),
+        ("in", "type filter hook prerouting priority -90", format_filter_chain(state, filter_rules, "in", bridges)),
         ("nat", "type nat hook postrouting priority 100", format_nat_rules(nat_rules)),
         ("out", "type filter hook postrouting priority 110", format_filter_chain(state, filter_rules, "out")),
     ]
+    if bridges:
+        lines = format_filter_chain(state, filter_rules, "in", bridges, numbers)
+        chains.append(("member", "type filter hook prerouting priority -95", lines))
     body = "".join(
         f"  chain pf_{key} {{\n    {hook}; policy accept;\n" + "".join(f"    {line}\n" for line in lines) + "  }\n"
         for key, hook, lines in chains
         if lines
     )
     sources = f"  set {SOURCES} {{ type ipv4_addr; size 65535; flags dynamic; }}\n" if f"@{SOURCES} " in body else ""
-    return f"{header}table inet {name} {{\n{sources}{body}}}\n" if body else header
+    bridge_table = format_bridge_table(numbers, bridges, members) if bridges else ""
+    return f"{header}{bridge_table}table inet {name} {{\n{sources}{body}}}\n" if body else header
 
 
-def format_filter_chain(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
-    """Return the lines of the chain for one direction of the filter rules, or [] if there are no rules."""
+def number_interfaces(state: dict, rules: list[pf.Rule]) -> dict[str, int]:  # type: ignore[type-arg]
+    """Return a number for each interface that a rule names. All others have the number MEMBER."""
+    names = sorted({*state["skip"], *(rule["on"].removeprefix("! ") for rule in rules if rule["on"])})
+    return {name: number for number, name in enumerate(names, start=1)}
+
+
+def list_bridges() -> tuple[list[net.Link], list[net.Link]]:
+    """Return the bridges of this state directory that have members, and the members.
+
+    Bridges of other state directories may be in the same network namespace.
+    """
+    own_interfaces = base.load("interfaces", {"names": []})["names"]
+    links = net.NetlinkSocket().list_links()
+    bridges = [link for link in links if link.driver == "bridge" and f"bridge{link.unit}" in own_interfaces]
+    members = [link for link in links if link.master in {bridge.index for bridge in bridges}]
+    return [bridge for bridge in bridges if bridge.index in {member.master for member in members}], members
+
+
+def name_set(links: list[net.Link]) -> str:
+    return "{ " + ", ".join(f'"{link.linux_name}"' for link in links) + " }"
+
+
+def format_bridge_table(numbers: dict[str, int], bridges: list[net.Link], members: list[net.Link]) -> str:
+    """Return the table that marks packets with the bridge member from which they come."""
+    macs = "{ " + ", ".join({link.mac for link in bridges}) + " }"
+    lines = [f"iifname != {name_set(members)} accept", f"meta mark set {MEMBER:#x}"]
+    lines += [f'iifname "{name}" meta mark set {number}' for name, number in numbers.items()]
+    lines.append(f"ether daddr != {macs} meta mark set meta mark or {NOT_ON_BRIDGE:#x}")
+    sysctls = base.load("sysctl", {})
+    if "0" in (sysctls.get("net.link.bridge.pfil_member", "1"), sysctls.get("net.link.bridge.pfil_local_phys", "0")):
+        lines.append(f"ether daddr {macs} meta mark set 0")
+    body = "".join(f"    {line}\n" for line in lines)
+    hook = "    type filter hook prerouting priority -300\n"
+    return f"table bridge {table_name()} {{\n  chain members {{\n{hook}{body}  }}\n}}\n"
+
+
+def format_filter_chain(
+    state: dict,  # type: ignore[type-arg]
+    rules: list[pf.Rule],
+    direction: str,
+    bridges: list[net.Link] | None = None,
+    numbers: dict[str, int] | None = None,
+) -> list[str]:
+    """Return the lines of the chain for one direction of the filter rules, or [] if there are no rules.
+
+    ``bridges``: the bridges from which packets may come. ``numbers``: the numbers of interfaces, for the chain that
+    evaluates the rules on the members of these bridges.
+    """
     if not rules:
         return []
-    key, own_state_bit, reply_state_bit = (
-        ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
-    )
-    lines = [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
+    own_state_bit, reply_state_bit = (STATE_IN, STATE_OUT) if direction == "in" else (STATE_OUT, STATE_IN)
+    key = numbers if numbers is not None else "iifname" if direction == "in" else "oifname"
+    lines = []
+    if numbers is not None:
+        lines += [f"iifname != {name_set(bridges or [])} accept", f"meta mark and {MEMBER:#x} == 0 accept"]
+    elif bridges:
+        lines.append(f"iifname {name_set(bridges)} meta mark and {NOT_ON_BRIDGE:#x} != 0 accept")
+    lines += [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
     lines += [
-        f"ct direction original ct state established,related ct mark and {own_state_bit:#x} != 0 accept",
+        # A state that the packet itself has created on the member also counts on the bridge.
+        f"ct direction original ct mark and {own_state_bit:#x} != 0 accept",
         f"ct direction reply ct state established,related ct mark and {reply_state_bit:#x} != 0 accept",
     ]
-    if direction == "in":
+    if direction == "in" and numbers is None:
         lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own_state_bit:#x} accept")
     lines.append(f"meta mark set meta mark and {~ALL_MARK_BITS & 0xFFFFFFFF:#x}")
-    lines += format_filter_rules(rules, direction)
+    lines += format_filter_rules(rules, direction, key)
     if direction == "in":
         lines.append(f"meta mark and {RETURN:#x} != 0 meta l4proto tcp reject with tcp reset")
         lines.append(f"meta mark and {RETURN:#x} != 0 reject")
@@ -208,7 +281,7 @@ def apply_ruleset(state: dict) -> None:  # type: ignore[type-arg]
 
 
 def remove_ruleset() -> None:
-    run_nft(f"table inet {table_name()}\ndelete table inet {table_name()}\n")
+    run_nft(format_ruleset({**INITIAL_STATE, "enabled": False}))
 
 
 def run_nft(script: str) -> None:

@@ -12,7 +12,6 @@ usage: pfctl [-AdeghMmNnOPqRrvz] [-a anchor] [-D macro=value] [-F modifier]
 \t[-f file] [-i interface] [-K host | network]
 \t[-k host | network | gateway | label | id] [-o level] [-p device]
 \t[-s modifier] [-t table -T command [address ...]] [-x level]"""
-INITIAL_STATE = {"enabled": True, "skip": [], "rules": {}}
 SHOW_MODIFIERS = ("nat", "rules", "Anchors", "info")
 FLUSH_MODIFIERS = ("nat", "rules", "all")
 MODIFIERS = (
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
         raise base.err(1, "/dev/pf", errno.ENOENT)
     quiet = "q" in values
     with base.locked():
-        state = {**INITIAL_STATE, **base.load("pf", INITIAL_STATE)}
+        state = pf_nft.load_state()
         if shown_modifier:
             show(state, anchor, shown_modifier, "P" in values)
         if flushed_modifier:

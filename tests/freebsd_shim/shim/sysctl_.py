@@ -31,6 +31,7 @@ VARIABLES = {
     "net.inet6.ip6.forwarding": ("proc:/proc/sys/net/ipv6/conf/all/forwarding", "rw"),
     "net.link.bridge.inherit_mac": ("state:0", "rw"),
     "net.link.bridge.pfil_bridge": ("state:1", "rw"),
+    "net.link.bridge.pfil_local_phys": ("state:0", "rw"),
     "net.link.bridge.pfil_member": ("state:1", "rw"),
     "net.link.bridge.pfil_onlyip": ("state:1", "rw"),
     "security.jail.enforce_statfs": ("=2", "ro"),
@@ -78,6 +79,10 @@ def write_value(name: str, value: str) -> None:
         values = base.load("sysctl", {})
         values[name] = value
         base.save("sysctl", values)
+        if name.startswith("net.link.bridge.pfil_"):
+            from shim import pf_nft
+
+            pf_nft.apply_ruleset(pf_nft.load_state())  # The rules of bridge members depend on them.
 
 
 def main(argv: list[str]) -> int:

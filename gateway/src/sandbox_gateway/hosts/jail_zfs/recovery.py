@@ -58,7 +58,7 @@ class JailRecovery:
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(storage_scan.sandboxes)
         adopted_sandboxes = (sandbox for sandbox in storage_scan.sandboxes if sandbox.instance in scan.alive)
-        await finish_despite_cancellation(wait_for_all(*map(self._runner.enforce_policy, adopted_sandboxes)))
+        await finish_despite_cancellation(wait_for_all(*map(self._runner.restore_network, adopted_sandboxes)))
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:

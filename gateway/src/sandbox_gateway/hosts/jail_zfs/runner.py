@@ -102,10 +102,10 @@ class JailRunner:
 
     # -- network policy ---------------------------------------------------------------------------------------------
 
-    async def enforce_policy(self, sandbox: Sandbox) -> None:
-        """Load the network rules of an adopted jail."""
+    async def restore_network(self, sandbox: Sandbox) -> None:
+        """Connect an adopted jail, and load its network rules."""
         machine = self._register.require_running(sandbox)
-        await self._network.apply_policy(machine.jail, machine.epair, sandbox.network)
+        await self._network.restore(machine.jail, machine.epair, sandbox.network)
 
     async def change_policy(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Load new rules, apply them to open connections as well, and update the jail's name servers."""

@@ -7,6 +7,10 @@
 
 The members of the bridge are private: they can reach the host, but not each other. pf controls access to the host and
 to other networks. Every epair is created in the interface group ``<prefix>-epair``.
+
+Root in a jail may send frames with any Ethernet address and forge ARP. Therefore, neither the bridge nor the host
+learns addresses: the gateway binds the Ethernet address of each jail to its bridge member, and its IP address to its
+Ethernet address.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 _ABSENT_MESSAGES = ("does not exist",)
+_NO_ARP_ENTRY_MESSAGES = ("No such file or directory", "cannot locate")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,15 @@ def parse_inet(text: str) -> list[str]:
     return [f"{address}/{int(mask, 16).bit_count()}" for address, mask in matches]
 
 
+def _derive_mac(address: ipaddress.IPv4Address) -> str:
+    return ":".join(["02:5b", *(f"{byte:02x}" for byte in address.packed)])
+
+
+def parse_arp(text: str) -> dict[str, str]:
+    """Return the Ethernet addresses in the output of ``arp -n -a``, by IPv4 address."""
+    return dict(re.findall(r"^\S+ \((\d{1,3}(?:\.\d{1,3}){3})\) at ([0-9a-f:]{17}) ", text, re.MULTILINE))
+
+
 class Bridge:
     """Manages the bridge ``name`` of the network ``subnet``, and its epairs, whose names begin with ``prefix``."""
 
@@ -55,9 +69,8 @@ class Bridge:
 
     def epair(self, number: int) -> Epair:
         address = self.subnet.network_address + number
-        mac_suffix = ":".join(f"{byte:02x}" for byte in address.packed)
         name = f"{self._prefix}-{number}"
-        return Epair(number, f"{name}a", f"{name}b", str(address), f"02:5b:{mac_suffix}")
+        return Epair(number, f"{name}a", f"{name}b", str(address), _derive_mac(address))
 
     async def open(self) -> None:
         """Create the bridge if it is missing, and bring it up. Raises BackendFailed if it has a different address."""
@@ -72,7 +85,8 @@ class Bridge:
                 f"the bridge {self.name} has the address {addresses[0]}, not {expected_address}: "
                 "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
             )
-        await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "up")
+        # staticarp: the host answers ARP requests, but does not add or change an entry because of a packet.
+        await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "staticarp", "up")
 
     async def close(self) -> None:
         """Remove the bridge. Call this only when the bridge has no members."""
@@ -90,25 +104,56 @@ class Bridge:
                     self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
                 )
             )
-            await self._run("ifconfig", self.name, "addm", epair.outer, "private", epair.outer)
+            await self._connect(epair, is_member=False)
         except BaseException:
-            await finish_despite_cancellation(wait_for_all(self._destroy(name), self._destroy(epair.outer)))
+            await finish_despite_cancellation(wait_for_all(self._destroy(name), self.destroy(epair)))
             raise
 
+    async def restore(self, epair: Epair) -> bool:
+        """Connect the epair of a jail that an earlier gateway process started. Returns False if it does not exist."""
+        if epair.outer not in await self._list_outer_ends():
+            return False
+        await self._connect(epair, is_member=f"\tmember: {epair.outer} " in await self._run("ifconfig", self.name))
+        return True
+
+    async def _connect(self, epair: Epair, *, is_member: bool) -> None:
+        outer = epair.outer
+        # -learn, -discover and static: the member gets exactly the frames for the jail's Ethernet address.
+        flags = ("private", outer, "-learn", outer, "-discover", outer, "static", outer, epair.mac)
+        await self._run("ifconfig", self.name, *(() if is_member else ("addm", outer)), *flags)
+        await self._run("arp", "-S", epair.address, epair.mac)
+
     async def destroy(self, epair: Epair) -> None:
-        """Destroy both ends of an epair, even if the inner end is in a jail."""
-        await self._destroy(epair.outer)
+        """Destroy both ends of an epair, even if the inner end is in a jail, and the ARP entry of the jail."""
+        await self._destroy(epair.outer)  # Its static address in the bridge is removed with it.
+        await self._delete_arp_entry(epair.address)
+
+    async def _delete_arp_entry(self, address: str) -> None:
+        await self._run.run_removal("arp", "-d", address, absent_messages=_NO_ARP_ENTRY_MESSAGES)
 
     async def _destroy(self, interface: str) -> None:
         await self._run.run_removal("ifconfig", interface, "destroy", absent_messages=_ABSENT_MESSAGES)
 
     async def sweep(self, in_use: set[int]) -> list[str]:
-        """Destroy the epairs whose numbers are not in ``in_use``. Returns their names."""
+        """Remove the epairs and ARP entries whose numbers are not in ``in_use``. Returns a description of each."""
         known_names = {self.epair(number).outer for number in in_use}
         stray_names = [name for name in (await self._list_outer_ends()) if name not in known_names]
         for name in stray_names:
             await self._destroy(name)
-        return stray_names
+        arp_entries = parse_arp(await self._run("arp", "-n", "-i", self.name, "-a"))
+        known_addresses = {self.epair(number).address for number in in_use}
+        # Only the gateway's entries have the Ethernet address that the gateway derives from the IP address.
+        stray_addresses = [
+            address
+            for address, mac in arp_entries.items()
+            if mac == _derive_mac(ipaddress.IPv4Address(address)) and address not in known_addresses
+        ]
+        for address in stray_addresses:
+            await self._delete_arp_entry(address)
+        return [
+            *(f"the epair {name}" for name in stray_names),
+            *(f"the ARP entry of {address}" for address in stray_addresses),
+        ]
 
     async def _list_outer_ends(self) -> list[str]:
         """Return the outer ends of this gateway's epairs. `ifconfig -g` fails without a message if there are none."""

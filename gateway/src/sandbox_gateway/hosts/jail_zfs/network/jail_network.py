@@ -7,14 +7,18 @@ from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
 from sandbox_gateway.hosts.network_policy import name_servers
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
+
+log = Logger("jail_zfs")
 
 
 class JailNetwork:
     """Manages the bridge, and the epair and the packet filter rules of each jail."""
 
     def __init__(self, run: CommandRunner, config: Config) -> None:
+        self._run = run
         prefix = config.network.prefix
         bridge_name = config.jail_zfs.bridge or f"{prefix}br"
         self.bridge = Bridge(run, name=bridge_name, prefix=prefix, subnet=config.network.subnet)
@@ -23,6 +27,8 @@ class JailNetwork:
 
     async def open(self) -> None:
         await self.bridge.open()
+        # By default, pf does not see packets for the host on the bridge member, where their source is checked.
+        await self._run("sysctl", *(f"net.link.bridge.{name}=1" for name in ("pfil_member", "pfil_local_phys")))
         await self._pf.open(self._config.jail_zfs.egress)
 
     async def close(self) -> None:
@@ -43,6 +49,13 @@ class JailNetwork:
             wait_for_all(self.bridge.create(epair), self.apply_policy(jail, epair, policy))
         )
 
+    async def restore(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
+        """Connect a jail that an earlier gateway process started, and load its rules."""
+        if not await self.bridge.restore(epair):
+            # Root in a jail may destroy its interface. This must not keep the gateway from starting.
+            log.warning("the network interface of a jail does not exist any more", jail=jail, interface=epair.outer)
+        await self.apply_policy(jail, epair, policy)
+
     async def apply_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
         """Replace the rules of a jail atomically. Open connections stay open."""
         await self._pf.apply(jail, epair, policy, self.name_servers())
@@ -59,13 +72,10 @@ class JailNetwork:
         await self._pf.flush(jail)
 
     async def sweep(self, numbers: set[int], jails: set[str]) -> list[str]:
-        """Remove epairs whose numbers are not in ``numbers``, and the rules of jails that are not in ``jails``.
+        """Remove the epairs and ARP entries whose numbers are not in ``numbers``, and the rules of other jails.
 
         Returns a description of each.
         """
-        epair_names = await self.bridge.sweep(numbers)
+        descriptions = await self.bridge.sweep(numbers)
         jail_names = await self._pf.sweep(jails)
-        return [
-            *(f"the epair {name}" for name in epair_names),
-            *(f"the rules of the jail {name}" for name in jail_names),
-        ]
+        return descriptions + [f"the rules of the jail {name}" for name in jail_names]

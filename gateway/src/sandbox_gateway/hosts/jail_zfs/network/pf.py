@@ -4,6 +4,11 @@ The main rules evaluate the anchors (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``)
 blocks traffic that no rule allows, and translates outgoing connections to the host's address. A jail's anchor
 ``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail may give its interface any address, so the
 rules on its epair drop packets from other addresses.
+
+pf evaluates the packets of a jail on its epair, which is a member of the bridge, and then on the bridge. If a frame is
+a broadcast, or for the Ethernet address of the epair's outer end, the host receives it from the epair, and not from the
+bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets with a state pass; by default,
+pf's states are not bound to an interface.
 """
 
 from __future__ import annotations
@@ -35,14 +40,14 @@ def bridge_rules(bridge: Bridge, egress: str) -> str:
 
 def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
     """Return the rules of one jail. Raises Invalid if the policy contains a malformed address."""
-    scope = f"quick on {bridge.name} inet"
+    scope = f"quick on {epair.outer} inet"
     # "global" counts the states of all rules together. It counts states by address, so reloading does not reset them.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"
     from_clause = f"from {epair.address}"
     lines = [
         f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
         f"block drop in quick on {epair.outer} inet6 all",
-        f"pass out {scope} from {bridge.gateway} to {epair.address}",
+        f"pass out quick on {bridge.name} inet from {bridge.gateway} to {epair.address}",
     ]
     lines += [
         f"block return in {scope} {from_clause} to {target}"
