@@ -3,7 +3,7 @@
 ``engine`` creates the groups of operations. Its constructor has the same sections as this overview, and shows which
 groups each group uses.
 
-* State of all groups: ``context``; ``index`` and ``creation_order``, ``names``, ``events``, ``secret``;
+* State of all groups: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``record_changes`` and ``volume_records`` save changed records; ``own_changes`` counts those of a run.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
