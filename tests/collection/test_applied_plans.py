@@ -168,7 +168,8 @@ def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
 
 
 def test_hosts_create_the_same_objects_at_the_same_time(plan_target: Target, plan_path: Path) -> None:
-    tasks = [BOX, step("sandbox_snapshot", name="before", sandbox="box")]
+    boxes = step("sandbox", name=[f"box{number}" for number in range(4)], template="base")
+    tasks = [boxes, step("sandbox_snapshot", name="before", sandbox="box1")]
     hosts = ",".join(f"h{number}" for number in range(5))
     play, options = {"hosts": hosts, "tasks": tasks}, ("-i", f"{hosts},")
     for mode, environment in (
