@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
-from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc
+from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc, server_start
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings, replace_file
 from tests.kvm_xfs.test_netns import run_inside
 from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
@@ -138,6 +139,22 @@ async def test_a_compromised_server_cannot_reach_the_servers_of_other_volumes(xf
         namespace = f"--net=/proc/{volume.pid}/ns/net"
         command = ["nsenter", namespace, sys.executable, "-c", CONNECT_SCRIPT, json.dumps(targets)]
         assert json.loads(await asyncio.to_thread(run_command, *command)) == []
+
+
+@pytest.mark.skipif(not launcher.can_restrict_ports(), reason="the kernel cannot restrict ports: Linux 6.7 can")
+async def test_a_server_cannot_open_the_port_of_another(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration tells the server to open that port, as a compromised server would."""
+    async with setup(xfs_root) as s:
+        volume, other_volume, (slot, _) = await s.create_volume(), await s.create_volume(), await s.create_guest()
+        render = server_start.render_configuration
+
+        def render_for_other_port(address: str, gateway: str, name: str, port: int, *arguments: Any) -> str:
+            return render(address, gateway, name, other_volume.port if name == volume.id else port, *arguments)
+
+        monkeypatch.setattr(server_start, "render_configuration", render_for_other_port)
+        with pytest.raises(BackendFailed, match="Error binding"):
+            await volume.serve({slot: False})
+        await other_volume.serve({slot: False})
 
 
 FORBIDDEN_CALLS_SCRIPT = """

@@ -1,13 +1,15 @@
 """Start the server of one volume in isolation.
 
-    launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
+    launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER PORT
 
 This program runs as root and uses only the standard library.
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
 process namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
-FILTER (hexadecimal); and few capabilities. When the server ends, its mounts disappear, because no other namespace has
-them, and the loop device detaches itself. The network namespace remains.
+FILTER (hexadecimal); and few capabilities. If the kernel supports it, the server can listen only on the TCP ports PORT
+and PORT + 1, and connect to none: the servers of all volumes share a network namespace. When the server ends, its
+mounts disappear, because no other namespace has them, and the loop device detaches itself. The network namespace
+remains.
 
 nfs-ganesha resolves names with slashes as the kernel does, and a guest may request `/usr` or `../x`. It also accepts
 handles of every file system that it knows. So the server must not see any other file system: after it has started, the
@@ -65,6 +67,11 @@ _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
 _LOOP_CONFIG = struct.Struct("=II 5Q4I64s64s32s2Q 64x")
 _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
+_SYS_LANDLOCK_CREATE_RULESET, _SYS_LANDLOCK_ADD_RULE, _SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_CREATE_RULESET_VERSION, _LANDLOCK_RULE_NET_PORT = 1, 2
+_LANDLOCK_BIND_TCP, _LANDLOCK_CONNECT_TCP = 1, 2
+_LANDLOCK_VERSION_WITH_PORTS = 4
+"""The version of Landlock in Linux 6.7."""
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act on behalf of users in the guests.
 _KEPT_CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
@@ -76,7 +83,7 @@ _PROGRAM_DIRECTORIES = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str) -> int:
+def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str, port: str) -> int:
     rpcbind_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     error_reader, error_writer = os.pipe()  # A successful exec closes the writer.
     with open(network) as namespace:
@@ -85,7 +92,7 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
     server_pid = os.fork()
     if not server_pid:
         try:
-            _exec_server(image, directory, volume, program, rpcbind_socket, bytes.fromhex(filter_hex))
+            _exec_server(image, directory, volume, program, rpcbind_socket, bytes.fromhex(filter_hex), int(port))
         except BaseException as error:
             os.write(error_writer, (str(error) or type(error).__name__).encode())
         os._exit(1)
@@ -105,7 +112,13 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
 
 
 def _exec_server(
-    image: str, directory: str, volume: str, program: str, rpcbind_socket: socket.socket, seccomp_filter: bytes
+    image: str,
+    directory: str,
+    volume: str,
+    program: str,
+    rpcbind_socket: socket.socket,
+    seccomp_filter: bytes,
+    port: int,
 ) -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     # The loop device keeps the file open and thus locked.
@@ -135,6 +148,7 @@ def _exec_server(
     for descriptor in (0, 1):
         # The caller's in-memory log: an open file of the host would give access to other files of the host.
         os.dup2(2, descriptor)
+    _restrict_ports((port, port + 1))
     _drop_privileges(seccomp_filter)
     os.execv(
         program,
@@ -225,6 +239,27 @@ def _attach_loop_device(image_fd: int, image: str) -> tuple[int, str]:
                     raise
     finally:
         os.close(control_fd)
+
+
+def can_restrict_ports() -> bool:
+    """Return whether the kernel can restrict the TCP ports of a process."""
+    version = _libc.syscall(_SYS_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION)
+    return bool(version >= _LANDLOCK_VERSION_WITH_PORTS)
+
+
+def _restrict_ports(ports: tuple[int, ...]) -> None:
+    """Allow only ``ports`` for listening on TCP, and no TCP connections to others, if the kernel can restrict them."""
+    if not can_restrict_ports():
+        return
+    attributes = struct.pack("=QQ", 0, _LANDLOCK_BIND_TCP | _LANDLOCK_CONNECT_TCP)
+    ruleset_fd = _libc.syscall(_SYS_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+    _check_result("landlock_create_ruleset", min(ruleset_fd, 0))
+    for port in ports:
+        rule = struct.pack("=QQ", _LANDLOCK_BIND_TCP, port)
+        result = _libc.syscall(_SYS_LANDLOCK_ADD_RULE, ruleset_fd, _LANDLOCK_RULE_NET_PORT, rule, 0)
+        _check_result("landlock_add_rule", result)
+    _check_result("landlock_restrict_self", _libc.syscall(_SYS_LANDLOCK_RESTRICT_SELF, ruleset_fd, 0))
+    os.close(ruleset_fd)
 
 
 def _drop_privileges(seccomp_filter: bytes) -> None:

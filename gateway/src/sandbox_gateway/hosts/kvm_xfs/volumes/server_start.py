@@ -81,7 +81,7 @@ class ServerStarter:
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program_path),
-            *(str(self.namespace), file_server_filter().hex()),
+            *(str(self.namespace), file_server_filter().hex(), str(settings.port)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
