@@ -150,9 +150,11 @@ notes:
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
   - In a check run, a task is skipped if its sandbox has no machine yet that the task could use, because a task of this
-    collection would create, restart or roll back the sandbox, or change its volumes. The host is unreachable if such a
-    task would pause or remove the sandbox. A task with C(check_mode=false) is only skipped if there is no such sandbox
-    yet.
+    collection would create, restart or roll back the sandbox, or change its volumes. It is also skipped if the sandbox
+    is paused, or such a task would pause it, and it was created with C(autoResume); the check run does not resume it.
+    The host is unreachable if such a task would pause the sandbox and it was created without C(autoResume), or if such
+    a task would remove it. A task with C(check_mode=false) acts on the real sandbox, which it can also resume. It is
+    only skipped if there is no such sandbox yet.
 """
 
 import contextlib
@@ -168,7 +170,7 @@ from ansible.utils.display import Display
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
-from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import has_session, require_machine
+from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import is_check_run, require_machine
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, task_host_name
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE_KIND, Channel, Process
@@ -233,7 +235,7 @@ class Connection(ConnectionBase):
         Ansible reads this before it searches for a Python interpreter, whose errors some releases only print. So skip
         a task before that.
         """
-        if has_session():
+        if is_check_run():
             self._connect()
         return ("",)
 
@@ -243,7 +245,7 @@ class Connection(ConnectionBase):
 
         Without the check at this point, a task that must be skipped would end with a timeout.
         """
-        if has_session():
+        if is_check_run():
             with contextlib.suppress(UnreachableError):
                 self._connect()
         raise AttributeError("transport_test")
@@ -251,7 +253,7 @@ class Connection(ConnectionBase):
     def _connect(self) -> Connection:
         """Create the channel, which connects at the first request.
 
-        Raises PlannedMachineSkip in a check run if the sandbox exists only in the plan, and UnreachableError.
+        Raises PlannedMachineSkip in a check run if the task must be skipped, and UnreachableError.
         """
         if self._channel is None:
             try:
@@ -279,7 +281,7 @@ class Connection(ConnectionBase):
             "ca_path": str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
             "validate_certs": gateway.validate_certs,
         }
-        if has_session():
+        if is_check_run():
             client = Client(**gateway_options)
             try:
                 require_machine(client, sandbox, check_mode=self._check_mode)

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ansible import constants as C
 from ansible import context
@@ -29,7 +29,7 @@ _END_TIMEOUT_SECONDS = 5
 
 
 class PlannedMachineSkip(AnsibleActionSkip, AnsibleConnectionFailure):
-    """Skips a task, because its machine exists only in the plan.
+    """Skips a task, because its machine does not run yet: only the plan, or the task itself, would start it.
 
     It is a connection failure too, because some action plugins (such as `fetch`) raise only these again.
     """
@@ -134,8 +134,9 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
     """Raise an exception if a task of a check run must not be sent to ``sandbox``, an id or a name.
 
     ``check_mode`` says whether the task itself is in check mode. Other tasks act on the real sandbox, so only its
-    existence matters to them. Raises PlannedMachineSkip if the task needs a machine that only the run starts, and
-    Failure if a run could not reach the sandbox either. Enters the plan session of the run.
+    existence matters to them. Raises PlannedMachineSkip if the task needs a machine that only the run starts, or if the
+    gateway would resume the sandbox for it, and Failure if a run could not reach the sandbox either. Enters the plan
+    session of the run, if there is one.
     """
     path = f"/sandboxes/{quote_segment(sandbox)}"
     real = None if is_planned_id(sandbox) else client.find(path)
@@ -144,14 +145,16 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
     planned = client.find(path) if enter_session(client) else None
     if planned is not None:
         _check_machine(planned, real, client.plan_opened_at)
-    elif real is None:
+    elif real is None and has_session():
         raise Failure(
             f"sandbox {sandbox} not found, neither at the gateway {client.address.url} nor in a plan session of the "
             "connection's key: use the same gateway and the same key for the connection as for the tasks that plan the "
             "sandbox"
         )
-    elif client.is_planning and real["createdAt"] <= client.plan_opened_at:
+    elif real is not None and client.is_planning and real["createdAt"] <= client.plan_opened_at:
         raise Failure(f"the plan removes sandbox {sandbox}, so that a run could not reach it")
+    if real is not None and real["state"] == "paused" and real["lifecycle"]["autoResume"]:
+        _skip(f"sandbox {real['name'] or real['sandboxID']} is paused, and this task would resume it")
 
 
 def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_at: str) -> None:
@@ -171,6 +174,10 @@ def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_
         reason = f"the plan changes the volumes of sandbox {name}"
     else:
         return
+    _skip(reason)
+
+
+def _skip(reason: str) -> NoReturn:
     raise PlannedMachineSkip(wrap_var(make_printable(f"{reason}: this task is skipped in check mode")))
 
 

@@ -318,6 +318,56 @@ def test_changes_of_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
         assert results["for real"].status == "ok", (name, run.output)
 
 
+@each_release
+@pytest.mark.parametrize("has_plan", [False, True], ids=["without a plan", "with a plan"])
+def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: MemoryGateway, tmp_path: Path) -> None:
+    """Only a task that is to act on the real sandbox resumes it."""
+    create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})
+    create_sandbox(gateway, "stopped")
+    sandbox_paths = ("/sandboxes/asleep", "/sandboxes/stopped")
+    with gateway.client() as client:
+        for path in sandbox_paths:
+            client.post(f"{path}/pause").raise_for_status()
+        sandboxes = [client.get(path).json() for path in sandbox_paths]
+    tasks = make_guest_tasks(tmp_path)
+    hosts = [
+        add_host(gateway, name, name, ansible_python_interpreter=sys.executable)
+        for name in ("asleep", "stopped", "missing")
+    ]
+    local_play = plan(
+        gateway,
+        *(CREATE_TASKS if has_plan else ()),
+        *hosts,
+        {"name": "delegated", "ansible.builtin.ping": {}, "delegate_to": "asleep"},
+    )
+    ping = {"name": "stopped ping", "ansible.builtin.ping": {}, "ignore_unreachable": True}
+    run = run_playbook(
+        tmp_path,
+        local_play,
+        {"hosts": "asleep", "gather_facts": True, "tasks": tasks},
+        {"hosts": ["stopped", "missing"], "gather_facts": False, "tasks": [ping]},
+        core=core,
+    )
+    results = run.of("asleep")
+    assert set(results) == {"Gathering Facts", *(task["name"] for task in tasks)}, run.output
+    assert {result.status for result in results.values()} == {"skipped"}, run.output
+    message = f"sandbox asleep is paused, and this task would resume it: {SKIPPED}"
+    for result in (results["Gathering Facts"], results["command"], run.results["delegated", "localhost"]):
+        assert result.status == "skipped" and result.message == message, run.output
+    assert not list((tmp_path / "target").iterdir())
+    for host, reason in (("stopped", "is paused: resume it first"), ("missing", "not found")):
+        (result,) = run.of(host).values()
+        assert result.status == "unreachable" and reason in result.message, run.output
+    assert ("plan session" in run.results["stopped ping", "missing"].message) is has_plan
+    with gateway.client() as client:
+        assert [client.get(path).json() for path in sandbox_paths] == sandboxes
+    real_task = {"name": "for real", "ansible.builtin.command": "true", "check_mode": False}
+    run = run_playbook(tmp_path, local_play, {"hosts": "asleep", "gather_facts": False, "tasks": [real_task]}, core=core)
+    assert run.results["for real", "asleep"].status == "ok", run.output
+    with gateway.client() as client:
+        assert client.get("/sandboxes/asleep").json()["state"] == "running"
+
+
 def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]) -> None:
     guest_tasks = [
         {"name": "ping", "ansible.builtin.ping": {}},
