@@ -55,6 +55,12 @@ options:
         not set it yourself.
     type: bool
     default: false
+  is_async:
+    description:
+      - Whether the task is asynchronous, so that the action plugin does not receive the module's result, and the module
+        must not add anything for it. The action plugin sets it; do not set it yourself.
+    type: bool
+    default: false
   predict_only:
     description:
       - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it

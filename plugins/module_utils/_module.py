@@ -33,6 +33,7 @@ COMMON_ARGUMENTS: dict[str, Any] = {
     "check_run": {"type": "str"},
     "predict_only": {"type": "bool", "default": False},
     "approved_plan": {"type": "dict"},
+    "is_async": {"type": "bool", "default": False},
     "from_action_plugin": {"type": "bool", "default": False},
 }
 

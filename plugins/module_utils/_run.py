@@ -81,6 +81,8 @@ def run(
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
     masked_result: dict[str, Any] = mask_secrets(result, secrets)
+    if params.get("is_async"):
+        return masked_result
     if entry is not None:
         # The entry contains secrets only as hashes. Masking would change names that contain a short secret.
         masked_result[PLAN_KEY] = {

@@ -117,6 +117,8 @@ class GatewayAction(ActionBase):
             # A single task in check mode, within a real run, must see the changes of that run instead.
             args["check_run"] = _check_run.make_run_name()
             args["predict_only"] = _is_always_in_check_mode(self._task, self._templar, task_vars)
+            # Ansible registers the module's result of an asynchronous task as it is.
+            args["is_async"] = bool(self._task.async_val)
             _check_run.record_session()
         return args
 
@@ -138,7 +140,8 @@ class GatewayAction(ActionBase):
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
         session = result.pop(SESSION_KEY, None)
-        if not isinstance(session, str) or self._connection.transport == CONNECTION_PLUGIN_NAME:
+        is_unknown = not isinstance(session, str) and not args.get("is_async")
+        if is_unknown or self._connection.transport == CONNECTION_PLUGIN_NAME:
             return
         environment = self._environment()
         url = str(args.get("gateway_url") or environment.get(URL_VARIABLE) or DEFAULT_URL)
@@ -149,9 +152,11 @@ class GatewayAction(ActionBase):
             "token": str(args.get("gateway_token") or environment.get(TOKEN_VARIABLE) or ""),
             "ca_path": unfrackpath(args["ca_path"], follow=False) if args.get("ca_path") else "",
             "validate_certs": boolean(args.get("validate_certs", True)),
-            "session": session,
         }
-        _check_run.record_open_session(reference)
+        if args.get("is_async"):
+            _check_run.record_session_of_run(reference)
+        else:
+            _check_run.record_open_session({**reference, "session": session})
 
     def _record_plan(self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> None:
         """Add the task to the plan of a check run, or record the entry of the applied plan that it has used."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -103,6 +104,23 @@ def record_open_session(session: dict[str, Any]) -> None:
         return
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def record_session_of_run(gateway: dict[str, Any]) -> None:
+    """Record the session of this check run in ``gateway`` for ``end_sessions``, although no task has reported it.
+
+    Opens the session if no task has done so yet. Does nothing if this host cannot reach the gateway.
+    ``gateway``: see ``Client.session_reference``, without a session.
+    """
+    with contextlib.suppress(Failure):
+        client = Client(
+            gateway["url"], gateway["token"], gateway["ca_path"], gateway["validate_certs"], _END_TIMEOUT_SECONDS
+        )
+        try:
+            client.enter_plan(make_run_name(), wait=False)
+        finally:
+            client.close()
+        record_open_session({**gateway, "session": client.session_path})
 
 
 def end_sessions() -> list[str]:

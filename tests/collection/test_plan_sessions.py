@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._client import PLANNED_ID_PREFIX
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY
 
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.errors import Forbidden, NotFound
@@ -98,6 +100,34 @@ def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_targ
         changed = {result["sandbox"]["name"]: result["changed"] for result in results if result.get("sandbox")}
         actual = {place: changed.get(f"box-{number}") for number, place in enumerate(CHECK_MODE_PLAYS)}
         assert actual == expected, (options, plan_target.output)
+
+
+def test_asynchronous_tasks_are_part_of_the_plan(
+    plan_gateway: MemoryGateway, plan_target: Target, opened_ids: set[str]
+) -> None:
+    """The callback ends their sessions too: also that of a key which no other task uses."""
+    key = {"gateway_url": plan_gateway.url, "gateway_token": READ_KEY}
+    tasks = (
+        {**step("sandbox", name="box", template="base"), "async": 60, "poll": 1},
+        step("sandbox_info", name=["box"]),
+        {**step("sandbox", name="box", metadata={"team": "red"}, **key), "async": 60, "poll": 0},
+        {
+            "ansible.builtin.async_status": {"jid": "{{ sandbox.ansible_job_id }}"},
+            "register": "job",
+            "until": "job is finished",
+            "retries": 60,
+            "delay": 1,
+        },
+        {**step("sandbox_info", **key), "async": 60, "poll": 1},
+    )
+    environment = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+    created, found, _started, refused, listed = plan_target.play(*tasks, options=("--check",), environment=environment)
+    assert created["changed"] and created["sandbox"]["id"].startswith(PLANNED_ID_PREFIX), plan_target.output
+    assert found["sandboxes"] == [created["sandbox"]]
+    assert refused["failure"]["kind"] == "not_found" and listed["sandboxes"] == [], "another key has another session"
+    for result in (created, refused, listed):
+        assert not {PLAN_KEY, SESSION_KEY} & result.keys(), result
+    assert len(opened_ids) == 2 and list_sessions(plan_gateway) == [], plan_target.output
 
 
 def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:

@@ -362,7 +362,9 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
     with gateway.client() as client:
         assert [client.get(path).json() for path in sandbox_paths] == sandboxes
     real_task = {"name": "for real", "ansible.builtin.command": "true", "check_mode": False}
-    run = run_playbook(tmp_path, local_play, {"hosts": "asleep", "gather_facts": False, "tasks": [real_task]}, core=core)
+    run = run_playbook(
+        tmp_path, local_play, {"hosts": "asleep", "gather_facts": False, "tasks": [real_task]}, core=core
+    )
     assert run.results["for real", "asleep"].status == "ok", run.output
     with gateway.client() as client:
         assert client.get("/sandboxes/asleep").json()["state"] == "running"
