@@ -326,6 +326,8 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         (directory / "env" / "cmdline").write_text(
             " ".join([*options, *(["--check"] if job["job_type"] == "check" else [])])
         )
+        # ansible-runner starts in this directory, as in the checkout of the project.
+        shutil.copy(session.REPOSITORY / "ansible.cfg", directory / "project")
         if job["inventory"] == "Sandboxes":
             source_path = declaration.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
             (directory / "inventory" / "sandboxes.yml").write_text((session.REPOSITORY / source_path).read_text())
@@ -491,8 +493,12 @@ def test_the_workflow_does_exactly_what_the_approved_plan_says(
     declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
 ) -> None:
     steps = declaration.awx.run_workflow(WORKFLOW["name"], WORKFLOW_ANSWERS)
-    _, artifacts = run_node(next(steps))
+    output, artifacts = run_node(next(steps))
     assert list_names(gateway) == NOTHING
+    last_lines = output.split("PLAY RECAP", 1)[1]
+    assert "+ shop Create the sandbox (plan.yml:" in last_lines and "Plan: 7 to create" in last_lines, last_lines
+    with gateway.client(ADMIN_KEY) as api:
+        assert api.get("/plans").json() == [], "the callback has not ended the session of the job"
     plan = json.loads(artifacts["grove_sandbox_plan"])
     assert plan["playbooks"] == ["plan.yml"] and plan["problems"] == []
     assert steps.send(artifacts) == {"approval": "Approve the plan"}
