@@ -16,7 +16,8 @@ description:
   - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
   - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
     failures that are predicted.
-  - Prints nothing if the run is not a check run.
+  - At the end of a run that applies a plan, prints the changes of the plan that the run has not made, or that it has
+    made all of them. In all other runs without C(--check), prints nothing.
   - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)

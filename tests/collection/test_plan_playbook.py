@@ -1,6 +1,6 @@
-"""Test playbooks/plan.yml: its plan, runs that apply the plan, and the example of docs/plans.md.
+"""Test playbooks/plan.yml: its plan, runs that apply the plan, and the examples of docs/plans.md.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_plan_playbook.py`` writes the example to the page.
+``GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_plan_playbook.py`` writes the examples to the page.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway.api.native import plans
+from sandbox_gateway.api.native.shapes import CaptureCostsShape
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.recipes import PlaybookRun, check_refusal, check_success, run_playbook
 from tests.collection.runner import Target, Task
@@ -210,10 +212,35 @@ def test_the_page_shows_the_playbook_and_its_plan(runner: Runner) -> None:
     runner.check()
     recaps = [format_recap(check_success(run)) for run in (runner.apply(), runner.run())]
     expected = format_example(table, recaps)
+    check_page(START_MARKER, END_MARKER, expected)
+
+
+def test_the_page_shows_the_plan_of_its_first_play(
+    runner: Runner, gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway has the costs of recent captures, which differ between runs."""
+    costs = CaptureCostsShape(pause_ms=6, memory_bytes_written=10 << 20, disk_bytes_unique=1 << 20)
+    monkeypatch.setattr(plans, "_typical_costs", lambda session: costs)
+    with gateway.client() as api:
+        api.post("/sandboxes", json={"templateID": "base", "name": "web"}).raise_for_status()
+    play = PAGE_PATH.read_text().partition("```yaml\n")[2].partition("```")[0]
+    (runner.scratch / "play.yml").write_text(play)
+    run = run_playbook(
+        runner.scratch,
+        *("-i", "localhost,", "-c", "local", "play.yml", "--check"),
+        SANDBOX_GATEWAY_URL=gateway.unix_url,
+        ANSIBLE_CALLBACKS_ENABLED="grove.sandbox.plan",
+    )
+    start = "The table of the play above, on a gateway with the costs of recent snapshots:\n\n```text\n"
+    table = format_table(check_success(run), runner)
+    check_page(start, "```\n\n| sign | meaning |", f"{start}{table}\n")
+
+
+def check_page(start: str, end: str, expected: str) -> None:
+    """Check that the page has the text ``expected`` from ``start`` to ``end``, or write it if requested."""
     text = PAGE_PATH.read_text()
-    assert START_MARKER in text
-    start, end = text.index(START_MARKER), text.index(END_MARKER)
-    expected_text = text[:start] + expected + text[end:]
+    assert text.count(start) == text.count(end) == 1
+    expected_text = text[: text.index(start)] + expected + text[text.index(end) :]
     if os.environ.get("GROVE_WRITE_DOCS"):
         PAGE_PATH.write_text(expected_text)
     assert PAGE_PATH.read_text() == expected_text, f"the page does not match the playbook: run {WRITE_PAGE_COMMAND}"
