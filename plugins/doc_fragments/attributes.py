@@ -15,8 +15,10 @@ attributes:
     description: >-
       Predicts a whole play. In C(ansible-playbook --check), each task sees what the tasks before it would have done.
       Values that only the run can know are V(null), and the ids of objects that only the run creates are
-      C(known-after-apply-) and a number, which later tasks can use. If the gateway is too old to have plan sessions, or
-      if only the task itself is in check mode, the task is predicted alone.
+      C(known-after-apply-) and a number, which later tasks can use. A task with the keyword C(check_mode=true), which
+      changes nothing in a real run either, also sees what the tasks before it would have done, but later tasks do not
+      see its changes, and the ids of its new objects are V(null). In a run without C(--check), or if the gateway is too
+      old to have plan sessions, a task in check mode is predicted alone.
   diff_mode:
     support: full
     description: >-

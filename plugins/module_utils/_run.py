@@ -2,7 +2,10 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Run a module or action plugin: observe, plan, apply the plan unless in check mode, and report."""
+"""Run a module or action plugin: observe, plan, apply the plan, and report.
+
+A check run applies the plan in a plan session, if the gateway has one. Otherwise, check mode ends after planning.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,14 @@ SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
 _RACE_WAIT_SECONDS = 0.2
-_CONDITIONS = ("when_changed", "unless_clean")
+CONDITIONS = ("when_changed", "unless_clean")
 """Options with which a task captures or rolls back a sandbox only if it has diverged, which only the run can know."""
 
 
 def run(
     resource_kind: ResourceKind, params: Mapping[str, Any], *, check: bool, client: Client | None = None
 ) -> dict[str, Any]:
-    """Make the changes that ``params`` request, or only predict them if ``check`` is set.
+    """Make the changes that ``params`` request, or predict them if ``check`` is set: in a plan session if there is one.
 
     Returns the module's result. Errors that a user can cause are reported in ``failed`` and ``failure`` and do not
     raise an exception. The result has a ``diff``, unless ``resource_kind`` is a Listing.
@@ -253,7 +256,7 @@ class _Run:
         reads: Mapping[str, str],
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
-        is_conditional = any(getattr(self.want, option, False) for option in _CONDITIONS)
+        is_conditional = any(getattr(self.want, option, False) for option in CONDITIONS)
         entry = approval.find(plan.actions, reads, self._own_paths(), is_conditional=is_conditional)
         self._apply(plan)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes

@@ -198,7 +198,8 @@ RETURN = r"""
 sandboxes:
   description:
     - The named sandboxes that exist, in the given order.
-    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+    - In check mode, values that only a run creates (dates, addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict

@@ -199,7 +199,8 @@ sandboxes:
   description:
     - The requested sandboxes that exist, in the given order, with the fields that most playbooks need.
       M(grove.sandbox.sandbox_info) returns all details.
-    - In check mode, values that only a run creates (ids, addresses) are V(null).
+    - In check mode, values that only a run creates (addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict

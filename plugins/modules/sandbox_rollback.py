@@ -47,6 +47,11 @@ options:
     type: bool
     default: false
 attributes:
+  check_mode:
+    support: partial
+    details:
+      - With O(unless_clean=true), check mode cannot know whether a sandbox that an earlier task of the check run has
+        changed will have diverged. It predicts the rollback, and the plan shows that the rollback depends on this.
   idempotent:
     support: partial
     details:
@@ -81,7 +86,8 @@ RETURN = r"""
 sandboxes:
   description:
     - The sandboxes, in the given order.
-    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+    - In check mode, values that only a run creates (dates, addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
@@ -130,7 +136,8 @@ sandbox:
 backups:
   description:
     - The snapshots named in O(backup_name) that exist.
-    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+    - In check mode, values that only a run creates (dates, addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict

@@ -110,6 +110,12 @@ options:
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
+attributes:
+  check_mode:
+    support: partial
+    details:
+      - With O(when_changed=true), check mode cannot know whether a sandbox that an earlier task of the check run has
+        changed will have diverged. It predicts the snapshot, and the plan shows that the snapshot depends on this.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -166,7 +172,8 @@ snapshots:
   description:
     - The named snapshots that exist, in the given order. With O(when_changed=true), the list contains the last snapshot
       in place of a snapshot that was skipped.
-    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+    - In check mode, values that only a run creates (dates, addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict

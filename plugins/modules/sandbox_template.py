@@ -140,6 +140,12 @@ options:
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
+attributes:
+  check_mode:
+    support: partial
+    details:
+      - Failures whose cause only the gateway's host can find are not predicted. These are a O(path) that does not
+        exist, and a build that fails.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -190,7 +196,8 @@ RETURN = r"""
 templates:
   description:
     - The named templates that exist, in the given order.
-    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+    - In check mode, values that only a run creates (dates, addresses) are V(null); for ids, see
+      the attribute C(check_mode).
   returned: always, unless the gateway cannot be reached
   type: list
   elements: dict

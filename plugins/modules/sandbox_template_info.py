@@ -24,6 +24,11 @@ extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
 attributes:
+  check_mode:
+    support: full
+    details:
+      - If another action starts the module without its action plugin, such as C(ansible.builtin.package) with C(use),
+        the module returns the real objects, without the changes of earlier tasks in check mode.
   diff_mode:
     support: none
     details:

@@ -104,6 +104,11 @@ extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
 attributes:
+  check_mode:
+    support: partial
+    details:
+      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, this is the removal of
+        a snapshot from which another volume was created.
   idempotent:
     support: partial
     details:

@@ -52,9 +52,13 @@ def test_a_play_is_predicted_as_a_whole(plan_gateway: MemoryGateway, plan_target
 
 def test_a_task_that_is_always_in_check_mode_plans_nothing(plan_gateway: MemoryGateway, plan_target: Target) -> None:
     box = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
+    other = {"grove.sandbox.sandbox": {"name": "other", "template": "base"}}
+    find_other = {"grove.sandbox.sandbox_info": {"name": "other"}, "check_mode": True}
     for always in ({**box, "check_mode": True}, {"block": [box], "check_mode": True}):
-        first, second = plan_target.play(always, box, options=("--check",))
+        _, found, first, second = plan_target.play(other, find_other, always, box, options=("--check",))
+        assert [each["name"] for each in found["sandboxes"]] == ["other"], "it does not see the tasks before it"
         assert first["changed"] and second["changed"], "the second task saw a change that no run would have made"
+        assert first["sandbox"]["id"] is None and second["sandbox"]["id"].startswith(PLANNED_ID_PREFIX)
     first, second = plan_target.play(box, box, options=("--check",))
     assert first["changed"] and not second["changed"]
 
