@@ -287,7 +287,9 @@ class Connection(ConnectionBase):
                 require_machine(client, sandbox, check_mode=self._check_mode)
             finally:
                 client.close()
-        return Channel(sandbox, self.get_option("remote_user"), **gateway_options)
+        # The sandbox can be paused after the check above, and during the task.
+        may_resume = not (is_check_run() and self._check_mode)
+        return Channel(sandbox, self.get_option("remote_user"), may_resume=may_resume, **gateway_options)
 
     def _guarded_names(self) -> list[str]:
         return [

@@ -46,11 +46,14 @@ _MAX_DIGITS = 20
 class Channel(Client):
     """A client of the agent of ``sandbox`` (an id or a name), which acts as ``user`` and reuses connections.
 
+    ``may_resume``: whether a request resumes the sandbox if it is paused and was created with autoResume.
     ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with the kind
     INSIDE_KIND if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
     """
 
-    def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
+    def __init__(
+        self, sandbox: str, user: str = "", *, may_resume: bool = True, timeout: float = 60, **gateway: Any
+    ) -> None:
         super().__init__(timeout=timeout, **gateway)
         self.sandbox = sandbox
         credentials = base64.b64encode(f"{user}:".encode()).decode()
@@ -59,6 +62,8 @@ class Channel(Client):
             "E2b-Sandbox-Port": str(AGENT_PORT),
             "Authorization": f"Basic {credentials}",
         }
+        if not may_resume:
+            self._headers["X-Sandbox-Auto-Resume"] = "false"
         if self._token:
             self._headers["X-API-Key"] = self._token
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []

@@ -196,8 +196,15 @@ def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Cli
     response = api.get("/echo", headers=port_headers(plain_sandbox))
     assert response.status_code == 502 and response.json()["kind"] == "conflict"
     assert "is paused: resume it first" in response.json()["message"] and "was not found" in response.json()["message"]
+    path = f"/sandboxes/{resuming_sandbox['sandboxID']}"
+    headers = port_headers(resuming_sandbox, **{"X-Sandbox-Auto-Resume": "false"})
+    response = api.get("/echo", headers=headers)
+    assert response.status_code == 502 and "is paused: resume it first" in response.json()["message"]
+    assert api.get(path).json()["state"] == "paused"
     assert api.get("/echo", headers=port_headers(resuming_sandbox)).status_code == 201
-    assert api.get(f"/sandboxes/{resuming_sandbox['sandboxID']}").json()["state"] == "running"
+    assert api.get(path).json()["state"] == "running"
+    response = api.get("/echo", headers=headers)
+    assert response.status_code == 201 and "x-sandbox-auto-resume" not in response.json()["headers"]
 
 
 def test_headers_named_in_the_connection_header_are_not_forwarded(api: httpx.Client, sandbox: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from sandbox_gateway.api.native import shapes
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import Busy, NotFound
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
@@ -368,6 +369,24 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
     assert run.results["for real", "asleep"].status == "ok", run.output
     with gateway.client() as client:
         assert client.get("/sandboxes/asleep").json()["state"] == "running"
+
+
+def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_meanwhile(
+    gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection plugin sees a sandbox that a request would not resume."""
+    original_shape = shapes.LifecycleShape
+    monkeypatch.setattr(shapes, "LifecycleShape", lambda **fields: original_shape(**{**fields, "auto_resume": False}))
+    create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})
+    with gateway.client() as client:
+        client.post("/sandboxes/asleep/pause").raise_for_status()
+    host = add_host(gateway, "asleep", "asleep", ansible_python_interpreter=sys.executable)
+    ping = {"name": "ping", "ansible.builtin.ping": {}}
+    run = run_playbook(tmp_path, plan(gateway, host), {"hosts": "asleep", "gather_facts": False, "tasks": [ping]})
+    result = run.results["ping", "asleep"]
+    assert result.status == "unreachable" and "is paused: resume it first" in result.message, run.output
+    with gateway.client() as client:
+        assert client.get("/sandboxes/asleep").json()["state"] == "paused"
 
 
 def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]) -> None:

@@ -46,6 +46,8 @@ from sandbox_gateway.records import Sandbox, SandboxState
 log = Logger("proxy")
 
 _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
+# With the value `false`, the request does not resume a paused sandbox.
+_RESUME_HEADER = "x-sandbox-auto-resume"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
 _CONTROL_PLANE_PATHS = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
 _HOP_BY_HOP_HEADERS = frozenset(
@@ -61,7 +63,8 @@ _HOP_BY_HOP_HEADERS = frozenset(
         "upgrade",
     }
 )
-_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP_HEADERS | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
+_OWN_HEADERS = SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, _RESUME_HEADER}
+_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | {"expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
 _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
@@ -177,7 +180,8 @@ class DataPlane:
         scope["sandbox_gateway.route"] = "data plane"
         _require_forwardable(scope, headers)
         admission = admission or self.access.admit(scope, headers, target.ref, target.port)
-        sandbox = await self._resume_if_paused(admission.sandbox)
+        may_resume = headers.get(_RESUME_HEADER, "").lower() != "false"
+        sandbox = await self._find_running(admission.sandbox, may_resume=may_resume)
         try:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
@@ -202,12 +206,12 @@ class DataPlane:
                     incoming_request, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
                 )
 
-    async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
-        """Return the sandbox, after resuming it if it is paused and was created with autoResume.
+    async def _find_running(self, sandbox: Sandbox, *, may_resume: bool) -> Sandbox:
+        """Return the sandbox, after resuming it if ``may_resume`` is set, it is paused and was created with autoResume.
 
         Concurrent requests wait for the sandbox to be resumed. Raises NotRunning if it has been removed.
         """
-        if sandbox.state is SandboxState.PAUSED and sandbox.auto_resume:
+        if may_resume and sandbox.state is SandboxState.PAUSED and sandbox.auto_resume:
             try:
                 return await self.engine.sandboxes.resume(sandbox.id)
             except Conflict:
