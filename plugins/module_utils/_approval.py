@@ -380,7 +380,8 @@ class Approval:
         if not planned:
             raise _not_planned(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
         if not actual:
-            raise _not_planned(f"{_describe_path(path)} has been removed since the plan was made")
+            change = self._describe_disappearance(path, planned, matching)
+            raise _not_planned(f"{_describe_path(path)} has been {change} since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
         if "entries" in planned_parts:
             self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
@@ -401,6 +402,15 @@ class Approval:
         if "users" in planned_parts and "users" in actual_parts:
             users = [set(parts["users"].split(",")) - {""} for parts in (planned_parts, actual_parts)]
             self._check_members(f"the users of {_describe_path(path)}", *users, self._created_names)
+
+    def _describe_disappearance(self, path: str, planned: str, matching: _Matching) -> str:
+        """Return why no object has the planned name any more. ``planned``: its version when the plan was made."""
+        ident = _parse_version(planned).get("id", "")
+        ident = matching.bindings.get(ident, ident)
+        has_id = not path.startswith("/volumes/") and _REAL_ID_PATTERN.fullmatch(ident)
+        if has_id and self._read_version(f"{path.rpartition('/')[0]}/{ident}"):
+            return f"renamed (its id is {ident})"
+        return "removed"
 
     def _check_snapshots(self, entry: Entry, path: str, planned: str, actual: str, matching: _Matching) -> None:
         """Compare the snapshots of a volume, which are ``name:id`` pairs."""
