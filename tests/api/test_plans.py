@@ -172,6 +172,9 @@ def test_a_session_belongs_to_its_key(
         response = other.get(f"/plans/{plan_id}/sandboxes")
         assert (response.status_code, response.json()["kind"]) == (404, "not_found")
         assert "Start the check run again" in response.json()["message"]
+    with memory_gateway.client(READ_KEY) as owner:
+        assert owner.get(f"/plans/{plan_id}").json()["planID"] == plan_id
+        assert owner.get(f"/plans/{plan_id}/sandboxes").json() == []
 
 
 def test_no_route_acts_on_the_host_if_the_session_is_unknown(
