@@ -68,7 +68,7 @@ class Target:
             "gather_facts": False,
             "module_defaults": {"group/grove.sandbox.all": {"gateway_url": self.url, "gateway_token": self.token}},
         }
-        self.write_file(name, [{**defaults, **play} for play in plays])
+        self.write_file(name, [play if "import_playbook" in play else {**defaults, **play} for play in plays])
 
     def write_file(self, name: str, content: Any) -> None:
         """Write a file of a playbook, such as the tasks of a role."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, step
 from tests.support import ansible_core_versions
+from tests.support.plan_files import sign
 
 ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 
@@ -55,6 +57,43 @@ def test_a_play_is_applied_as_planned(
     repeated = apply_plan(plan_target, plan_path, BOX, step("sandbox", name="box", metadata={"team": "blue"}))
     assert not repeated[0]["changed"] and "nothing of this task was done" in repeated[1]["msg"]
     assert read_state(plan_gateway) == state
+
+
+HOSTS = "h1,h2"
+BOX_OF_HOST = step("sandbox", name="of-{{ inventory_hostname }}", template="base")
+CAPTURE_OF_HOST = step("sandbox_snapshot", name="at-{{ inventory_hostname }}", sandbox="{{ sandbox.sandbox.id }}")
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "host_pinned": [{"strategy": "host_pinned", "tasks": [BOX_OF_HOST, CAPTURE_OF_HOST]}],
+    "serial": [{"serial": 1, "tasks": [BOX_OF_HOST, CAPTURE_OF_HOST]}],
+    "delegate_to": [{"tasks": [BOX_OF_HOST, {**CAPTURE_OF_HOST, "delegate_to": "h1"}]}],
+    "include_role": [{"tasks": [{"include_role": {"name": "box"}}, CAPTURE_OF_HOST]}],
+    "import_role": [{"tasks": [{"import_role": {"name": "box"}}, CAPTURE_OF_HOST]}],
+    "include_tasks": [{"tasks": [{"include_tasks": "box.yml"}, CAPTURE_OF_HOST]}],
+    "two plays": [{"tasks": [BOX_OF_HOST]}, {"tasks": [CAPTURE_OF_HOST]}],
+    "import_playbook": [{"import_playbook": "first.yml"}, {"tasks": [CAPTURE_OF_HOST]}],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tasks_on_two_hosts_share_a_session_and_a_plan(plan_target: Target, plan_path: Path, way: str) -> None:
+    plan_target.write_file("box.yml", [BOX_OF_HOST])
+    plan_target.write_file("roles/box/tasks/main.yml", [BOX_OF_HOST])
+    plan_target.write_playbook("first.yml", {"hosts": HOSTS, "tasks": [BOX_OF_HOST]})
+    # A later play finds what the tasks of both hosts have planned.
+    fork = step("sandbox_fork", snapshot="at-{{ item }}", names=["fork-{{ item }}"])
+    last = {"hosts": "h2", "tasks": [{**fork, "loop": HOSTS.split(",")}]}
+    plays = [play if "import_playbook" in play else {"hosts": HOSTS, **play} for play in WAYS[way]]
+    for options, environment in (
+        (("--check",), {"GROVE_SANDBOX_PLAN_FILE": str(plan_path)}),
+        ((), {"GROVE_SANDBOX_APPLY": str(plan_path)}),
+    ):
+        results = plan_target.run(
+            *plays, last, options=("-i", f"{HOSTS},", *options), environment={**ENABLE, **environment}
+        )
+        changed = [result["changed"] for result in results if "sandbox" in result or "snapshot" in result]
+        assert changed == [True] * 4 and results[-1]["changed"], plan_target.output
+        assert plan_target.output.count("failed=0") == 2, plan_target.output
+    assert "All changes of the plan were made" in plan_target.output, plan_target.output
 
 
 def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, plan_path: Path) -> None:
@@ -265,25 +304,50 @@ def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_pat
     assert [result["changed"] for result in created] == [True, True], plan_target.output
 
 
-@pytest.mark.parametrize("fault", ["truncated", "edited", "missing", "incomplete"])
+FAULTS = {
+    "truncated": "PLAN is truncated, or it is not JSON. Make a new plan",
+    "edited": "PLAN has been edited since it was made: its digest does not match. Make a new plan",
+    "missing": "PLAN does not exist. Make it first",
+    "expired": "PLAN expired at 2020-01-02T00:00:00Z. Make a new plan",
+    "newer": "PLAN has format 3, but this release reads only format 2. Use the release that made the plan",
+    "incomplete": "the plan is incomplete (",
+    "for another gateway": "the plan was made for another gateway: nothing of this task was done",
+}
+"""The beginning of the message, in which PLAN stands for the plan with its path."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_plan_stops_every_task(
-    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, fault: str
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, tmp_path_factory: Any, fault: str
 ) -> None:
     broken = step("sandbox", name="box", template="missing")
     environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     tasks = (BOX, {**broken, "ignore_errors": False}) if fault == "incomplete" else (BOX,)
     plan_target.play(*tasks, options=("--check",), environment=environment)
     text = plan_path.read_text()
+    document = {key: value for key, value in json.loads(text).items() if key != "digest"}
     if fault == "truncated":
         plan_path.write_text(text[:-20])
     elif fault == "edited":
         plan_path.write_text(text.replace('"box"', '"cat"'))
     elif fault == "missing":
         plan_path.unlink()
-    state = read_state(plan_gateway)
-    (result,) = apply_plan(plan_target, plan_path, BOX)
-    assert result["failed"] and "plan" in result["msg"], result
-    assert read_state(plan_gateway) == state
+    elif fault == "expired":
+        times = {"created_at": "2020-01-01T00:00:00Z", "expires_at": "2020-01-02T00:00:00Z"}
+        plan_path.write_bytes(sign({**document, **times}))
+    elif fault == "newer":
+        plan_path.write_bytes(sign({**document, "format": 3}))
+    with contextlib.ExitStack() as stack:
+        if fault == "for another gateway":
+            plan_gateway = MemoryGateway(tmp_path_factory.mktemp("other"), log={"level": "warning"})
+            stack.callback(plan_gateway.end)
+            plan_gateway.build_template("base")
+            plan_target = Target(plan_gateway.unix_url, plan_target.scratch)
+        state = read_state(plan_gateway)
+        (result,) = apply_plan(plan_target, plan_path, BOX)
+        sentence = FAULTS[fault].replace("PLAN", f"the plan {str(plan_path)!r}")
+        assert result["failed"] and result["msg"].startswith(sentence), result
+        assert read_state(plan_gateway) == state
 
 
 def test_apply_is_refused_where_it_cannot_be_enforced(
