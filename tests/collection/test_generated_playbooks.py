@@ -1,4 +1,7 @@
-"""Test, with generated playbooks, that loops, blocks, rescues and failures are predicted, and then run as planned."""
+"""Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted, and run as planned.
+
+The playbooks run on one host or on two, which declare the same objects, all at once or one after the other (`serial`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -20,15 +24,19 @@ from tests.collection.runner import Result, Target, Task
 from tests.unit.plugins.test_whole_plays import BusyHost
 
 ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
-_SET_UP: Task = {
-    "grove.sandbox.sandbox": {"name": "a", "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}
-}
+_SET_UP: tuple[Task, ...] = (
+    {"grove.sandbox.sandbox_volume": {"name": ["data", "cache"], "size_mb": 64, "snapshots": ["one"]}},
+    {"grove.sandbox.sandbox": {"name": "a", "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}},
+    {"grove.sandbox.sandbox": {"name": "b", "template": "base"}},
+    {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "a", "volumes": ["data"]}},
+)
 _FAILING_TASKS: tuple[Task, ...] = (
     {"grove.sandbox.sandbox_rollback": {"sandbox": "missing", "snapshot": "s"}},
     {"grove.sandbox.sandbox": {"name": "d", "template": "missing"}},
     {"ansible.builtin.fail": {"msg": "no"}},
 )
-tasks = make_tasks(with_templates=False)
+tasks = make_tasks(with_templates=True)
+_INCLUDED_FILE = "included.yml"
 
 
 def make_ansible_task(task: PlayTask) -> Task:
@@ -59,11 +67,15 @@ def make_block(before: list[PlayTask], failing: Task, rescue: list[PlayTask], al
 _few_tasks = st.lists(tasks, min_size=1, max_size=2)
 _blocks = st.builds(make_block, _few_tasks, st.sampled_from(_FAILING_TASKS), _few_tasks, _few_tasks)
 _plain_tasks = tasks.map(lambda task: {**make_ansible_task(task), "ignore_errors": True})
+_include: Task = {"ansible.builtin.include_tasks": _INCLUDED_FILE}
 playbooks = st.builds(
-    lambda first, block, second, loop, last: [*first, block, *second, loop, *last],
+    lambda first, block, second, loop, last: [*first, block, *second, _include, loop, *last],
     *(st.lists(_plain_tasks, max_size=1), _blocks),
     *(st.lists(_plain_tasks, max_size=2), tasks.map(make_loop), st.lists(_plain_tasks, max_size=1)),
 )
+_hosts = st.sampled_from([{"hosts": "h1"}, {"hosts": "h1,h2"}, {"hosts": "h1,h2", "serial": 1}])
+# With one process, the hosts have the same order in the check run and in the run.
+_OPTIONS = ("--diff", "--forks", "1", "-i", "h1,h2,")
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +98,23 @@ def test_generated_playbooks_run_as_planned(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(playbooks)
-    def check(playbook: list[Task]) -> None:
+    @given(playbooks, st.lists(_plain_tasks, min_size=1, max_size=2), _hosts)
+    def check(playbook: list[Task], included: list[Task], hosts: dict[str, Any]) -> None:
         gateway.clear()
-        target.play({"grove.sandbox.sandbox_volume": {"name": ["data", "cache"], "size_mb": 64}}, _SET_UP)
+        with gateway.client() as api:
+            if api.get("/templates/base").status_code == 404:  # an earlier playbook removed it
+                gateway.build_template("base")
+        target.write_file(_INCLUDED_FILE, included)
+        play = {**hosts, "tasks": playbook}
+        for result in target.play(*_SET_UP):
+            assert result["changed"], target.output
         environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PlanSessions, "close", _keep_session)  # the callback would end it
-            predicted = target.run({"tasks": playbook}, options=("--check", "--diff"), environment=environment)
+            predicted = target.run(play, options=("--check", *_OPTIONS), environment=environment)
         assert json.loads(plan_path.read_text())["problems"] == [], target.output
         planner, client = find_session(gateway.unix_url), Client(gateway.unix_url)
-        actual = target.run(
-            {"tasks": playbook}, options=("--diff",), environment={"GROVE_SANDBOX_APPLY": str(plan_path)}
-        )
+        actual = target.run(play, options=_OPTIONS, environment={"GROVE_SANDBOX_APPLY": str(plan_path)})
         try:
             comparison = PlanComparison(planner.plan_opened_at, results, states)
             assert len(predicted) == len(actual), target.output
@@ -119,6 +135,8 @@ def test_generated_playbooks_run_as_planned(
     with capsys.disabled():
         print(f"\nplaybooks: {dict(outcomes)}\nresults of tasks: {results}\nstates of gateways: {states}")
     assert outcomes["failed"] and outcomes["changed"], outcomes
+    results.check_unknown_share()
+    states.check_unknown_share()
 
 
 async def _keep_session(sessions: PlanSessions, owner: str, id: str) -> None:

@@ -66,4 +66,4 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     check()
     with capsys.disabled():
         print(f"\n{checks}")
-    checks.check_unknown_share()
+    checks.check_shares()

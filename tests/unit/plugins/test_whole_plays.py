@@ -86,6 +86,9 @@ def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: P
         entries = checks.check(gateway.unix_url, [], play)
     finally:
         gateway.end()
+    assert checks.partial_count == 1, "the guests are idle, so the run does not roll back"
+    with pytest.raises(AssertionError, match="1 in part"):
+        checks.check_shares()
     condition = "only if sandbox b has diverged by then"
     on_snapshot, on_fork = (f"depends on {name}, which the run may not create" for name in ("n2", "z"))
     first_costs = "the pause and the size of the gateway's first snapshots"
@@ -203,4 +206,4 @@ def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.Cap
     check()
     with capsys.disabled():
         print(f"\n{checks}")
-    checks.check_unknown_share()
+    checks.check_shares()
