@@ -299,8 +299,12 @@ class Machine:
                 client = QMPClient(self.files.directory.name, readbuflen=_MAX_MESSAGE_BYTES)
                 # The client would store every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject_event
+                try:
+                    connection = connect_to(self.files.qmp)
+                except BlockingIOError:
+                    raise Timeout("QEMU has not accepted several connections: its process hangs") from None
                 # connect() accepts a path of at most 107 bytes, or a connected socket.
-                await client.connect(connect_to(self.files.qmp))
+                await client.connect(connection)
                 self._qmp = client
             return self._qmp
 

@@ -22,15 +22,17 @@ def listen_at(listener: socket.socket, path: Path) -> None:
 
 
 def connect_to(path: Path) -> socket.socket:
-    """Connect to the socket at ``path`` and return the non-blocking connection. Raises OSError."""
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    """Connect to the socket at ``path`` and return the non-blocking connection. Never waits. Raises OSError.
+
+    A connection is refused if the server has not accepted several others, because its process hangs.
+    """
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         with _short_path(path.parent) as parent:
             client.connect(f"{parent}/{path.name}")
     except OSError:
         client.close()
         raise
-    client.setblocking(False)
     return client
 
 
