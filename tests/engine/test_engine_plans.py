@@ -1,89 +1,228 @@
-"""Test that a plan session changes nothing on a real host."""
+"""Test that a check run changes nothing on a real host: no file, process, mount or dataset, and no event."""
 
 from __future__ import annotations
 
-import hashlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
+
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.events import Events
-from sandbox_gateway.engine.plans.sessions import PlanSessions
-from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.records import id_source
-from tests.support.live import Live
+from tests.collection.plays import empty
+from tests.collection.runner import Target, Task
+from tests.support import session
+from tests.support.gateway import Gateway
+from tests.support.machine_state import read_files, read_machine
+from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE, World
 
-
-def read_files(directory: Path) -> dict[str, tuple[str, int]]:
-    """Return the digest and the time of the last change of each file below a directory."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in files}
-
-
-def read_mounts(config: Config) -> list[str]:
-    """Return the mounts of a gateway, without those of other tests."""
-    roots = (str(config.host.state_root), config.jail_zfs.dataset)
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return sorted(line for line in lines if any(root in line for root in roots))
+VERBS = {
+    *("create", "replace", "remove", "pause", "resume", "update", "set_timeout", "set_network", "attach", "detach"),
+    *("fork", "clone", "capture", "rollback", "build", "grow", "remove_snapshot"),
+}
+"""The actions of all modules, apart from `prewarm`, which not every host supports."""
 
 
-async def change_everything(sessions: PlanSessions) -> Engine:
-    """Carry out every kind of change in a new plan session, and return the engine of the session."""
-    session = sessions.open("key", "a run that changes everything")
-    id_source.set(session.new_id)
-    engine = session.engine
-    await engine.volumes.create("new", 64, from_snapshot="data@monday")
-    await engine.volumes.create_snapshot("data", "tuesday")
-    await engine.volumes.grow("data", 128)
-    await engine.volumes.rollback("data", "monday", force=True)
-    await engine.sandboxes.resume("box")
-    await engine.sandboxes.update("box", name="renamed", metadata={"a": "b"})
-    await engine.sandboxes.set_timeout("renamed", 3600)
-    await engine.snapshots.create("renamed", name="mark-2")
-    await engine.forks.fork("mark-2", ForkSpec(names=["fork-1", "fork-2"]))
-    await engine.forks.clone("renamed", ForkSpec(names=["clone"]))
-    await engine.sandboxes.rollback("renamed", "mark")
-    await engine.sandboxes.pause("fork-1")
-    for name in ("fork-1", "fork-2", "clone", "renamed", "other"):
-        await engine.sandboxes.delete(name)
-    await engine.snapshots.delete("mark-2")
-    await engine.snapshots.delete("mark")
-    return engine
+def step(module: str, **options: Any) -> Task:
+    return {f"grove.sandbox.{module}": options}
 
 
-def test_a_session_changes_nothing_on_the_host(make_live: Any, world: World) -> None:
-    live: Live = make_live()
-    engine = live.engine
-    live.do(engine.volumes.create("data", 64))
-    live.do(engine.volumes.create_snapshot("data", "monday"))
-    live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["box", "other"])))
-    live.do(engine.snapshots.create("box", name="mark"))
-    for name in ("box", "other"):  # A running guest writes to its files.
-        live.do(engine.sandboxes.pause(name))
-    live.collect()
+def mount(name: str) -> dict[str, Any]:
+    return {"name": name, "path": f"/srv/{name}"}
 
-    def read_host() -> list[Any]:
-        return [read_files(live.config.host.state_root), world.traces(live.config), read_mounts(live.config)]
 
-    published: list[str] = []
-    original_publish = Events.publish
+SET_UP = (
+    step("sandbox_volume", name=["data", "spare", "shared"], size_mb=64, snapshots=["monday"]),
+    step("sandbox", name="box", template=TEMPLATE, volumes=[mount("data")]),
+    step("sandbox", name="other", template=TEMPLATE),
+    step("sandbox", name="busy", template=TEMPLATE, volumes=[mount("shared")]),
+    step("sandbox_snapshot", name="mark", sandbox="box", volumes=["data"]),
+    step("sandbox", name=["box", "other"], state="paused"),
+)
 
-    def publish(events: Events, type: str, **data: Any) -> None:
-        if events is engine.events:
-            published.append(type)
-        original_publish(events, type, **data)
 
-    before, records_before = read_host(), engine.index.copy()
-    Events.publish = publish  # type: ignore[method-assign]
+def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
+    """Return tasks with all actions on objects that exist, and on others that only the plan contains.
+
+    The last task would run in a sandbox that only the plan contains. ``url``: that of the gateway. ``source``: the
+    directory from which a template is built.
+    """
+    web = {"name": "web", "from": "rootfs", "path": str(source)}
+    prewarm = [
+        step("sandbox_template", **web, prewarm=1),
+        step("sandbox_snapshot", name="mark", sandbox="box", prewarm=1),
+    ]
+    return (
+        step("sandbox_template", **web),
+        *(prewarm if can_prewarm else ()),
+        step("sandbox", name="fresh", template="web"),
+        step("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
+        step("sandbox_volume", name="data", snapshots=["monday", "tuesday"]),
+        step("sandbox_volume", name="data", size_mb=128),
+        step("sandbox_volume", name="spare", attachments=[{"sandbox": "busy", "path": "/srv/spare"}]),
+        step("sandbox_volume", name="spare", attachments=[]),
+        step("sandbox_volume", name="spare", rollback_to="monday"),
+        step("sandbox_volume", name="spare", snapshots=[], purge=True),
+        step("sandbox", name="busy", metadata={"a": "b"}, timeout=3600, network={"allow_internet": False}),
+        step("sandbox", name="busy", volumes=[mount("shared"), mount("copy")]),
+        step("sandbox", name="box", state="running"),
+        step("sandbox_snapshot", name="mark-2", sandbox="box"),
+        step("sandbox_fork", snapshot="mark-2", count=2, name_prefix="fork"),
+        step("sandbox_fork", sandbox="busy", names=["clone"]),
+        step("sandbox", name="fork-1", state="paused"),
+        step("sandbox_rollback", sandbox="box", snapshot="mark", unless_clean=False, backup_name="backup"),
+        step("sandbox", name="other", template="web", recreate=True),
+        step("sandbox_info"),
+        step("sandbox_snapshot_info"),
+        step("sandbox_template_info"),
+        step("sandbox_volume_info"),
+        step("sandbox", name=["busy", "box", "other", "fork-1", "fork-2", "clone"], state="absent"),
+        step("sandbox_snapshot", name=["mark-2", "mark", "backup"], state="absent"),
+        step("sandbox_volume", name="copy", state="absent"),
+        step("sandbox_volume", name=["data", "shared"], state="absent", purge=True),
+        step("sandbox_template", name=["web", TEMPLATE], state="absent", when_unused=True),
+        {
+            "ansible.builtin.add_host": {
+                "name": "fresh",
+                "ansible_connection": "grove.sandbox.sandbox",
+                "ansible_sandbox_gateway_url": url,
+            }
+        },
+        {"ansible.builtin.command": "touch /written", "delegate_to": "fresh"},
+    )
+
+
+@pytest.fixture
+def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
+    directory, config = session.run_dir() / "plans", world.config()
+    directory.mkdir(exist_ok=True)
+    with world_gateway(world, directory, config=config) as gateway:
+        yield gateway, config
+        empty(gateway.url)
+
+
+@contextmanager
+def stopped(pids: set[str]) -> Iterator[None]:
+    """Stop processes inside the context: a guest that runs writes to its files. A check run needs none of them."""
+    for pid in pids:
+        os.kill(int(pid), signal.SIGSTOP)
     try:
-        planned = live.do(change_everything(live.call(PlanSessions, engine)))
+        yield
     finally:
-        Events.publish = original_publish  # type: ignore[method-assign]
-    assert [volume.size_mb for volume in planned.volumes.list()] == [128, 64]
-    assert not planned.sandboxes.list() and not planned.snapshots.list()
-    assert read_host() == before
-    assert published == []
-    for kind in ("sandboxes", "snapshots", "volumes", "volume_snapshots"):
-        assert getattr(engine.index, kind) == getattr(records_before, kind)
+        for pid in pids:
+            os.kill(int(pid), signal.SIGCONT)
+
+
+@contextmanager
+def collected_events(gateway: Gateway, last: str) -> Iterator[list[str]]:
+    """Collect the names of all events of a gateway. The end of the context waits for the event ``last``."""
+    events: list[str] = []
+    is_connected = threading.Event()
+
+    def collect() -> None:
+        transport = httpx.HTTPTransport(uds=str(gateway.socket))
+        with (
+            httpx.Client(transport=transport, base_url="http://gateway", timeout=300) as client,
+            client.stream("GET", "/events") as response,
+        ):
+            for line in response.iter_lines():
+                is_connected.set()
+                if line.startswith("event: "):
+                    events.append(line.removeprefix("event: "))
+                if events[-1:] == [last]:
+                    return
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    assert is_connected.wait(30)
+    yield events
+    thread.join(60)
+    assert not thread.is_alive(), events
+
+
+def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config], world: World, tmp_path: Path) -> None:
+    server, config = gateway
+    target = Target(server.url, tmp_path)
+    (tmp_path / "web").mkdir()
+    for result in target.play(*SET_UP):
+        assert result["changed"], target.output
+    play = make_play(server.url, tmp_path / "web", can_prewarm=world.abilities.prewarm)
+    machines = world.traces(config)["processes"]
+    assert machines
+    with collected_events(server, "volume.grown") as events:
+        with stopped(machines):
+            before = read_machine(world, config)
+            results = target.run({"tasks": [*play]}, options=("--check", "--diff", "-v"))
+            assert_unchanged(before, read_machine(world, config))
+        assert events == []
+        assert len(results) == len(play) - 1 and "failed=0" in target.output, target.output
+        assert "sandbox fresh exists only in the plan: this task is skipped" in target.output, target.output
+        planned_verbs = {
+            verb for result in results for each in result.get("outcomes", ()) for verb in each.get("actions", ())
+        }
+        assert planned_verbs - {"prewarm"} == VERBS
+        assert ("prewarm" in planned_verbs) is world.abilities.prewarm
+        # The same comparison sees what a run changes.
+        for result in target.play(
+            step("sandbox", name="box", state="running"), step("sandbox_volume", name="data", size_mb=128)
+        ):
+            assert result["changed"], target.output
+    after = read_machine(world, config)
+    assert {kind for kind in before if after[kind] != before[kind]} >= {"files", "processes", "traces"}
+    assert (after["properties"] != before["properties"]) is bool(before["properties"])
+    assert events[-1] == "volume.grown" and len(events) > 1
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for kind, state in before.items():
+        if after[kind] != state:
+            items = [*state, *after[kind]]
+            if isinstance(state, dict):
+                differences = {key: (state.get(key), after[kind].get(key)) for key in items}
+            else:
+                differences = {key: (key in state, key in after[kind]) for key in items}
+            raise AssertionError((kind, {key: pair for key, pair in differences.items() if pair[0] != pair[1]}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "file").write_bytes(b"B"),
+        lambda root: os.truncate(root / "sparse", (8 << 20) + 1),
+        lambda root: os.utime(root / "file"),
+        lambda root: (root / "file").chmod(0o600),
+        lambda root: (root / "directory").chmod(0o700),
+        lambda root: (root / "directory" / "new").mkdir(),
+        lambda root: (root / "directory").rmdir(),
+        lambda root: ((root / "link").unlink(), (root / "link").symlink_to("directory")),
+        lambda root: os.link(root / "file", root / "second name"),
+    ],
+)
+def test_each_change_of_a_file_is_seen(tmp_path: Path, change: Any) -> None:
+    (tmp_path / "file").write_bytes(b"A")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("file")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(8 << 20)
+    before = dict(read_files([tmp_path]))
+    assert before == dict(read_files([tmp_path])) and len(before) == 5
+    change(tmp_path)
+    assert before != dict(read_files([tmp_path]))
+
+
+def test_written_data_is_seen_without_the_time_of_its_change(tmp_path: Path) -> None:
+    """The digest of a sparse file covers every block that contains data."""
+    path, digests = tmp_path / "image", set()
+    for offset in (None, 0, (1 << 20) - 1, 5 << 20, (8 << 20) - 1):
+        with path.open("wb") as file:
+            file.truncate(8 << 20)
+            if offset is not None:
+                os.pwrite(file.fileno(), b"x", offset)
+        digests.add(dict(read_files([tmp_path]))[str(path)][-1])
+    assert len(digests) == 5

@@ -19,7 +19,7 @@ from tests.support import session
 from tests.support.busy_gateway import BUSY_PROGRAM
 from tests.support.gateway import TEMPLATE as KVM_TEMPLATE
 from tests.support.gateway import Gateway
-from tests.support.jail_gateway import jail_gateway
+from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 
 tasks = make_tasks(with_templates=False)
@@ -34,7 +34,7 @@ def busy_gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, str]
         directory = session.run_dir() / "plays"
         directory.mkdir()
         world = request.getfixturevalue("jail_zfs_world")
-        with jail_gateway(world, directory, program=BUSY_PROGRAM) as gateway:
+        with world_gateway(world, directory, program=BUSY_PROGRAM) as gateway:
             yield gateway, JAIL_TEMPLATE
 
 

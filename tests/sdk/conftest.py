@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
-from tests.support.jail_gateway import jail_gateway
+from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 
 KEY = "e2b_0123456789abcdef0123456789abcdef01234567"
@@ -48,7 +48,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         world = request.getfixturevalue("jail_zfs_world")
         directory = session.run_dir() / "sdk"
         directory.mkdir()
-        with jail_gateway(world, directory, server=server_section) as gateway:
+        with world_gateway(world, directory, server=server_section) as gateway:
             yield Server("jail_zfs", JailZfsHost.abilities, gateway, port, JAIL_TEMPLATE)
 
 

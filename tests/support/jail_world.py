@@ -159,6 +159,9 @@ class JailZfsWorld:
     def host(self, config: Config) -> Host:
         return ShimHost(config)
 
+    def environment(self) -> dict[str, str]:
+        return shim_environment()
+
     def clean_up(self, config: Config) -> None:
         self.cut_power(config)
         prefix = config.network.prefix
@@ -206,6 +209,12 @@ class JailZfsWorld:
             "mounts": {mount for mount in mounts if mount.startswith(f"{mount_point}/")},
             "identities": {path.name for path in (config.host.state_root / "run").glob("*")},
         }
+
+    def read_properties(self, config: Config) -> list[str]:
+        zfs.sync(config.jail_zfs.dataset)
+        output = pools.run("zfs", "get", "-Hrp", "-o", "name,property,value,source", "all", config.jail_zfs.dataset)
+        # How much space is available depends on everything else in the pool.
+        return [line for line in output.stdout.splitlines() if line.split("\t")[1] != "available"]
 
     def list_jail_names(self, config: Config) -> list[str]:
         mount_point = str(self.mount_point(config))

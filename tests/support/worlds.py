@@ -65,8 +65,14 @@ class World(Protocol):
 
     def host(self, config: Config) -> Host: ...
 
+    def environment(self) -> dict[str, str]:
+        """Return the variables that a gateway process needs on this host."""
+
     def traces(self, config: Config) -> dict[str, set[str]]:
         """Return the objects on the machine that belong to the gateway of ``config``, by kind (files, processes, …)."""
+
+    def read_properties(self, config: Config) -> list[str]:
+        """Return all properties of the datasets and their snapshots. A host without ZFS has none."""
 
     def clean_up(self, config: Config) -> None:
         """Remove everything that a stopped gateway without sandboxes has left on the machine."""
@@ -141,6 +147,12 @@ class KvmXfsWorld:
 
     def host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def read_properties(self, config: Config) -> list[str]:
+        return []
 
     def clean_up(self, config: Config) -> None:
         asyncio.run(ServerPool(config.network, Layout(config.host.state_root).serving).destroy())

@@ -1,4 +1,4 @@
-"""A real gateway process on a jail/ZFS host that is emulated on Linux, with its own dataset."""
+"""A real gateway process on a host of either kind, with its own state root or dataset."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support import jail_world
+from sandbox_gateway.config import Config
 from tests.support.gateway import PROGRAM, Gateway
-from tests.support.jail_world import JailZfsWorld
+from tests.support.worlds import World
 
 
 @contextmanager
-def jail_gateway(
-    world: JailZfsWorld, scratch: Path, *, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]
+def world_gateway(
+    world: World,
+    scratch: Path,
+    *,
+    config: Config | None = None,
+    program: Sequence[str] = PROGRAM,
+    **sections: dict[str, Any],
 ) -> Iterator[Gateway]:
     """Run a gateway on ``world`` with the world's template. At the end, remove everything that it created.
 
-    ``scratch``: the directory for the gateway's files outside its dataset.
+    ``scratch``: the directory for the gateway's files outside its state root. ``config``: where the gateway has its
+    state, if not in a new place.
     """
-    config = world.config()
+    config = config or world.config()
     config_values = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {
         "host": {key: config_values["host"][key] for key in ("kind", "state_root")},
@@ -28,7 +34,7 @@ def jail_gateway(
         "network": {key: config_values["network"][key] for key in ("prefix", "subnet")},
     }
     merged_sections = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
-    gateway = Gateway(scratch, merged_sections, jail_world.shim_environment(), program=program)
+    gateway = Gateway(scratch, merged_sections, world.environment(), program=program)
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:
