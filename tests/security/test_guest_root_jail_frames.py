@@ -6,8 +6,11 @@ socket, which root in a jail cannot open, but it can send such frames by changin
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import socket
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +33,15 @@ from tests.security.test_guest_root_frames import (
     END_MARK,
     IPV4,
     IPV6,
+    MARK,
+    QINQ,
+    UDP,
+    VLAN,
+    compute_checksum,
     make_arp,
     make_frame,
+    make_ipv6,
+    make_packet,
     make_udp,
 )
 
@@ -40,6 +50,7 @@ EXPERIMENTAL = 0x88B5
 """The type of a protocol that hosts do not know."""
 ATTACKER_NUMBER, VICTIM_NUMBER = 5, 6
 OUTSIDE_ADDRESS, OTHER_OUTSIDE_ADDRESS = "10.214.0.9", "10.214.0.8"
+HOST_IPV6, OUTSIDE_IPV6, JAIL_IPV6 = "fd14::1", "fd14::9", "fd13::5"
 METADATA_ADDRESSES = ("169.254.169.254", "100.100.100.200", "168.63.129.16", "192.0.0.192")
 _SEND_PROGRAM = (
     "import socket, sys, time\n"
@@ -48,20 +59,21 @@ _SEND_PROGRAM = (
     "    time.sleep(float(sys.argv[2])); s.send(bytes.fromhex(frame))\n"
     "    if number == 0: print('sent', flush=True)\n"
 )
-_RECEIVE_PROGRAM = (  # Prints all datagrams up to the one with END_MARK.
+_RECEIVE_PROGRAM = (  # Prints all datagrams, of IPv4 and IPv6, up to the one with END_MARK.
     "import socket\n"
-    f"s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(('', {PORT})); s.settimeout(20)\n"
+    "s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM); s.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)\n"
+    f"s.bind(('::', {PORT})); s.settimeout(20)\n"
     "print('up', flush=True)\n"
     f"while (data := s.recv(999)) != {END_MARK!r}:\n"
     "    print(data.decode(), flush=True)\n"
 )
-_SNIFF_PROGRAM = (  # Prints the Ethernet sources of all frames up to the one that contains END_MARK.
+_SNIFF_PROGRAM = (  # Prints all frames up to the one that contains END_MARK.
     "import socket, sys\n"
     "s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))\n"
     "s.bind((sys.argv[1], 3)); s.settimeout(20)\n"
     "print('up', flush=True)\n"
     f"while {END_MARK!r} not in (frame := s.recv(1999)):\n"
-    "    print(frame[6:12].hex(':'), flush=True)\n"
+    "    print(frame.hex(), flush=True)\n"
 )
 _SEND_UDP_PROGRAM = (
     "import socket, sys\n"
@@ -154,6 +166,15 @@ def _wait(process: subprocess.Popen[str]) -> list[str]:
     return output.splitlines()
 
 
+def _wait_for_frames(sniffer: subprocess.Popen[str]) -> list[bytes]:
+    return [bytes.fromhex(line) for line in _wait(sniffer)]
+
+
+def _wait_for_sources(sniffer: subprocess.Popen[str]) -> set[str]:
+    """Wait for a sniffer, and return the Ethernet sources of the frames."""
+    return {frame[6:12].hex(":") for frame in _wait_for_frames(sniffer)}
+
+
 def _wait_until_up(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process
@@ -176,6 +197,9 @@ async def world(tmp_path: Path) -> AsyncIterator[JailWorld]:
             if address != OTHER_OUTSIDE_ADDRESS:
                 shim.check_ok("ifconfig", "outa", "inet", f"{first_address}/24", "alias")
             shim.check_ok("ifconfig", "-j", "out", "outb", "inet", f"{address}/24", "alias")
+        shim.check_ok("sysctl", "net.inet6.ip6.forwarding=1")
+        shim.check_ok("ifconfig", "outa", "inet6", f"{HOST_IPV6}/64", "alias")
+        shim.check_ok("ifconfig", "-j", "out", "outb", "inet6", f"{OUTSIDE_IPV6}/64", "alias")
         run = ShimRunner(shim)
         config = Config.model_validate(
             {
@@ -248,7 +272,7 @@ async def test_forged_arp_cannot_take_the_address_of_a_jail_that_has_not_sent_an
     world.is_reachable(world.victim.address)
     world.is_reachable("10.213.0.99")
     world.shim.check_ok("/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, world.attacker.address)
-    assert bridge_mac(world) not in _wait(sniffer)
+    assert bridge_mac(world) not in _wait_for_sources(sniffer)
 
 
 async def test_forged_senders_do_not_fill_the_hosts_arp_table(world: JailWorld) -> None:
@@ -284,7 +308,7 @@ async def test_jails_receive_no_frames_from_each_other(world: JailWorld) -> None
         )
     )
     world.shim.check_ok("/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, world.victim.address)
-    sources = _wait(sniffer)
+    sources = _wait_for_sources(sniffer)
     assert world.attacker.mac not in sources and bridge_mac(world) not in sources
 
 
@@ -315,16 +339,66 @@ def send_to_forbidden_addresses(world: JailWorld) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("attack", [spoof_source, send_to_forbidden_addresses])
+def make_ipv6_udp(target: str) -> bytes:
+    """Return an IPv6 packet with a datagram. Unlike with IPv4, hosts require a checksum."""
+    datagram = struct.pack(">HHHH", 5000, PORT, 8 + len(MARK), 0) + MARK
+    addresses = socket.inet_pton(socket.AF_INET6, JAIL_IPV6) + socket.inet_pton(socket.AF_INET6, target)
+    checksum = compute_checksum(addresses + struct.pack(">II", len(datagram), UDP) + datagram)
+    return make_ipv6(JAIL_IPV6, target, datagram[:6] + struct.pack(">H", checksum) + datagram[8:])
+
+
+def send_ipv6(world: JailWorld) -> list[bytes]:
+    return [
+        make_frame(make_ipv6_udp(address), IPV6, to=to, source=world.attacker.mac)
+        for address in (HOST_IPV6, OUTSIDE_IPV6)
+        for to in list_ethernet_targets(world)
+    ]
+
+
+def send_tagged(world: JailWorld) -> list[bytes]:
+    """Hosts ignore a tag with the number 0."""
+    payloads = [(IPV4, make_udp(world.victim.address, OUTSIDE_ADDRESS, PORT))]
+    payloads += [
+        (IPV4, make_udp(world.attacker.address, address, PORT)) for address in (OTHER_OUTSIDE_ADDRESS, "10.214.0.1")
+    ]
+    payloads += [(IPV6, make_ipv6_udp(address)) for address in (HOST_IPV6, OUTSIDE_IPV6)]
+    return [
+        make_frame(struct.pack(">HH", tag, kind) + payload, vlan, to=to, source=world.attacker.mac)
+        for kind, payload in payloads
+        for tag in (0, 1, 4095)
+        for vlan in (VLAN, QINQ)
+        for to in list_ethernet_targets(world)
+    ]
+
+
+def send_fragments(world: JailWorld) -> list[bytes]:
+    """Send complete packets in two fragments, with the second one first or last, and packets without a first one."""
+    frames = []
+    datagram = struct.pack(">HHHH", 5000, PORT, 8 + 4 * len(MARK), 0) + MARK * 4
+    routes = [(world.victim.address, OUTSIDE_ADDRESS), ("10.213.0.77", OUTSIDE_ADDRESS)]
+    routes += [(world.attacker.address, address) for address in (OTHER_OUTSIDE_ADDRESS, "10.214.0.1")]
+    ids = itertools.count(1)
+    for (source, target), to in itertools.product(routes, list_ethernet_targets(world)):
+        for order in ((0, 1), (1, 0), (1,)):
+            id = next(ids)
+            fragments = (
+                make_packet(source, target, datagram[:32], fragment=0x2000, id=id),
+                make_packet(source, target, datagram[32:], fragment=4, id=id),
+            )
+            frames += [make_frame(fragments[number], to=to, source=world.attacker.mac) for number in order]
+    return frames
+
+
+@pytest.mark.parametrize("attack", [spoof_source, send_to_forbidden_addresses, send_ipv6, send_tagged, send_fragments])
 async def test_only_allowed_packets_from_the_jails_own_address_pass(world: JailWorld, attack: Attack) -> None:
     policy = NetworkPolicy(deny_out=[OTHER_OUTSIDE_ADDRESS])
     await add_both_jails(world, policy)
-    outside = _wait_until_up(world.run_in_stack("out", _RECEIVE_PROGRAM))
+    outside = _wait_until_up(world.run_in_stack("out", _SNIFF_PROGRAM, "outb"))
     host = _wait_until_up(world.shim.start("/usr/bin/python3", "-c", _RECEIVE_PROGRAM))
     world.send_frames(*attack(world))
     last_packet = make_udp(world.attacker.address, OUTSIDE_ADDRESS, PORT, END_MARK)
     world.send_frames(make_frame(last_packet, to=bridge_mac(world), source=world.attacker.mac))
-    assert _wait(outside) == []
+    assert not any(MARK in frame for frame in _wait_for_frames(outside))
     world.shim.check_ok("jexec", "out", "/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, "10.214.0.1")
     assert _wait(host) == []
 
