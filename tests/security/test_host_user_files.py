@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sandbox_gateway import command
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.hosts.kvm_xfs.template import debian
 from sandbox_gateway.zfs import process
+from tests.kvm_xfs.conftest import build
+from tests.kvm_xfs.test_rootfs import create_recipe, tree  # noqa: F401
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_world import JailZfsWorld
-from tests.support.live import Live
+from tests.support.live import Live, engines
+from tests.support.worlds import TEMPLATE as WORLD_TEMPLATE
 
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
 NOBODY_UID = 65534
@@ -61,7 +66,8 @@ def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.Mo
     """A gateway with secrets in its environment, and with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    new_gateway = gateway()
+    (log_file := session.run_dir() / "live.log").unlink(missing_ok=True)
+    new_gateway = gateway({"log": {"file": str(log_file)}})
     new_gateway.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
     mounts = [{"name": "data", "path": "/data"}]
     new_gateway.call(
@@ -87,8 +93,44 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
         "manifest.json",
         "secret",
     }
+    tarballs = list(session.cache_dir().glob("rootfs-*.tar"))
+    assert tarballs, f"{session.cache_dir()} has templates, but not the tarballs that they were built from: remove it"
+    log_file = session.run_dir() / "live.log"
+    assert log_file.stat().st_size > 0
+    assert find_readable_files([*files, *tarballs, log_file]) == []
+
+
+@pytest.fixture
+def public_directory() -> Iterator[Path]:
+    """A directory in which every user of the host can read files."""
+    directory = session.run_dir() / "public"
+    directory.mkdir(mode=0o755)
+    (directory / "readable").touch(0o644)
+    assert find_readable_files([directory / "readable"])
+    yield directory
+    shutil.rmtree(directory)
+
+
+def test_a_host_user_cannot_read_a_new_template(need_root: None, tree: Path, public_directory: Path) -> None:  # noqa: F811
+    """No restart of the gateway has corrected the permissions of these files yet."""
+    rootfs = build(create_recipe(tree), public_directory)
+    files = [rootfs.image, rootfs.kernel, rootfs.initrd]
+    assert all(path.stat().st_size for path in files)
     assert find_readable_files(files) == []
-    assert find_readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
+
+
+@pytest.mark.parametrize("is_other_file_system", [False, True], ids=["rename", "copy"])
+def test_a_host_user_cannot_read_a_new_tarball(
+    xfs_root: Path, public_directory: Path, is_other_file_system: bool
+) -> None:
+    """mmdebstrap creates tarballs that everyone can read, in a directory that only root can enter."""
+    tarball = (xfs_root if is_other_file_system else public_directory) / "rootfs.tar"
+    tarball.touch(0o644)
+    assert find_readable_files([tarball])
+    cached_tarball = public_directory / "rootfs-0.tar"
+    debian._commit_tarball(tarball, cached_tarball)
+    tarball.unlink(missing_ok=True)
+    assert cached_tarball.is_file() and find_readable_files([cached_tarball]) == []
 
 
 def test_loose_permissions_of_an_older_release_are_tightened(gateway_with_secrets: Gateway) -> None:
@@ -134,14 +176,55 @@ def find_processes(path: str) -> list[tuple[int, str]]:
     return processes
 
 
-def test_a_host_user_cannot_run_a_jails_programs(jail_zfs_world: JailZfsWorld) -> None:
+@pytest.fixture
+def make_jail_engine(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+    with engines(jail_zfs_world) as make_live:
+        yield make_live
+
+
+def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Callable[..., Live]) -> None:
+    """This includes the lock file: a user who could open it could lock it, and so keep the gateway from starting."""
+    live_engine = make_jail_engine()
+    state_root = live_engine.config.host.state_root
+    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, ForkSpec(names=["box"], env={"API_KEY": "s3cret"})))
+    files = [path for path in state_root.rglob("*") if path.is_file()]
+    (lock_file,) = (path for path in files if path.suffix == ".lock")
+    (hostname_file,) = (path for path in files if path.name == "hostname")
+    assert {path.name for path in files} >= {"machine-id", "resolv.conf", "gateway-key", "secret"}
+    assert (state_root / "secrets") in {path.parent.parent for path in files}
+    assert find_readable_files(files) == []
+    command_in_jail = ["cat", "/run/sandbox/hostname", "/etc/machine-id", "/etc/resolv.conf"]
+    assert live_engine.do(live_engine.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
+
+    live_engine.close()
+    lock_file.chmod(0o644)
+    hostname_file.parent.parent.chmod(0o755)
+    assert {*find_readable_files(files)} >= {str(lock_file), str(hostname_file)}, "an older release left them like this"
+    make_jail_engine(live_engine.config)
+    assert find_readable_files(files) == []
+
+
+def test_a_host_user_cannot_run_a_jails_programs(
+    jail_zfs_world: JailZfsWorld, make_jail_engine: Callable[..., Live]
+) -> None:
     """Root in a jail can create a set-user-ID program, which any user of the host could otherwise run as root."""
-    live_engine = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
-    try:
-        host: Any = live_engine.engine.host
-        for name in ("sandboxes", "retired", "volumes"):
-            directory = host._storage.root.mountpoint / name
-            assert directory.stat().st_mode & 0o777 == 0o700, name
-    finally:
-        live_engine.close()
-        jail_zfs_world.clean_up(config)
+    live_engine = make_jail_engine()
+    live_engine.do(live_engine.engine.volumes.create("data", 64))
+    spec = ForkSpec(names=["box"], mounts=[MountSpec("data", "/data", False)])
+    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, spec))
+    for directory in ("/srv", "/data"):
+        live_engine.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
+    root_directory = jail_zfs_world.mount_point(live_engine.config)
+    programs = [*root_directory.glob("sandboxes/*/srv/planted"), *root_directory.glob("volumes/*/planted")]
+    assert len(programs) == 2
+    for program in programs:
+        assert_host_user_cannot_run(program)
+    assert (root_directory / "retired").stat().st_mode & 0o777 == 0o700, "programs of removed sandboxes"
+
+
+def assert_host_user_cannot_run(program: Path) -> None:
+    """Assert that only root can run a set-user-ID program."""
+    assert program.stat().st_mode & 0o7777 == 0o4755
+    assert subprocess.run([program, "-u"], cwd="/", timeout=20, capture_output=True).stdout == b"0\n"
+    with pytest.raises(PermissionError):
+        subprocess.run([program, "-u"], user=NOBODY_UID, group=NOBODY_UID, extra_groups=[], cwd="/", timeout=20)

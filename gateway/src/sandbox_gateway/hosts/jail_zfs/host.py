@@ -92,6 +92,7 @@ class JailZfsHost:
                         f"the path {str(path)!r} contains whitespace, so it cannot be mounted in jails: "
                         "choose another path"
                     )
+            await asyncio.to_thread(self._identities.open)
             await self._limits.open()
             await self._network.open()
             if (await self._run("sysctl", "-n", "net.inet.ip.forwarding")).strip() != "1":

@@ -22,6 +22,14 @@ class Identities:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
+    def open(self) -> None:
+        """Create the directory, or correct its mode.
+
+        All users of a jail can read its identity, but users of the host cannot reach it.
+        """
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory.chmod(0o700)
+
     def path(self, instance: str) -> Path:
         return self._directory / instance
 

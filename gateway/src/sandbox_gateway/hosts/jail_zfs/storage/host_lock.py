@@ -66,7 +66,9 @@ class HostLock:
     def _lock(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("a+")
+            # Every user who can open the file can lock it, and so keep the gateway from starting.
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+            self._path.chmod(0o600)
         except OSError as error:
             raise BackendFailed(
                 f"the lock file {self._path} cannot be opened ({error.strerror}): run the gateway as root"
