@@ -22,7 +22,7 @@ from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
-from tests.support.jail_gateway import jail_gateway
+from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE
 
 _FILE_COUNT, _FILE_BYTES = 4, 16 << 10
@@ -182,7 +182,7 @@ def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
     with (
         mock.patch.object(jail_world, "_PACKAGES", packages),
         jail_world.jail_zfs_world() as world,
-        jail_gateway(world, scratch, log={"level": "info"}) as gateway,
+        world_gateway(world, scratch, log={"level": "info"}) as gateway,
     ):
         yield _prepare_forks(gateway, scratch, count)
 

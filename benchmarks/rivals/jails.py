@@ -23,8 +23,8 @@ from tests.collection import awx_collection
 from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
-from tests.support.jail_gateway import jail_gateway
 from tests.support.jail_world import JailZfsWorld, run_shim
+from tests.support.world_gateway import world_gateway
 from tests.support.worlds import TEMPLATE
 
 _TASKS_DIRECTORY = Path(__file__).parent / "tasks"
@@ -171,7 +171,7 @@ def jail_playbooks(scratch: Path, settle_seconds: float) -> Iterator[tuple[OurPl
 
     Yields both playbooks, and removes everything at the end.
     """
-    with jail_world.jail_zfs_world() as world, jail_gateway(world, scratch, log={"level": "info"}) as gateway:
+    with jail_world.jail_zfs_world() as world, world_gateway(world, scratch, log={"level": "info"}) as gateway:
         our_playbook = OurPlaybook(gateway, scratch)
         hand_written_playbook = _create_hand_written_playbook(world, scratch)
         try:
