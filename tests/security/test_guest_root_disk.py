@@ -80,6 +80,26 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
     assert "queue_enable" in get_sandbox(shared_gateway, sandbox_id)["stateReason"]
 
 
+def test_the_copy_of_the_console_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
+    """QEMU keeps a copy of the console of a machine that boots. Root writes four times its limit."""
+    shared_gateway.call("POST", f"/sandboxes/{sandbox_id}/pause", {"memory": False})
+    shared_gateway.call("POST", f"/sandboxes/{sandbox_id}/resume")
+    pid = find_qemu_pid(shared_gateway, sandbox_id)
+    sizes_before = measure_files(pid)
+    flood = f"yes flood | head -c {4 * LOG_BYTES} > /dev/ttyS0"
+    assert shared_gateway.execute(sandbox_id, "sh", "-c", flood, timeout=240)["exitCode"] == 0
+    assert measure_files(pid) == sizes_before
+    logs = [path for path in Path(f"/proc/{pid}/fd").iterdir() if str(path.readlink()).startswith("/memfd:log ")]
+    assert logs and {path.stat().st_size for path in logs} == {LOG_BYTES}
+    assert any(b"flood" in path.read_bytes() for path in logs), "QEMU keeps no copy of the console"
+    assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
+
+
+def measure_files(pid: int) -> dict[str, int]:
+    """Return the sizes of the regular files that a process has opened."""
+    return {str(path): path.stat().st_size for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_file()}
+
+
 def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sandbox_id: str) -> None:
     """A machine started by an older release appends to a log file on disk. This test writes to the file instead."""
     path = find_instance_directory(shared_gateway, sandbox_id) / "run" / "qemu.log"

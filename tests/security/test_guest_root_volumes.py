@@ -23,12 +23,17 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
-from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
+    GATEWAY_ADDRESS,
+    volume_address,
+    volume_gateway,
+    volume_namespace,
+)
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher, rpc, server_start
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings, replace_file
-from tests.kvm_xfs.test_netns import run_inside
+from tests.kvm_xfs.test_netns import OutsideMachine, run_inside, run_ip
 from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
@@ -84,9 +89,29 @@ async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None
         if hierarchy := hierarchies.get("pids"):
             group_directory = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
             assert int((group_directory / "pids.max").read_text()) == 512
+        if hierarchy := hierarchies.get("cpu"):
+            group_directory = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
+            files = ("cpu.max",) if hierarchy.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = " ".join((group_directory / file).read_text() for file in files).split()
+            assert int(quota) == 2 * int(period), "two processors"
         await s.servers.stop(volume.id)
         for hierarchy in hierarchies.values():
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
+
+
+async def test_the_log_of_a_server_is_bounded(xfs_root: Path) -> None:
+    """A guest may make a server write messages, and a compromised server writes what it wants."""
+    async with setup(xfs_root) as s:
+        volume, (slot, guest) = await s.create_volume(), await s.create_guest()
+        await volume.serve({slot: False})
+        log = os.open(f"/proc/{volume.pid}/fd/2", os.O_RDWR | os.O_CLOEXEC)
+        s.stack.callback(os.close, log)
+        assert os.fstat(log).st_size == LOG_BYTES
+        for grow in (lambda: os.pwrite(log, b"x", LOG_BYTES), lambda: os.ftruncate(log, LOG_BYTES + 1)):
+            with pytest.raises(PermissionError):
+                grow()
+        assert os.pwrite(log, b"x" * (1 << 20), 0) == LOG_BYTES
+        assert volume.mount_volume(guest), "a server with a full log does not work"
 
 
 CONNECT_SCRIPT = """
@@ -112,10 +137,19 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
             for port in (AGENT_PORT, CODE_PORT, 8000):
                 s.stack.enter_context(each.listen(port))
         host_server = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        outside_machine = OutsideMachine(s.network.prefix, s.network.subnet)
+        s.stack.callback(outside_machine.remove)
+        s.stack.enter_context(outside_machine.listen(443))
+        assert guest.can_reach(outside_machine.address, 443, timeout=20)
         await volume.serve({slot: False})
+        # Both machines could find each other if the host forwarded their packets.
+        outside_machine.run_ip("route", "add", "default", "via", outside_machine.host_address)
+        servers_namespace = volume_namespace(s.network).name
+        run_ip("-n", servers_namespace, "route", "add", "default", "via", volume_gateway(s.network))
         targets = [[each.host_address, port] for each in (slot, other_slot) for port in (AGENT_PORT, CODE_PORT, 8000)]
-        host_addresses = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
-        targets += [[address, host_server.getsockname()[1]] for address in host_addresses]
+        host_addresses = (slot.veth_address, volume_gateway(s.network), outside_machine.host_address)
+        targets += [[address, host_server.getsockname()[1]] for address in (*host_addresses, "127.0.0.1")]
+        targets.append([outside_machine.address, 443])
         command = [
             "nsenter",
             f"--net=/proc/{volume.pid}/ns/net",
