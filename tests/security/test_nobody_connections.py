@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import socket
 import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -171,6 +173,17 @@ def test_silent_connections_are_closed(target: Target, connection_stack: context
     target.check_others_are_served()
 
 
+def test_descriptors_remain_for_the_unix_socket(tmp_path: Path, connection_stack: contextlib.ExitStack) -> None:
+    """The limits in the configuration allow more connections than the daemon has descriptors."""
+    with Daemon(tmp_path, max_files=MAX_DESCRIPTORS, connections=4096, connections_per_address=0) as daemon:
+        for _ in range(MAX_DESCRIPTORS + 100):
+            connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
+            connection_stack.enter_context(connection)
+        daemon.check_health()
+        assert daemon.read_metric("sandbox_gateway_connections") <= MAX_DESCRIPTORS // 4
+        assert daemon.read_metric("sandbox_gateway_connections_ended_total", reason="too many connections") > 100
+
+
 def test_reconnecting_clients_are_limited(target: Target, connection_stack: contextlib.ExitStack) -> None:
     """The clients reconnect as soon as they are cut off."""
     connections: list[socket.socket] = []
@@ -285,8 +298,19 @@ def test_a_slow_upload_succeeds(target: Target) -> None:
         assert response.startswith(b"HTTP/1.1 408 ") and b"server.stalled_seconds" in response
 
 
-def test_the_log_is_not_flooded(target: Target) -> None:
+def test_the_log_is_not_flooded(target: Target, connection_stack: contextlib.ExitStack) -> None:
+    """Each line reports the connections that were refused within some seconds."""
+
+    def list_refusals() -> list[int]:
+        entries = map(json.loads, filter(None, target.daemon.log.read_text().splitlines()))
+        counts = (entry.get("too_many_connections_from_one_address") for entry in entries)
+        return [count for count in counts if count]
+
+    refusals_before = list_refusals()
+    for _ in range(MAX_CONNECTIONS_PER_ADDRESS + 500):
+        connection_stack.enter_context(target.open_tcp_connection())
+    eventually(lambda: sum(list_refusals()) >= sum(refusals_before) + 400, seconds=CUT_OFF_TIMEOUT_SECONDS)
+    assert len(list_refusals()) < len(refusals_before) + 100
     log_text = target.daemon.log.read_text()
-    assert 1 <= log_text.count('"connections closed"') < 100
     # Anyone could make the gateway log tracebacks.
     assert "Traceback" not in log_text and '"event": "bug"' not in log_text, log_text[-4000:]
