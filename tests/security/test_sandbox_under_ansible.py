@@ -225,6 +225,66 @@ def test_results_are_not_evaluated_as_templates(
     assert not hostile_templates.mark.exists(), output
 
 
+RECORDING_ACTION = """
+import json
+from pathlib import Path
+from ansible.utils.unsafe_proxy import AnsibleUnsafe
+from ansible_collections.grove.sandbox.plugins.action.{module} import ActionModule as GatewayActionModule
+try:
+    from ansible._internal._datatag._tags import TrustedAsTemplate
+except ImportError:  # before ansible-core 2.19
+    TrustedAsTemplate = None
+
+def list_strings(value):
+    if isinstance(value, dict):
+        return [text for pair in value.items() for each in pair for text in list_strings(each)]
+    if isinstance(value, (list, tuple)):
+        return [text for each in value for text in list_strings(each)]
+    return [value] if isinstance(value, str) else []
+
+def is_unsafe(text):
+    return not TrustedAsTemplate.is_tagged_on(text) if TrustedAsTemplate else isinstance(text, AnsibleUnsafe)
+
+class ActionModule(GatewayActionModule):
+    def run(self, tmp=None, task_vars=None):
+        result = super().run(tmp, task_vars)
+        with Path({file!r}).open("a") as file:
+            for text in list_strings(result):
+                print(json.dumps([is_unsafe(text), text]), file=file)
+        return result
+"""
+"""An action plugin that runs one of ours, and records each string in its result, before Ansible marks it as unsafe."""
+
+
+def test_action_results_are_marked_as_unsafe(
+    core: str, gateway: HostileGateway, hostile_templates: HostileTemplates, tmp_path: Path
+) -> None:
+    """ansible-core marks the results of tasks too. This checks the plugins without it."""
+    gateway.add_sandbox("web", dict(hostile_templates.texts))
+    gateway.rejects_changes, gateway.text = True, hostile_templates.combined_text
+    file, plugins = tmp_path / "strings", tmp_path / "action_plugins"
+    plugins.mkdir()
+    tasks: dict[str, dict[str, str]] = {"sandbox_info": {}, "sandbox": {"name": "web", "state": "absent"}}
+    for module in tasks:
+        (plugins / f"record_{module}.py").write_text(RECORDING_ACTION.format(module=module, file=str(file)))
+    ansible_core_versions.run_plays(
+        core,
+        tmp_path,
+        "localhost,",
+        {
+            "hosts": "localhost",
+            "connection": "local",
+            "tasks": [
+                {f"record_{module}": {"gateway_url": gateway.url, **arguments}, "ignore_errors": True}
+                for module, arguments in tasks.items()
+            ],
+        },
+    )
+    strings = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {*hostile_templates.texts.values(), hostile_templates.combined_text} <= {text for _, text in strings}
+    assert [text for is_unsafe, text in strings if not is_unsafe] == []
+
+
 @pytest.mark.parametrize("uses_cache", [False, True], ids=["uncached", "cached"])
 def test_facts_are_not_evaluated_as_templates(
     core: str, hostile_templates: HostileTemplates, tmp_path: Path, uses_cache: bool
