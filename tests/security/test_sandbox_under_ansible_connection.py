@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -425,24 +426,27 @@ def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_the_sandboxs_ke
     assert gateway.received_keys() == {KEY, EXEC_KEY} and attacker_server.received_keys() == {"key-of-the-other"}
 
 
-def test_the_key_is_never_shown(core: str, gateway: FakeGateway, secret_files: SecretFiles, tmp_path: Path) -> None:
-    """The key does not appear in verbose output, facts, the fact cache, the log, or the list of hosts to retry."""
+@pytest.mark.parametrize("key_source", ["file", "environment", "inventory"])
+def test_the_key_is_never_shown(
+    core: str, gateway: FakeGateway, secret_files: SecretFiles, tmp_path: Path, key_source: str
+) -> None:
+    """The key does not appear in verbose output, facts, caches, the log, or the list of hosts to retry."""
+    gateway.sandboxes = [{"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}]
     gateway.responses["0123456789ab"] = make_facts_response(
-        harmless="{{ lookup('ansible.builtin.file', '" + str(secret_files.key) + "') }}"
+        harmless="{{ lookup('ansible.builtin.file', '" + str(secret_files.key) + "') }}",
+        variable="{{ lookup('ansible.builtin.env', 'SANDBOX_GATEWAY_TOKEN') }}",
     )
     tasks = [
         PING_TASK,
         {"ansible.builtin.debug": {"var": "hostvars"}},
-        {"ansible.builtin.debug": {"msg": "{{ harmless }}"}},
+        {"ansible.builtin.debug": {"msg": "{{ harmless }}{{ variable }}"}},
         {"ansible.builtin.debug": {"var": "vars"}},
         {**RAW_TASK, "register": "said"},
         {"ansible.builtin.debug": {"var": "said"}},
         {"ansible.builtin.copy": {"content": "x", "dest": "/nowhere/x"}, "ignore_errors": True},
         {"ansible.builtin.fail": {"msg": "over"}},
     ]
-    playbook = tmp_path / "book.yml"
-    plays = [make_add_host_play(gateway, secret_files), {"hosts": "guest", "tasks": tasks}]
-    playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
+    plays = [{"hosts": "guest", "tasks": tasks}]
     environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
@@ -450,14 +454,42 @@ def test_the_key_is_never_shown(core: str, gateway: FakeGateway, secret_files: S
         "ANSIBLE_RETRY_FILES_ENABLED": "1",
         "ANSIBLE_RETRY_FILES_SAVE_PATH": str(tmp_path / "retry"),
     }
+    inventory: Path | str = "localhost,"
+    if key_source == "inventory":
+        inventory = tmp_path / "sandboxes.yml"
+        inventory_data = {
+            "plugin": "grove.sandbox.sandboxes",
+            "gateways": [{"url": gateway.url, "token": KEY}],
+            "strict": True,
+            "cache": True,
+            "cache_plugin": "ansible.builtin.jsonfile",
+            "cache_connection": str(tmp_path / "hosts"),
+        }
+        inventory.write_text(json.dumps(inventory_data))
+    else:
+        add_host_play = make_add_host_play(gateway, secret_files)
+        if key_source == "environment":
+            environment |= {"SANDBOX_GATEWAY_TOKEN": KEY, "SANDBOX_GATEWAY_URL": gateway.url}
+            del add_host_play["tasks"][0]["ansible.builtin.add_host"]["ansible_sandbox_gateway_token_file"]
+            for options in ({}, {"environment": {"ANY": "thing"}}):  # in process, and as a module
+                info_task = {"grove.sandbox.sandbox_info": None, "register": "found", **options}
+                add_host_play["tasks"] += [info_task, {"ansible.builtin.debug": {"var": "found"}}]
+        plays.insert(0, add_host_play)
+    playbook = tmp_path / "book.yml"
+    playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     completed_process = ansible_core_versions.run_command(
-        core, "playbook", "-vvvvv", "--diff", "-i", "localhost,", playbook, cwd=tmp_path, environment=environment
+        *(core, "playbook", "-vvvvv", "--diff", "-i", inventory, "-e", f"ansible_python_interpreter={sys.executable}"),
+        playbook,
+        cwd=tmp_path,
+        environment=environment,
     )
     assert "over" in completed_process.stdout and gateway.received_keys() == {KEY}, (
         completed_process.stdout + completed_process.stderr
     )
-    written_files = [file for file in tmp_path.rglob("*") if file.is_file() and file != secret_files.key]
-    assert {"facts", "log", "retry"} <= {file.relative_to(tmp_path).parts[0] for file in written_files}
+    own_files = {secret_files.key, inventory}
+    written_files = [file for file in tmp_path.rglob("*") if file.is_file() and file not in own_files]
+    folders = {"facts", "log", "retry"} | ({"hosts"} if key_source == "inventory" else set())
+    assert folders <= {file.relative_to(tmp_path).parts[0] for file in written_files}, completed_process.stdout
     for text in (
         completed_process.stdout,
         completed_process.stderr,
