@@ -26,6 +26,7 @@ from urllib.parse import unquote
 import pytest
 from packaging.utils import canonicalize_name
 
+from requirements import sbom
 from tests.support import session
 from tests.support.roles import environment
 
@@ -34,6 +35,7 @@ PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 REQUIREMENT_FILES = tuple(GATEWAY_DIRECTORY.glob("requirements*.txt"))
 CHANGED_PACKAGE, CHANGED_MODULE = "annotated-doc", "annotated_doc"
 """The package that the attacker changes, and its module. pip fetches it early, so the tests are fast."""
+FREEBSD = next(host for host in sbom.HOSTS if host["platform_system"] == "FreeBSD")
 _INSTALL_TIMEOUT_SECONDS = 300
 
 
@@ -105,6 +107,57 @@ def genuine_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         *requirement_options,
     ]
     subprocess.run([*argv, *requirement_options], capture_output=True, timeout=_INSTALL_TIMEOUT_SECONDS, check=True)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+BUILD_BACKEND = """
+import email
+import shutil
+import sys
+from pathlib import Path
+
+__legacy__ = sys.modules[__name__]  # the backend of packages without pyproject.toml
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    metadata = email.message_from_string(Path("PKG-INFO").read_text())
+    name = metadata["Name"].replace("-", "_")
+    dist_info = Path(metadata_directory) / f"{name}-{metadata['Version']}.dist-info"
+    dist_info.mkdir()
+    shutil.copy("PKG-INFO", dist_info / "METADATA")
+    return dist_info.name
+"""
+"""A build backend that only returns the metadata of a source distribution, without which pip cannot download it."""
+
+
+def list_pins_without_wheels(genuine_files: dict[str, bytes]) -> list[sbom.Pin]:
+    """Return the pins for FreeBSD that PyPI may offer there only as source: all without a portable wheel."""
+    portable_projects = {_parse_project(name) for name in genuine_files if name.endswith("-none-any.whl")}
+    pins = [pin for path in REQUIREMENT_FILES for pin in sbom.read_pins(path)]
+    return [pin for pin in pins if sbom.is_for_host(pin.marker, FREEBSD) and pin.name not in portable_projects]
+
+
+@pytest.fixture(scope="module")
+def genuine_sdists(genuine_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The contents of the source distributions that FreeBSD builds, by file name. pip has checked their hashes."""
+    directory, backends = tmp_path_factory.mktemp("sdists"), tmp_path_factory.mktemp("backends")
+    for name in ("maturin/__init__.py", "setuptools/__init__.py", "setuptools/build_meta.py"):
+        (backends / name).parent.mkdir(exist_ok=True)
+        (backends / name).write_text(BUILD_BACKEND)
+    requirements = backends / "requirements.txt"
+    lines = [
+        " ".join([f"{pin.name}=={pin.version}", *(f"--hash=sha256:{digest}" for digest in pin.hashes)])
+        for pin in list_pins_without_wheels(genuine_files)
+    ]
+    requirements.write_text("\n".join(lines))
+    argv = [
+        *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:", "--use-pep517"),
+        *("--no-build-isolation", "--require-hashes", "-d", str(directory), "--requirement", str(requirements)),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(backends)}
+    result = subprocess.run(
+        argv, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, env=env, check=False
+    )
+    assert result.returncode == 0, result.stderr
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -244,6 +297,30 @@ def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, at
     result = host.install()
     assert not attack.has_succeeded
     assert _has_hash_mismatch(result), result.stdout
+
+
+def test_pins_include_the_sdists_that_freebsd_builds(
+    genuine_files: dict[str, bytes], genuine_sdists: dict[str, bytes]
+) -> None:
+    """Otherwise, someone would have to turn off the check of hashes on FreeBSD."""
+    names = {pin.name for pin in list_pins_without_wheels(genuine_files)}
+    assert {"maturin", "pydantic-core"} <= names
+    assert {_parse_project(name) for name in genuine_sdists} == names
+    assert all(name.endswith(".tar.gz") for name in genuine_sdists)
+
+
+def test_a_changed_sdist_is_not_built(
+    mirror: Mirror, genuine_sdists: dict[str, bytes], host: Host, attack: Attack
+) -> None:
+    """As on FreeBSD, the mirror has no wheel of the package, and the pins list the genuine source distribution."""
+    del mirror.files[mirror.find_file_name("pydantic-core")]
+    (file_name,) = (name for name in genuine_sdists if _parse_project(name) == "pydantic-core")
+    version = file_name.removesuffix(".tar.gz").split("-")[1]
+    mirror.files[file_name] = attack.make_sdist("pydantic-core", version)
+    result = host.install()
+    assert not attack.has_succeeded
+    assert _has_hash_mismatch(result), result.stdout
+    assert not host.has_program("sandbox-gateway")
 
 
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
