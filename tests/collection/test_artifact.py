@@ -77,6 +77,7 @@ def demo_state() -> Iterator[Path]:
         _run_playbook("demo_clean", state_directory, session.COLLECTIONS)
 
 
+@pytest.mark.slow
 def test_the_installed_demo_is_idempotent(installed_collections_path: Path, demo_state: Path) -> None:
     _run_playbook("demo", demo_state, installed_collections_path)
     output = (demo_state / "demo.txt").read_text()

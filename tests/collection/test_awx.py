@@ -606,6 +606,7 @@ def linux_host(install_root: Path) -> Iterator[Host]:
 
 
 @pytest.mark.in_order
+@pytest.mark.slow
 def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: Launch, tmp_path: Path) -> None:
     """After the play of docs/recipes.md has installed the host, a job with the same answers changes nothing."""
     inventory_file = tmp_path / "hosts.yml"

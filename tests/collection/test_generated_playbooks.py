@@ -93,7 +93,7 @@ def test_generated_playbooks_run_as_planned(
     results, states, outcomes = Counts(), Counts(), Counter[str]()
 
     @settings(
-        max_examples=number_of_plays(5, of_long_run=40),
+        max_examples=number_of_plays(3, of_long_run=40),
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

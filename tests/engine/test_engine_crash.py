@@ -21,7 +21,7 @@ from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
-CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
+CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "2")
 QMP_OPERATIONS = {"capture", "claim", "clone", "capture-with-volumes", "pause"}
 """The operations that send commands to QEMU."""
 

@@ -76,6 +76,7 @@ def test_every_scenario_has_a_test() -> None:
     assert scenarios == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
 
 
+@pytest.mark.slow
 def test_scenario_fleet(run_scenario: RunScenario, shared_gateway: Gateway, template: str) -> None:
     run_scenario("fleet", SANDBOX_GATEWAY_URL=shared_gateway.url, SANDBOX_TEST_TEMPLATE=template)
     remaining_names = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
@@ -92,6 +93,7 @@ def test_scenario_gateway_systemd(run_scenario: RunScenario) -> None:
     run_scenario("gateway_systemd")
 
 
+@pytest.mark.slow
 def test_scenario_jail_zfs(run_scenario: RunScenario) -> None:
     """Another pool exists throughout, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):

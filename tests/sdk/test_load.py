@@ -118,6 +118,7 @@ def clients(server, e2b_environment, cubesandbox_environment):
         client.remove_sandbox()
 
 
+@pytest.mark.slow
 def test_twenty_concurrent_clients_see_only_their_own_secrets(server, request):
     # Call count_failures first: it opens this test's own connection, which is then counted both times.
     failure_count_before = count_failures(server)

@@ -168,11 +168,7 @@ def _no_poll_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
 
 
-@settings(
-    max_examples=2 * settings.default.max_examples,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(tasks, max_size=6), st.lists(st.sampled_from(SANDBOXES), max_size=3), tasks)
 def test_predictions_are_correct_and_runs_are_idempotent(
     gateway: FaultyGateway,

@@ -193,7 +193,7 @@ def test_a_plan_counts_the_room_for_machines(
 def test_a_plan_predicts_a_whole_play(gateway: MemoryGateway, capsys: pytest.CaptureFixture[str]) -> None:
     checks = PlayChecks()
 
-    @settings(max_examples=number_of_plays(100, of_long_run=2000), deadline=None)
+    @settings(max_examples=number_of_plays(20, of_long_run=2000), deadline=None)
     @given(st.lists(tasks, max_size=4), make_plays(tasks), st.booleans())
     def check(history: list[PlayTask], play: list[PlayTask], writes: bool) -> None:
         gateway.clear()
