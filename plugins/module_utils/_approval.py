@@ -210,23 +210,33 @@ def _entries_here(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list
     return [(number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in place)]
 
 
+def _hosts_by_object(entries_here: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
+    """Return, for each object of a task, the hosts that change it and the hosts that read it.
+
+    ``entries_here``: the entries of the task for all hosts.
+    """
+    hosts: dict[str, tuple[set[str], set[str]]] = {}
+    for _number, entry in entries_here:
+        host = entry.get("host", "")
+        for ref in (*_names_in(entry), *entry["created"].values()):
+            hosts.setdefault(ref, (set(), set()))[0].add(host)
+        for path in entry["reads"]:
+            hosts.setdefault(path.split("/")[2], (set(), set()))[1].add(host)
+    return list(hosts.values())
+
+
 def _hosts_sharing_objects(entries_here: Sequence[tuple[int, Entry]], host: str) -> set[str]:
     """Return the other hosts with which a host declares the same objects in a task, of which any can make the changes.
 
     ``entries_here``: the entries of the task for all hosts.
     """
-    changed_refs: dict[str, set[str]] = {}
-    read_refs: dict[str, set[str]] = {}
-    for _number, entry in entries_here:
-        entry_host = entry.get("host", "")
-        changed_refs.setdefault(entry_host, set()).update(_names_in(entry), entry["created"].values())
-        read_refs.setdefault(entry_host, set()).update(path.split("/")[2] for path in entry["reads"])
-    own_changed_refs, own_read_refs = changed_refs.get(host, set()), read_refs.get(host, set())
-    return {
-        other
-        for other in read_refs
-        if other != host and (own_changed_refs & read_refs[other] or own_read_refs & changed_refs[other])
-    }
+    sharing: set[str] = set()
+    for changing, reading in _hosts_by_object(entries_here):
+        if host in changing:
+            sharing |= reading
+        if host in reading:
+            sharing |= changing
+    return sharing - {host}
 
 
 def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> bool:
@@ -234,8 +244,8 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
     ``entries``, ``task_key``: see ``approved_option``.
     """
-    entries_here = _entries_here(entries, task_key)
-    return any(_hosts_sharing_objects(entries_here, entry.get("host", "")) for _number, entry in entries_here)
+    objects = _hosts_by_object(_entries_here(entries, task_key))
+    return any(changing and reading and len(changing | reading) > 1 for changing, reading in objects)
 
 
 def _planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:

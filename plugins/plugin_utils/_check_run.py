@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,14 +114,21 @@ def record_session_of_run(gateway: dict[str, Any]) -> None:
     ``gateway``: see ``Client.session_reference``, without a session.
     """
     with contextlib.suppress(Failure):
-        client = Client(
-            gateway["url"], gateway["token"], gateway["ca_path"], gateway["validate_certs"], _END_TIMEOUT_SECONDS
-        )
-        try:
+        with _connected(gateway) as client:
             client.enter_plan(make_run_name(), wait=False)
-        finally:
-            client.close()
         record_open_session({**gateway, "session": client.session_path})
+
+
+@contextlib.contextmanager
+def _connected(gateway: dict[str, Any]) -> Iterator[Client]:
+    """Yield a client for a gateway; see ``record_session_of_run``. Raises Failure."""
+    client = Client(
+        gateway["url"], gateway["token"], gateway["ca_path"], gateway["validate_certs"], _END_TIMEOUT_SECONDS
+    )
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def end_sessions() -> list[str]:
@@ -133,13 +141,8 @@ def end_sessions() -> list[str]:
             continue
         path.unlink()
         try:
-            client = Client(
-                session["url"], session["token"], session["ca_path"], session["validate_certs"], _END_TIMEOUT_SECONDS
-            )
-            try:
+            with _connected(session) as client:
                 client.delete(session["session"])
-            finally:
-                client.close()
         except Failure as failure:
             messages.append(
                 f"the session {session['session']} was not ended, so it ends when it has been idle for some time: "
