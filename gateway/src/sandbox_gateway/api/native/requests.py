@@ -65,6 +65,10 @@ def _check_setup_size(value: list[str]) -> list[str]:
     return value
 
 
+# The length is checked first: outside of this type, it would only be checked when each command has been.
+Setup = Annotated[list[str], Field(max_length=1000), AfterValidator(_check_setup_size)]
+
+
 Pairs = Annotated[dict[str, str], BeforeValidator(_check_pair_count)]
 StoredPairs = Annotated[Pairs, AfterValidator(_check_pair_size)]
 """Pairs that become part of a record, and therefore stay in memory."""
@@ -490,7 +494,7 @@ class CreateTemplate(Sizes):
     mirror: str | None = Field(None, max_length=4096)
     packages: list[str] | None = Field(None, max_length=2000)
     path: str | None = Field(None, max_length=4096)
-    setup: Annotated[list[str], AfterValidator(_check_setup_size)] | None = Field(None, max_length=1000)
+    setup: Setup | None = None
     start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_timeout: float | None = None
