@@ -661,6 +661,7 @@ def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterat
 
 
 @pytest.mark.in_order
+@pytest.mark.slow
 def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
     """The job uses the packages that the previous test downloaded, because this host has no access to the internet."""
     host, command_prefix = freebsd_host
