@@ -15,6 +15,7 @@ from tests.collection.runner import HERE, Result, Target, Task, check_plan
 from tests.collection.test_plan_sessions import PLAY, step
 from tests.support import ansible_core_versions
 from tests.support.plan_files import sign
+from tests.support.samples import mark_slow_except
 
 ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 
@@ -74,7 +75,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mark_slow_except(("serial", "import_playbook"), WAYS))
 def test_tasks_on_two_hosts_share_a_session_and_a_plan(plan_target: Target, plan_path: Path, way: str) -> None:
     plan_target.write_file("box.yml", [BOX_OF_HOST])
     plan_target.write_file("roles/box/tasks/main.yml", [BOX_OF_HOST])
@@ -316,7 +317,7 @@ FAULTS = {
 """The beginning of the message, in which PLAN stands for the plan with its path."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mark_slow_except(("edited", "incomplete"), FAULTS))
 def test_a_faulty_plan_stops_every_task(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, tmp_path_factory: Any, fault: str
 ) -> None:
@@ -385,7 +386,12 @@ PACKAGE: Task = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox", "na
 """A task whose action starts a module of the collection without the module's own action plugin."""
 
 
-@pytest.mark.parametrize("way", ["environment", "configuration file", "extra variable", "check run", "no plan"])
+@pytest.mark.parametrize(
+    "way",
+    mark_slow_except(
+        ("extra variable", "no plan"), ["environment", "configuration file", "extra variable", "check run", "no plan"]
+    ),
+)
 def test_a_module_without_its_action_plugin_changes_nothing(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, way: str
 ) -> None:
@@ -413,8 +419,15 @@ def test_a_module_without_its_action_plugin_changes_nothing(
     assert result["sandboxes"] == [] and not result.get("failed"), result
 
 
-@pytest.mark.parametrize("has_callback", [False, True])
-@pytest.mark.parametrize("change", ["edited", "replaced"])
+@pytest.mark.parametrize(
+    ("change", "has_callback"),
+    [
+        ("edited", False),
+        ("replaced", True),
+        pytest.param("edited", True, marks=pytest.mark.slow),
+        pytest.param("replaced", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_that_changes_during_the_run_stops_the_next_task(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, change: str, has_callback: bool
 ) -> None:

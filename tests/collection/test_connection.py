@@ -140,29 +140,31 @@ def test_commands_and_files_use_the_remote_user(gateway: MemoryGateway, web_id: 
     assert refused["error"] == "AnsibleConnectionFailure" and "'nosuchuser' does not exist" in refused["message"]
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
-)
-def test_files_with_any_name_and_contents_are_transferred(
-    gateway: MemoryGateway, web_id: str, tmp_path: Path, name: str
-) -> None:
-    source, inside, downloaded = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
+FILE_NAMES = ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
+
+
+def test_files_with_any_name_and_contents_are_transferred(gateway: MemoryGateway, web_id: str, tmp_path: Path) -> None:
+    source, empty_file = tmp_path / "source", tmp_path / "empty"
     file_contents = bytes(range(256)) * 300 + os.urandom(4097)
     source.write_bytes(file_contents)
-    empty_file = tmp_path / "empty"
     empty_file.touch()
-    response = call_plugin(
-        ["put_file", str(source), str(inside)],
-        ["fetch_file", str(inside), str(downloaded)],
-        ["put_file", str(empty_file), str(inside)],
-        ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
-        ["fetch_file", str(inside), str(downloaded) + ".2"],
-        variables=make_connection_variables(gateway)["tcp"],
-    )
-    assert all("value" in result for result in response["results"]), response
-    assert downloaded.read_bytes() == file_contents
-    assert check_success(response["results"][3])[1].strip() == b"0"
-    assert (tmp_path / "back.2").read_bytes() == b""
+    method_calls: list[list[str]] = []
+    for number, name in enumerate(FILE_NAMES):
+        inside, downloaded = tmp_path / "in side" / name, tmp_path / f"back-{number}"
+        method_calls += [
+            ["put_file", str(source), str(inside)],
+            ["fetch_file", str(inside), str(downloaded)],
+            ["put_file", str(empty_file), str(inside)],
+            ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
+            ["fetch_file", str(inside), f"{downloaded}.2"],
+        ]
+    results = call_plugin(*method_calls, variables=make_connection_variables(gateway)["tcp"])["results"]
+    for number, name in enumerate(FILE_NAMES):
+        results_of_name = results[number * 5 : number * 5 + 5]
+        assert all("value" in result for result in results_of_name), (name, results_of_name)
+        assert (tmp_path / f"back-{number}").read_bytes() == file_contents, name
+        assert check_success(results_of_name[3])[1].strip() == b"0", name
+        assert (tmp_path / f"back-{number}.2").read_bytes() == b"", name
 
 
 @pytest.mark.parametrize("endpoint", ["socket", "tcp"])

@@ -18,6 +18,8 @@ from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 
 KEY = "e2b_0123456789abcdef0123456789abcdef01234567"
 DOMAIN = "sandbox.test"
+HERE = Path(__file__).parent
+ON_BOTH_KINDS = ("test_cubesandbox.py", "test_load.py")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Test one client on jail hosts in complete runs. The engine suite runs on both kinds of host."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if parameters.get("server") == "jail_zfs" and item.path.parent == HERE and item.path.name not in ON_BOTH_KINDS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
