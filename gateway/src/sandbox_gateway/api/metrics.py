@@ -15,6 +15,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from sandbox_gateway.api.dependencies import EngineDep
+from sandbox_gateway.engine.durations import Measurement
 from sandbox_gateway.engine.loads import sum_samples
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import SandboxState, Snapshot
@@ -27,6 +28,7 @@ _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5
 _STATUS_LABELS = {str(status.value) for status in HTTPStatus} | {"499"}
 """The allowed label values: Prometheus keeps each value, and guests choose the status of their responses."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+_OPERATION_BUCKETS = (*_REQUEST_BUCKETS, 600, 1800)
 
 router = APIRouter(tags=["gateway"])
 
@@ -35,6 +37,7 @@ class Metrics:
     """The gateway's metrics, in their own registry."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -45,6 +48,13 @@ class Metrics:
             ("method", "route", "status"),
             registry=self.registry,
             buckets=_REQUEST_BUCKETS,
+        )
+        self._operations = Histogram(
+            "sandbox_gateway_operation_seconds",
+            "Time that an operation took, by the kind of host, the memory mode of its snapshot, and its outcome.",
+            ("operation", "host", "memory", "outcome"),
+            registry=self.registry,
+            buckets=_OPERATION_BUCKETS,
         )
         self._pause = Histogram(
             "sandbox_gateway_pause_seconds",
@@ -106,6 +116,10 @@ class Metrics:
         method_label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
         status_label = str(status) if str(status) in _STATUS_LABELS else "other"
         self._requests.labels(method_label, route, status_label).observe(seconds)
+
+    def record_operation(self, measurement: Measurement) -> None:
+        labels = (measurement.operation, self._engine.host.kind, measurement.memory, measurement.outcome)
+        self._operations.labels(*labels).observe(measurement.seconds)
 
     def record_capture(self, snapshot: Snapshot) -> None:
         self._pause.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)

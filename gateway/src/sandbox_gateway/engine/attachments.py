@@ -5,6 +5,7 @@ from __future__ import annotations
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.record_changes import save_sandbox
@@ -29,6 +30,7 @@ class Attachments:
         self._agents = agents
         self._collector = collector
 
+    @measured("volume.attach")
     async def attach(self, sandbox_ref: str, spec: MountSpec) -> Mount:
         """Mount a volume in a running sandbox.
 
@@ -63,6 +65,7 @@ class Attachments:
             await save_sandbox(self._context, sandbox.id, mounts=sandbox.mounts)
             raise
 
+    @measured("volume.detach")
     async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
         """Detach a volume from a sandbox, even while programs use it. A paused sandbox resumes without the volume."""
         async with self._locking.sandbox(sandbox_ref) as sandbox:

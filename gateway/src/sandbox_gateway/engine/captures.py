@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import note_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.removal import Removal
@@ -102,6 +103,7 @@ class Captures:
             volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
+            note_memory_mode(snapshot.memory)
             for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
                 add_volume_snapshot(self._context, volume, volume_snapshot)
         self._index.put(snapshot)

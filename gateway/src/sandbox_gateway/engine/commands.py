@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from sandbox_gateway.engine.agent_client import EvalResult, ExecResult
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
@@ -24,6 +25,7 @@ class Commands:
         self._locking = locking
         self._agents = agents
 
+    @measured("sandbox.exec")
     async def exec(
         self,
         ref: str,
@@ -40,11 +42,13 @@ class Commands:
         execution = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
         return await self._run_in_sandbox(sandbox, execution)
 
+    @measured("sandbox.eval")
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python code in the sandbox's interpreter, whose state is part of the sandbox's memory."""
         sandbox = self._context.require_running(ref)
         return await self._run_in_sandbox(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
 
+    @measured("sandbox.ping")
     async def ping(self, ref: str) -> None:
         """Check that the sandbox's agent responds. Raises BackendFailed or Timeout."""
         sandbox = self._context.require_running(ref)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.engine.durations import Durations
 from sandbox_gateway.engine.events import Events
 from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.keyed_locks import KeyedLocks
@@ -23,6 +24,7 @@ class Context:
         self.index = index or Index()
         self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
+        self.durations = Durations()
         self.secret = Secret()
         self.background = BackgroundTasks(Logger("engine"))
         self.unreadable_sandboxes: list[str] = []

@@ -42,8 +42,8 @@ class Engine:
     """All operations, in groups. Each group uses only the groups that are passed to its constructor.
 
     The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``
-    and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``references``, ``agents``,
-    ``room``, ``prewarm``, ``machines`` and ``loads``.
+    and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``durations``,
+    ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
@@ -57,6 +57,7 @@ class Engine:
         context = Context(host, config, index)
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
+        self.durations = context.durations
 
         # The prerequisites of the primitives: locks, users of objects, removal of objects, agents, room on the host,
         # and forks that are ready to be claimed.

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
 from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
@@ -52,19 +53,24 @@ class Forks:
         self._pending_count = 0
         """Number of sandboxes that are being created."""
 
+    @measured("sandbox.create")
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
         """Create one sandbox from a snapshot or template, or return the one with ``spec.idempotency_key``."""
-        result = (await self.fork(ref, spec))[0]
+        result = (await self._fork_from(ref, spec))[0]
         if isinstance(result, GatewayError):
             raise result
         return result
 
+    @measured("sandbox.fork")
     async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Create ``spec.count`` sandboxes from a snapshot or template.
 
         With ``spec.atomic``, the first error is raised and all new sandboxes are removed. Otherwise, the list contains
         an error for each sandbox that could not be created.
         """
+        return await self._fork_from(ref, spec)
+
+    async def _fork_from(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         async with self._idempotency_key_locked(spec) as existing_sandboxes:
             if existing_sandboxes:
                 return existing_sandboxes
@@ -72,6 +78,7 @@ class Forks:
             await self._room.require_for_machines(len(requested_names(spec)))
             return await self._fork(self._index.snapshot(ref), spec)
 
+    @measured("sandbox.clone")
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed with its last user.
 

@@ -13,13 +13,14 @@ from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.boot_failure import add_console
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import note_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import changed_copy, save_sandbox
 from sandbox_gateway.engine.start_slots import StartSlots
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, new_id
+from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot, new_id
 from sandbox_gateway.tasks import clean_up
 
 _MAX_SLOT_SECONDS = 3.0
@@ -46,6 +47,7 @@ class MachineLifecycle:
         """
         if sandbox.state is SandboxState.PAUSED:
             return
+        note_memory_mode(snapshot.memory if with_memory else MemoryMode.NONE)
         if with_memory and await self._claim(snapshot, sandbox):
             return
         with self._prewarm.starting_for_request():
@@ -57,8 +59,9 @@ class MachineLifecycle:
         if (fork := self._prewarm.take(snapshot, sandbox)) is None:
             return False
         try:
-            await self._host.claim(fork, sandbox)
-            await self._agents.identify(sandbox, booted=False)
+            with self._context.durations.measure("prewarm.claim", snapshot.memory):
+                await self._host.claim(fork, sandbox)
+                await self._agents.identify(sandbox, booted=False)
         except BaseException as error:
             await clean_up(log, self._host.discard(sandbox))
             if not isinstance(error, GatewayError):
@@ -88,6 +91,7 @@ class MachineLifecycle:
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
+        note_memory_mode(MemoryMode.NONE)
         async with self._start_slots.hold():
             await self._boot(sandbox)
 

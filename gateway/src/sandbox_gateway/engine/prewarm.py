@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
@@ -86,6 +87,7 @@ class PrewarmPool:
         levels = [self.level(snapshot) for snapshot in self._index.snapshots_in(self._index.prewarmed)]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
 
+    @measured("prewarm.set")
     async def set_target(self, ref: str, count: int) -> Level:
         """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
         snapshot = self._index.snapshot(ref)
@@ -189,7 +191,8 @@ class PrewarmPool:
             if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
                 continue
             try:
-                fork = await self._start(snapshot)
+                with self._context.durations.measure("prewarm.start", snapshot.memory):
+                    fork = await self._start(snapshot)
             except GatewayError as error:
                 self._backoff.delay(id)
                 log.warning("fork not prewarmed", snapshot=id, reason=error.message)

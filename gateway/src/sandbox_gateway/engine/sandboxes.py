@@ -13,6 +13,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
+from sandbox_gateway.engine.durations import measured, note_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -24,7 +25,16 @@ from sandbox_gateway.engine.timeouts import end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+from sandbox_gateway.records import (
+    MemoryMode,
+    NetworkPolicy,
+    OnTimeout,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    now,
+)
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _SYNC_TIMEOUT_SECONDS = 2
@@ -91,6 +101,7 @@ class Sandboxes:
             return Usage(disk_bytes=0, memory_bytes=0)
         return await self._host.usage(sandbox)
 
+    @measured("sandbox.update")
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
         """Replace a sandbox's metadata, or change its name."""
         async with self._locking.sandbox(ref) as sandbox:
@@ -99,18 +110,21 @@ class Sandboxes:
             with self._index.reserved([new_name] if new_name else []):
                 return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
 
+    @measured("sandbox.set_timeout")
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
         """Make a sandbox expire ``seconds`` from now, or never if ``seconds`` is None."""
         async with self._locking.sandbox(ref) as sandbox:
             end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
 
+    @measured("sandbox.set_network")
     async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 await self._host.apply_network(sandbox, policy)
             await save_sandbox(self._context, sandbox.id, network=policy)
 
+    @measured("sandbox.rollback")
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
         """Roll a sandbox back to a snapshot. The old machine runs until the new one responds.
 
@@ -123,6 +137,7 @@ class Sandboxes:
         async with self._collector.pinned_then_collected(snapshot), self._locking.sandbox(ref) as sandbox:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
+    @measured("sandbox.promote")
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Capture a fork, and roll its source (by default, the sandbox that it was forked from) back to the capture."""
         fork = self._context.require_running(fork_ref)
@@ -150,6 +165,7 @@ class Sandboxes:
             mounts=self._mount_planner.without_deleted_volumes(snapshot.mounts, sandbox),
         )
 
+    @measured("sandbox.pause")
     async def pause(self, ref: str, *, memory: bool = True) -> None:
         """Capture a sandbox and stop its machine. Without ``memory``, capture nothing, but sync its disk."""
         async with self._locking.running_sandbox(ref) as sandbox:
@@ -159,6 +175,7 @@ class Sandboxes:
         if memory:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
+            note_memory_mode(MemoryMode.NONE)
             await self._agents.client(sandbox).sync()
             paused_sandbox = await self._save_paused(sandbox)
         await self._machines.stop_paused(paused_sandbox)
@@ -178,6 +195,7 @@ class Sandboxes:
         changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
         return await save_sandbox(self._context, sandbox.id, **changes)
 
+    @measured("sandbox.resume")
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Resume a paused sandbox from its snapshot, or from its disk if it has none.
 
@@ -230,6 +248,7 @@ class Sandboxes:
         self._machines.mark_if_stopped(resumed_sandbox)
         return resumed_sandbox
 
+    @measured("sandbox.expire")
     async def expire(self, ref: str) -> None:
         """If a sandbox has expired, pause or delete it, depending on its ``on_timeout``."""
         async with self._locking.sandbox(ref) as sandbox:
@@ -241,6 +260,7 @@ class Sandboxes:
             else:
                 await finish_despite_cancellation(self._delete(sandbox))
 
+    @measured("sandbox.delete")
     async def delete(self, ref: str) -> None:
         """Stop and remove a sandbox. Its snapshots remain, except a pause snapshot."""
         async with self._locking.sandbox(ref) as sandbox:

@@ -11,6 +11,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.creation_order import Key
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.lineage import Trees, build_trees, walk_nodes
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
@@ -80,6 +81,7 @@ class Snapshots:
         """Return a snapshot's paths on the host: ``dir``, and, if they exist, ``memory`` and ``vmstate``."""
         return self._host.files_of(self.get(ref))
 
+    @measured("snapshot.create")
     async def create(
         self,
         ref: str,
@@ -116,6 +118,7 @@ class Snapshots:
             await finish_despite_cancellation(self._collector.collect())
         return snapshot
 
+    @measured("snapshot.branch")
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
         """Create a snapshot of a sandbox. Its default name is `branch-ID-N`, where N increases with each call."""
         return await self.create(ref, name=name or await self._next_branch_name(ref))
@@ -129,6 +132,7 @@ class Snapshots:
             await save_sandbox(self._context, sandbox.id, branches=number)
             return name
 
+    @measured("snapshot.delete")
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
         """Remove a snapshot or template. Raises InUse, which lists all users, if it is in use.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
@@ -53,6 +54,7 @@ class Templates:
     def list(self) -> Sequence[Snapshot]:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
+    @measured("template.request")
     async def build(self, name: str, recipe: Recipe, description: str = "", prewarm: int | None = None) -> Build:
         """Build a template in the background. If a template with this name and recipe exists, return its build.
 
@@ -102,6 +104,7 @@ class Templates:
     def list_unready_builds(self) -> Sequence[Build]:
         return [build for build in self._builds.values() if build.status != "ready"]
 
+    @measured("template.alias")
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
         """Give a template a name. If another template has the name, that template loses it.
 
@@ -168,6 +171,7 @@ class Templates:
         for each in ended_builds[: max(0, len(self._builds) - _MAX_BUILDS)]:
             del self._builds[each.build_id]
 
+    @measured("template.build")
     async def _build(self, build: Build, recipe: Recipe) -> None:
         """Build a template and name it. On failure, the template is removed."""
         try:

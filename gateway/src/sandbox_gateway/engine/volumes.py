@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
@@ -52,6 +53,7 @@ class Volumes:
     async def state(self, ref: str) -> VolumeState:
         return await self._host.volume_state(self.get(ref))
 
+    @measured("volume.create")
     async def create(self, name: str, size_mb: int | None = None, from_snapshot: str | None = None) -> Volume:
         """Create an empty volume, or a volume from a snapshot ("VOLUME@SNAPSHOT", or the snapshot's id).
 
@@ -72,6 +74,7 @@ class Volumes:
             with self._index.reserved([name]):
                 return await finish_despite_cancellation(create_volume(self._context, volume, source))
 
+    @measured("volume.grow")
     async def grow(self, ref: str, size_mb: int) -> Volume:
         """Enlarge a volume. Sandboxes that mount it see the new size immediately. A volume never shrinks."""
         async with self._locked(ref) as volume:
@@ -92,6 +95,7 @@ class Volumes:
         self._events.publish("volume.grown", volumeID=volume.name, sizeMB=size_mb)
         return grown_volume
 
+    @measured("volume.delete")
     async def delete(self, ref: str, with_snapshots: bool = False) -> None:
         """Remove a volume that no sandbox mounts. Raises InUse, which lists all users, if it is in use.
 
@@ -105,6 +109,7 @@ class Volumes:
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
         return self._index.snapshots_of(self.get(ref))
 
+    @measured("volume.snapshot")
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
         """Take a point-in-time snapshot of a volume. Sandboxes that mount the volume keep running.
 
@@ -129,6 +134,7 @@ class Volumes:
         add_volume_snapshot(self._context, volume, snapshot)
         return snapshot
 
+    @measured("volume.delete_snapshot")
     async def delete_snapshot(self, ref: str, snapshot_ref: str) -> None:
         """Remove a volume snapshot. Raises InUse, for example if it is part of a sandbox's snapshot."""
         async with self._locked(ref) as volume:
@@ -137,6 +143,7 @@ class Volumes:
                 raise refusal
             await finish_despite_cancellation(self._removal.remove_volume_snapshot(snapshot))
 
+    @measured("volume.rollback")
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
         """Roll the contents of a volume back to a snapshot. The volume keeps its current size.
 

@@ -1,0 +1,177 @@
+"""Every operation of the engine has a histogram, with its memory mode and outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from sandbox_gateway.api.access.auth import Keys
+from sandbox_gateway.api.app import create_app
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.plans.sessions import PlanSessions
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import GatewayError, NoSpace
+from sandbox_gateway.hosts.base import Room
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import NetworkPolicy
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import build, create, open_engine, wait_until
+
+pytestmark = pytest.mark.anyio
+
+_DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
+
+_NOT_OPERATIONS = {
+    # queries
+    "Sandboxes.has_diverged",
+    "Sandboxes.usage",
+    "Templates.guest_digest",
+    "Volumes.state",
+    "RoomKeeper.report",
+    # steps of operations
+    "Agents.identify",
+    "Agents.mount_volumes",
+    "Attachments.complete_mounts",
+    "MachineLifecycle.boot",
+    "MachineLifecycle.fork",
+    "MachineLifecycle.mark_stopped",
+    "MachineLifecycle.stop_paused",
+    "RoomKeeper.require_for_capture",
+    "RoomKeeper.require_for_machines",
+    # background work
+    "Loads.history",
+    "Loads.watch",
+    "PrewarmPool.discard_all",
+    "PrewarmPool.keep_ready",
+    "RoomKeeper.watch",
+}
+
+_Call = Callable[[Engine], Awaitable[Any]]
+
+# In the order of their execution. Each entry names the method, and the operation and memory mode under which it counts.
+_CALLS: list[tuple[str, str, str, _Call]] = [
+    ("Forks.create", "sandbox.create", "incremental", lambda e: create(e, "a")),
+    ("Sandboxes.update", "sandbox.update", "", lambda e: e.sandboxes.update("a", metadata={"k": "v"})),
+    ("Sandboxes.set_timeout", "sandbox.set_timeout", "", lambda e: e.sandboxes.set_timeout("a", 600)),
+    ("Sandboxes.set_network", "sandbox.set_network", "", lambda e: e.sandboxes.set_network("a", NetworkPolicy())),
+    ("Commands.exec", "sandbox.exec", "", lambda e: e.commands.exec("a", ["env"])),
+    ("Commands.eval", "sandbox.eval", "", lambda e: e.commands.eval("a", "1")),
+    ("Commands.ping", "sandbox.ping", "", lambda e: e.commands.ping("a")),
+    ("Snapshots.create", "snapshot.create", "incremental", lambda e: e.snapshots.create("a", name="s")),
+    ("Snapshots.create", "snapshot.create", "none", lambda e: e.snapshots.create("a", name="d", memory="none")),
+    ("Snapshots.branch", "snapshot.branch", "incremental", lambda e: e.snapshots.branch("a")),
+    ("Forks.fork", "sandbox.fork", "incremental", lambda e: e.forks.fork("s", ForkSpec(names=["b", "c"]))),
+    ("Forks.fork", "sandbox.fork", "none", lambda e: e.forks.fork("d", ForkSpec(names=["cold"]))),
+    ("Forks.clone", "sandbox.clone", "incremental", lambda e: e.forks.clone("a", ForkSpec(names=["e"]))),
+    ("Sandboxes.rollback", "sandbox.rollback", "incremental", lambda e: e.sandboxes.rollback("a", "s")),
+    ("Sandboxes.rollback", "sandbox.rollback", "none", lambda e: e.sandboxes.rollback("a", "s", cold_start=True)),
+    ("Sandboxes.promote", "sandbox.promote", "incremental", lambda e: e.sandboxes.promote("b", "a")),
+    ("Sandboxes.pause", "sandbox.pause", "incremental", lambda e: e.sandboxes.pause("a")),
+    ("Sandboxes.resume", "sandbox.resume", "incremental", lambda e: e.sandboxes.resume("a")),
+    ("Sandboxes.pause", "sandbox.pause", "none", lambda e: e.sandboxes.pause("c", memory=False)),
+    ("Sandboxes.resume", "sandbox.resume", "none", lambda e: e.sandboxes.resume("c")),
+    ("Sandboxes.expire", "sandbox.expire", "", lambda e: e.sandboxes.expire("c")),
+    ("Sandboxes.delete", "sandbox.delete", "", lambda e: e.sandboxes.delete("c")),
+    ("Snapshots.delete", "snapshot.delete", "", lambda e: e.snapshots.delete("d", when_unused=True)),
+    ("Volumes.create", "volume.create", "", lambda e: e.volumes.create("v")),
+    ("Volumes.grow", "volume.grow", "", lambda e: e.volumes.grow("v", 2048)),
+    ("Volumes.create_snapshot", "volume.snapshot", "", lambda e: e.volumes.create_snapshot("v", "vs")),
+    ("Volumes.rollback", "volume.rollback", "", lambda e: e.volumes.rollback("v", "vs")),
+    ("Volumes.delete_snapshot", "volume.delete_snapshot", "", lambda e: e.volumes.delete_snapshot("v", "vs")),
+    ("Attachments.attach", "volume.attach", "", lambda e: e.attachments.attach("a", MountSpec("v", "/v"))),
+    ("Attachments.detach", "volume.detach", "", lambda e: e.attachments.detach("a", "v")),
+    ("Volumes.delete", "volume.delete", "", lambda e: e.volumes.delete("v")),
+    ("Templates.build", "template.request", "", lambda e: e.templates.build("t", Recipe())),
+    ("", "template.build", "incremental", lambda e: build(e, "w", "jq")),
+    ("Templates.set_alias", "template.alias", "", lambda e: e.templates.set_alias("t", "alias")),
+    ("PrewarmPool.set_target", "prewarm.set", "", lambda e: e.prewarm.set_target("s", 1)),
+    ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.level(e.snapshots.get("s")).ready)),
+    ("", "prewarm.claim", "incremental", lambda e: create(e, "f", "s")),
+]
+
+
+def list_methods(engine: Engine) -> set[str]:
+    """Return the coroutine methods of the engine's groups, as ``Group.method``."""
+    groups = [each for name, each in vars(engine).items() if not name.startswith("_")]
+    return {
+        f"{type(group).__name__}.{name}"
+        for group in groups
+        if type(group).__module__.startswith("sandbox_gateway.engine.")
+        for name, method in inspect.getmembers(type(group), inspect.iscoroutinefunction)
+        if not name.startswith("_")
+    }
+
+
+def count(app: FastAPI, operation: str, memory: str, outcome: str) -> float:
+    """Return how often the histogram of an operation was observed."""
+    labels = f'host="memory",memory="{memory}",operation="{operation}",outcome="{outcome}"'
+    text = app.state.metrics.render().decode()
+    found = re.search(rf"^sandbox_gateway_operation_seconds_count{{{re.escape(labels)}}} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    async with open_engine(tmp_path, MemoryHost()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def app(engine: Engine) -> FastAPI:
+    return create_app(engine, engine.config, Keys())
+
+
+async def test_every_operation_has_a_histogram(engine: Engine, app: FastAPI) -> None:
+    assert {method for method, *_ in _CALLS if method} == list_methods(engine) - _NOT_OPERATIONS
+    assert list_methods(engine) >= _NOT_OPERATIONS
+    for _, operation, memory, call in _CALLS:
+        before = count(app, operation, memory, "ok")
+        await call(engine)
+        assert count(app, operation, memory, "ok") == before + 1, (operation, memory)
+
+
+def test_the_documentation_lists_every_operation() -> None:
+    section = _DOCS.read_text().partition("sandbox_gateway_operation_seconds")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"`((?:sandbox|snapshot|template|volume|prewarm)\.[a-z_]+)`", section))
+    assert documented == {operation for _, operation, *_ in _CALLS}
+
+
+async def test_the_outcome_says_how_an_operation_ended(engine: Engine, app: FastAPI) -> None:
+    host = engine.host
+    assert isinstance(host, MemoryHost)
+    with pytest.raises(GatewayError):
+        await engine.sandboxes.rollback("nobody", "t")
+    assert count(app, "sandbox.rollback", "", "refused") == 1
+
+    host.failing_names = {"x"}
+    with pytest.raises(GatewayError):
+        await create(engine, "x")
+    assert count(app, "sandbox.create", "incremental", "failed") == 1
+    await engine.forks.fork("t", ForkSpec(names=["x", "y"], atomic=False))
+    assert count(app, "sandbox.fork", "incremental", "failed") == 1
+
+    host.fork_seconds = 60
+    task = asyncio.create_task(create(engine, "z"))
+    await wait_until(lambda: host.fork_count == 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert count(app, "sandbox.create", "incremental", "cancelled") == 1
+
+    host.available_room = Room(disk_free=0, disk_total=1, memory_free=1 << 40, memory_total=1 << 40)
+    with pytest.raises(NoSpace):
+        await create(engine, "full")
+    assert count(app, "sandbox.create", "", "refused") == 1
+
+
+async def test_a_plan_is_not_counted(engine: Engine, app: FastAPI) -> None:
+    session = PlanSessions(engine).open("key", "run")
+    await create(session.engine, "planned")
+    assert 'operation="sandbox.create"' not in app.state.metrics.render().decode()
