@@ -13,7 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import NoSpace
-from sandbox_gateway.hosts.base import MemoryDisk, Usage, VolumeState
+from sandbox_gateway.hosts.base import MemoryDisk, Room, Usage, VolumeState
 from sandbox_gateway.records import Sandbox, Volume
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine, wait_until
@@ -27,13 +27,17 @@ class _Host(MemoryHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.capture_count = 0
+        self.capture_count = self.room_count = 0
         self.memory_bytes = 200 * MIB
         self.image_bytes = self.disk_bytes = 0
 
     async def capture(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         self.capture_count += 1
         return await super().capture(*args, **kwargs)
+
+    async def room(self) -> Room:
+        self.room_count += 1
+        return await super().room()
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         return Usage(disk_bytes=self.disk_bytes, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
@@ -98,6 +102,19 @@ async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_ful
     assert (engine.index.sandboxes, engine.index.snapshots) == records_before
     host.set_free_space(disk_mb=2000)
     await operation(engine)
+
+
+@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
+async def test_an_operation_measures_the_room_once(tmp_path: Path, operation: Operation) -> None:
+    """A measurement takes two commands on a jail host. The host stalls no machines, so the engine does not poll it."""
+    host = _Host()
+    host.abilities = replace(host.abilities, can_stall=False)
+    async with open_engine(tmp_path, host) as engine:
+        await create(engine, "a")
+        await engine.snapshots.create("a", name="s")
+        host.room_count = 0
+        await operation(engine)
+        assert host.room_count == 1
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,16 @@ class Captures:
         )
 
     async def capture(
-        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0
     ) -> Snapshot:
         """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
+
+        The parameters are those of ``capture_state``.
 
         On failure, the snapshot is removed, unless the sandbox stopped after the capture: then the snapshot remains,
         and the error names it.
         """
-        snapshot = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
+        snapshot = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes, fork_count=fork_count)
         try:
             snapshot = await self._add_to_lineage(sandbox, snapshot)
         except BaseException:
@@ -91,14 +93,17 @@ class Captures:
             log.warning("snapshot not removed", snapshot=id, reason=error.message)
 
     async def capture_state(
-        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0
     ) -> Snapshot:
         """Capture a sandbox and ``volumes``. ``memory``: include the sandbox's memory, if the host supports that.
+
+        Raises NoSpace, before anything is changed, if the host has no room for the capture, or for ``fork_count``
+        machines that will be started from it.
 
         Does not change the sandbox's record, which need not be saved yet.
         """
         memory = memory and self._host.abilities.memory
-        await self._room.require_for_capture(sandbox, memory=memory)
+        await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
         async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):

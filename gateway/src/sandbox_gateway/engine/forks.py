@@ -100,7 +100,6 @@ class Forks:
         self._mount_planner.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
-        await self._room.require_for_machines(len(requested_names(spec)))
         async with self._locking.running_sandbox(ref) as sandbox:
             snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:
@@ -112,7 +111,9 @@ class Forks:
         with self._index.pinned(snapshot):
             volume_refs = [each.volume for each in spec.mounts or [] if each.clone]
             snapshot = await finish_despite_cancellation(
-                self._captures.capture(sandbox, snapshot, memory=True, volumes=volume_refs)
+                self._captures.capture(
+                    sandbox, snapshot, memory=True, volumes=volume_refs, fork_count=len(requested_names(spec))
+                )
             )
             try:
                 return await self._fork(snapshot, spec)

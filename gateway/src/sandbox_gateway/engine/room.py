@@ -74,7 +74,9 @@ class RoomKeeper:
 
     async def require_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
-        room = await self._host.room()
+        self._require_space_for_machines(await self._host.room(), count)
+
+    def _require_space_for_machines(self, room: Room, count: int) -> None:
         self._require_disk_space(room, 0, "a fork")
         needed_bytes, reserve_bytes = count * MACHINE_START_BYTES, self._limits.free_memory_mb * _MIB
         if reserve_bytes and room.memory_free < needed_bytes + reserve_bytes:
@@ -85,9 +87,14 @@ class RoomKeeper:
                 "sandboxes, or lower limits.free_memory_mb"
             )
 
-    async def require_for_capture(self, sandbox: Sandbox, *, memory: bool) -> None:
-        """Raise NoSpace if a capture of ``sandbox`` could leave less free space than the reserve."""
+    async def require_for_capture(self, sandbox: Sandbox, *, memory: bool, fork_count: int = 0) -> None:
+        """Raise NoSpace if a capture of ``sandbox`` could leave less free space than the reserve.
+
+        ``fork_count``: the number of machines that are started from the capture and also need room.
+        """
         room = await self._host.room()
+        if fork_count:
+            self._require_space_for_machines(room, fork_count)
         if memory and room.memory_disk is not None:
             self._require_disk_space(room, 0, f"a capture of {sandbox.name}")
             await self._require_memory_disk_space(room.memory_disk, sandbox)
