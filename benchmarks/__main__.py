@@ -91,7 +91,10 @@ def _parse_options() -> argparse.Namespace:
         "--json", type=Path, metavar="FILE", help="write all samples to FILE (see benchmarks/README.md)"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the results of pause, fork, memory, scale and rivals as SVG"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draw the results of {', '.join(sorted(plot.PLOTTED_BENCHES))} as SVG",
     )
     parser.add_argument("--quick", action="store_true", help="run only a few rounds, to check that the benches work")
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run (default: all)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +101,14 @@ def _draw_memory(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -
     lower_plot.set_visible(False)
 
 
-def _draw_scale(upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any]) -> None:
+def _draw_scale(
+    upper_plot: Axes, lower_plot: Axes, measures: dict[str, Any], title: str = "The gateway with many snapshots"
+) -> None:
     """Draw the medians against the number of snapshots. Both axes of the upper plot are logarithmic."""
     sizes = sorted(int(key.removeprefix("start_")) for key in measures if key.startswith("start_"))
-    upper_plot.set_title("The gateway with many snapshots")
+    upper_plot.set_title(title)
     for key, colour, label in (
-        ("floor_start", _FLOOR_COLOUR, "floor of a start: read and parse the manifests"),
+        ("floor_start", _FLOOR_COLOUR, "floor of a start: read the records"),
         ("start", _MAIN_COLOUR, "start"),
         ("floor_request", _PART_COLOURS[6], "floor of a request: an empty list"),
         ("page", _SECOND_COLOUR, "list 100 snapshots"),
@@ -182,12 +185,13 @@ _RIVAL_COLOURS = {
     "hand_play": _FLOOR_COLOUR,
 }
 _WIDTHS_INCHES = {"rivals": 9.0}
-_BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale"}
+_BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale", "jail_scale"}
 _PLOTTERS = {
     "pause": _draw_pause,
     "fork": _draw_fork,
     "memory": _draw_memory,
     "scale": _draw_scale,
+    "jail_scale": partial(_draw_scale, title="The gateway of a jail host with many snapshots"),
     "rivals": _draw_rivals,
 }
 PLOTTED_BENCHES = frozenset(_PLOTTERS)
@@ -243,8 +247,11 @@ def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
 
 def _caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
-    scale = document["benches"].get("scale")
-    counts = [f"{scale['settings']['starts']} starts and {scale['settings']['rounds']} requests"] if scale else []
+    counts = [
+        f"{scale['settings']['starts']} starts and {scale['settings']['rounds']} requests ({name})"
+        for name in ("scale", "jail_scale")
+        if (scale := document["benches"].get(name))
+    ]
     counts += [
         f"{len(document['benches'][name]['measures'][key]['samples'])} {noun}"
         for name, key, noun in (

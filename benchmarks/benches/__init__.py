@@ -10,6 +10,7 @@ from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
+from benchmarks.benches.jail_scale import JailScale
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.plans import Plans
@@ -35,6 +36,7 @@ BENCHES: tuple[Bench, ...] = (
     Scale(),
     Sdk(),
     JailZfs(),
+    JailScale(),
     Tasks(),
     Plans(),
     Connection(),

@@ -6,10 +6,10 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
@@ -24,9 +24,11 @@ from tests.support.xfs import LoopXfs
 
 _SIZES = (100, 300, 1_000, 3_000, 10_000)
 _QUICK_SIZES = (30, 100)
-_SNAPSHOTS_PER_SANDBOX = 5
+SNAPSHOTS_PER_SANDBOX = 5
 _PAGE_SIZE = 100
 _XFS_MB = 4096
+LOG_SETTINGS = {"level": "info", "format": "json"}
+"""The settings with which the log of a gateway contains the time of its start."""
 _IDLE_SECONDS = 10.0
 _START_LIMIT_MS, _PAGE_LIMIT_MS, _MEMORY_LIMIT_BYTES = 2000, 20, 120 << 20
 _NOTE = (
@@ -54,7 +56,7 @@ class Scale:
         result = Result(
             self.name,
             self.title,
-            {"snapshots": list(sizes), "per_sandbox": _SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds},
+            {"snapshots": list(sizes), "per_sandbox": SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds},
             notes=[_NOTE],
         )
         directory = session.run_dir()
@@ -62,45 +64,57 @@ class Scale:
             LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs,
             ctx.steps("sizes", len(sizes)) as steps,
         ):
-            gateway = Gateway(xfs.mount_point, {"log": {"level": "info", "format": "json"}})
-            records = _Records(Layout(gateway.state_root), xfs.mount_point / "images")
+            gateway = Gateway(xfs.mount_point, {"log": LOG_SETTINGS})
+            records = Records(_XfsStore(Layout(gateway.state_root), xfs.mount_point / "images"))
             for size in sizes:
                 records.grow(size)
-                samples = _collect_samples(gateway, records, starts=starts, rounds=rounds)
-                _add_measures(result, size, samples, is_largest=size == _SIZES[-1])
+                samples = collect_samples(gateway, records, starts=starts, rounds=rounds)
+                add_measures(
+                    result,
+                    size,
+                    samples,
+                    floor_title="read the manifests only",
+                    start_limit_ms=_START_LIMIT_MS,
+                    is_largest=size == _SIZES[-1],
+                )
                 steps.advance()
             gateway.client.close()
         return result
 
 
-class _Records:
-    """The records in a state root: a template, a chain of snapshots, and stopped sandboxes."""
+class Store(Protocol):
+    """Where the records of a host are written."""
 
-    def __init__(self, layout: Layout, images: Path) -> None:
-        self._layout = layout
-        self._images = images
+    snapshot_fields: Mapping[str, Any]
+    """The fields of snapshots that depend on the kind of host."""
+    sandbox_host: Mapping[str, Any]
+    """The field ``host`` of sandboxes."""
+
+    def write_template(self, template: Snapshot) -> None: ...
+
+    def write_snapshot(self, snapshot: Snapshot) -> None: ...
+
+    def write_sandbox(self, sandbox: Sandbox, head: Snapshot) -> None: ...
+
+    def read_all(self) -> object:
+        """Read all records without the gateway."""
+
+
+class Records:
+    """The records in a store: a template, a chain of snapshots, and stopped sandboxes."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._start_time = now() - timedelta(days=30)
         self.snapshot_ids: list[str] = []
         """The ids of all snapshots, oldest first."""
         self.unused_ids: list[str] = []
         """The ids of some snapshots that have no sandboxes and are not the newest."""
         self._snapshot_count = self._sandbox_count = 0
-        layout.create()
-        self._create_images()
-        self._platform = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
         self._template = Snapshot(
             kind=SnapshotKind.TEMPLATE, names=["base"], memory=MemoryMode.FULL, created_at=self._start_time
         )
-        self._create_snapshot(self._template)
-
-    def _create_images(self) -> None:
-        self._images.mkdir(mode=0o700)
-        for name in ("kernel", "initrd", "device.state"):
-            (self._images / name).write_bytes(bytes(4096))
-        for name, size_mb in (("rootfs.img", Resources().disk_mb), ("memory.img", Resources().memory_mb)):
-            with (self._images / name).open("wb") as file:
-                file.write(b"x" * (1 << 20))
-                file.truncate(size_mb << 20)
+        store.write_template(self._template)
 
     def grow(self, count: int) -> None:
         """Create snapshots and sandboxes until there are ``count`` snapshots."""
@@ -113,34 +127,17 @@ class _Records:
                 template_id=self._template.id,
                 parent=self.snapshot_ids[-1] if self.snapshot_ids else self._template.id,
                 origin=self._template.id,
-                memory=MemoryMode.SOFT_DIRTY,
-                memory_bytes_written=1 << 20,
                 disk_bytes_unique=1 << 20,
-                pause_ms=10.5,
                 created_at=created_at,
                 updated_at=created_at,
-                host={
-                    "platform": self._platform,
-                    "phases_ms": {"stop": 1.5, "devices": 2.5, "disk": 2.5, "pages": 3.5, "continue": 0.5},
-                    "stops_ms": [10.5],
-                    "line": True,
-                },
+                **self.store.snapshot_fields,
             )
-            self._create_snapshot(snapshot)
+            self.store.write_snapshot(snapshot)
             self.snapshot_ids.append(snapshot.id)
-            if number % _SNAPSHOTS_PER_SANDBOX == 0:
+            if number % SNAPSHOTS_PER_SANDBOX == 0:
                 self._create_sandbox(snapshot)
-            elif number % _SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshot_ids) < count:
+            elif number % SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshot_ids) < count:
                 self.unused_ids.append(snapshot.id)
-
-    def _create_snapshot(self, snapshot: Snapshot) -> None:
-        files = self._layout.snapshot(snapshot)
-        files.directory.mkdir(mode=0o700)
-        for path in (files.disk, files.memory, files.device_state):
-            reflink.clone(self._images / path.name, path)
-        for path in (files.kernel, files.initrd):
-            path.hardlink_to(self._images / path.name)
-        record_files.write_record(files.directory, snapshot, durable=False)
 
     def _create_sandbox(self, snapshot: Snapshot) -> None:
         number = self._sandbox_count
@@ -154,18 +151,9 @@ class _Records:
             base=snapshot.id,
             metadata={"team": f"team-{number % 10}"},
             created_at=snapshot.created_at,
-            host={"slot": number, "pid": 0, "address": "10.0.0.1", "platform": self._platform},
+            host={**self.store.sandbox_host, "number": number},
         )
-        directory = self._layout.sandbox(sandbox)
-        directory.mkdir(mode=0o711)
-        files = InstanceFiles(directory / sandbox.instance)
-        files.directory.mkdir(mode=0o711)
-        files.run.mkdir(mode=0o700)
-        reflink.clone(self._images / files.disk.name, files.disk)
-        for path in (files.kernel, files.initrd):
-            path.hardlink_to(self._images / path.name)
-        files.memory.hardlink_to(self._layout.snapshot(snapshot).memory)
-        record_files.write_record(directory, sandbox, durable=False)
+        self.store.write_sandbox(sandbox, snapshot)
 
     def pop_unused_id(self) -> str:
         """Return the id of a snapshot in the middle of the chain, or an empty string if none is left.
@@ -178,16 +166,73 @@ class _Records:
         self.snapshot_ids.remove(ident)
         return ident
 
-    def read_manifests(self) -> int:
-        """Read and parse all manifests without the gateway. Returns their number."""
+
+_PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
+
+
+class _XfsStore:
+    """Manifests in a state root, together with reflinks of the same images."""
+
+    snapshot_fields: Mapping[str, Any] = {
+        "memory": MemoryMode.SOFT_DIRTY,
+        "memory_bytes_written": 1 << 20,
+        "pause_ms": 10.5,
+        "host": {
+            "platform": _PLATFORM,
+            "phases_ms": {"stop": 1.5, "devices": 2.5, "disk": 2.5, "pages": 3.5, "continue": 0.5},
+            "stops_ms": [10.5],
+            "line": True,
+        },
+    }
+    sandbox_host: Mapping[str, Any] = {"slot": 0, "pid": 0, "address": "10.0.0.1", "platform": _PLATFORM}
+
+    def __init__(self, layout: Layout, images: Path) -> None:
+        self._layout = layout
+        self._images = images
+        layout.create()
+        images.mkdir(mode=0o700)
+        for name in ("kernel", "initrd", "device.state"):
+            (images / name).write_bytes(bytes(4096))
+        for name, size_mb in (("rootfs.img", Resources().disk_mb), ("memory.img", Resources().memory_mb)):
+            with (images / name).open("wb") as file:
+                file.write(b"x" * (1 << 20))
+                file.truncate(size_mb << 20)
+
+    def write_template(self, template: Snapshot) -> None:
+        self.write_snapshot(template)
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        files = self._layout.snapshot(snapshot)
+        files.directory.mkdir(mode=0o700)
+        for path in (files.disk, files.memory, files.device_state):
+            reflink.clone(self._images / path.name, path)
+        for path in (files.kernel, files.initrd):
+            path.hardlink_to(self._images / path.name)
+        record_files.write_record(files.directory, snapshot, durable=False)
+
+    def write_sandbox(self, sandbox: Sandbox, head: Snapshot) -> None:
+        sandbox.host["slot"] = sandbox.host.pop("number")
+        directory = self._layout.sandbox(sandbox)
+        directory.mkdir(mode=0o711)
+        files = InstanceFiles(directory / sandbox.instance)
+        files.directory.mkdir(mode=0o711)
+        files.run.mkdir(mode=0o700)
+        reflink.clone(self._images / files.disk.name, files.disk)
+        for path in (files.kernel, files.initrd):
+            path.hardlink_to(self._images / path.name)
+        files.memory.hardlink_to(self._layout.snapshot(head).memory)
+        record_files.write_record(directory, sandbox, durable=False)
+
+    def read_all(self) -> object:
+        """Read and parse all manifests."""
         manifests = [*self._layout.snapshots.glob("*/manifest.json"), *self._layout.sandboxes.glob("*/manifest.json")]
-        return len([json.loads(manifest.read_bytes()) for manifest in manifests])
+        return [json.loads(manifest.read_bytes()) for manifest in manifests]
 
 
-def _collect_samples(gateway: Gateway, records: _Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
+def collect_samples(gateway: Gateway, records: Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(starts):
-        _, elapsed = time_call(records.read_manifests)
+        _, elapsed = time_call(records.store.read_all)
         samples["floor_start"].append(elapsed)
         with _running_gateway(gateway) as pid:
             samples["start"].append(_startup_ms(gateway))
@@ -218,7 +263,7 @@ def _startup_ms(gateway: Gateway) -> float:
     return float(last_entry["ms"])
 
 
-def _measure_requests(gateway: Gateway, records: _Records, rounds: int, samples: dict[str, list[float]]) -> None:
+def _measure_requests(gateway: Gateway, records: Records, rounds: int, samples: dict[str, list[float]]) -> None:
     newest_name = gateway.call("GET", f"/snapshots/{records.snapshot_ids[-1]}")["names"][0]
     # The page in the measurement does not start at the beginning of the list.
     first_page = gateway.client.get("/snapshots", params={"limit": min(len(records.snapshot_ids) // 2, 1000)})
@@ -265,20 +310,28 @@ def _cpu_seconds(pid: int) -> float:
     return nanoseconds / 1e9
 
 
-def _add_measures(result: Result, size: int, samples: dict[str, list[float]], *, is_largest: bool) -> None:
+def add_measures(
+    result: Result,
+    size: int,
+    samples: dict[str, list[float]],
+    *,
+    floor_title: str,
+    start_limit_ms: float | None,
+    is_largest: bool,
+) -> None:
     """Add the measures of one size. Only the largest size has targets."""
 
-    def p50_target(value: float) -> Target | None:
-        return Target("p50", value) if is_largest else None
+    def p50_target(value: float | None) -> Target | None:
+        return Target("p50", value) if is_largest and value is not None else None
 
     title = f"{size} snapshots: "
-    result.add_measure(f"floor_start_{size}", title + "read the manifests only", samples=samples["floor_start"])
+    result.add_measure(f"floor_start_{size}", title + floor_title, samples=samples["floor_start"])
     result.add_measure(
         f"start_{size}",
         title + "open the host and build the index",
         samples=samples["start"],
         floor=f"floor_start_{size}",
-        target=p50_target(_START_LIMIT_MS),
+        target=p50_target(start_limit_ms),
     )
     result.add_measure(f"floor_request_{size}", title + "an empty list", samples=samples["floor_request"])
     for key, text in _REQUESTS.items():

@@ -95,12 +95,19 @@ def jail_zfs_world() -> Iterator[JailZfsWorld]:
 
 @contextmanager
 def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
+    with emulated_freebsd():
+        yield JailZfsWorld(pool)
+
+
+@contextmanager
+def emulated_freebsd() -> Iterator[None]:
+    """Give the FreeBSD shim its own state and the rules of a jail host inside the context."""
     previous_state = os.environ.get(STATE_VARIABLE)
     os.environ[STATE_VARIABLE] = str(session.run_dir() / SHIM_DIRECTORY)
     try:
         run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
         try:
-            yield JailZfsWorld(pool)
+            yield
         finally:
             run_shim("freebsd-shim", "purge")
     finally:

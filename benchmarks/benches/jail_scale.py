@@ -1,0 +1,112 @@
+"""Measure the startup, requests, memory and idle CPU usage of a gateway on a jail host with up to 1,000 snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.benches.scale import LOG_SETTINGS, SNAPSHOTS_PER_SANDBOX, Records, add_measures, collect_samples
+from benchmarks.context import Context
+from benchmarks.measure import Result
+from sandbox_gateway import zfs
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.root import CONTAINERS, SANDBOXES, TEMPLATE_PREFIX
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES
+from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot
+from tests.jail_zfs import pools
+from tests.support import session
+from tests.support.gateway import Gateway
+from tests.support.jail_world import emulated_freebsd, shim_environment
+
+_SIZES = (100, 300, 1_000)
+_QUICK_SIZES = (20, 50)
+_POOL_MB = 2048
+_NOTE = (
+    "the records are written directly, as properties of empty datasets and snapshots. The snapshots form one chain, "
+    "and every fifth has a stopped sandbox. No jails run. ZFS is zfs-fuse. The floor of a start is the time of the two "
+    "`zfs get` commands that read all properties; the floor of a request is a request for an empty list"
+)
+
+
+class JailScale:
+    name = "jail_scale"
+    title = "100 to 1,000 snapshots on a jail host"
+
+    def run(self, ctx: Context) -> Result:
+        sizes = _QUICK_SIZES if ctx.quick else _SIZES
+        starts, rounds = ctx.rounds(full=5, quick=2), ctx.rounds(full=30, quick=3)
+        settings = {"snapshots": list(sizes), "per_sandbox": SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds}
+        result = Result(self.name, self.title, settings, notes=[_NOTE])
+        directory = session.run_dir()
+        with (
+            pools.pool(f"t{session.run_id()}s", directory, megabytes=_POOL_MB) as pool,
+            emulated_freebsd(),
+            ctx.steps("sizes", len(sizes)) as steps,
+        ):
+            sections = {
+                "host": {"kind": "jail_zfs"},
+                "jail_zfs": {"dataset": f"{pool.name}/scale"},
+                "log": LOG_SETTINGS,
+            }
+            state_directory = directory / "jail-scale"
+            state_directory.mkdir()
+            gateway = Gateway(state_directory, sections, shim_environment())
+            records = Records(_ZfsStore(f"{pool.name}/scale"))
+            for size in sizes:
+                records.grow(size)
+                samples = collect_samples(gateway, records, starts=starts, rounds=rounds)
+                add_measures(
+                    result,
+                    size,
+                    samples,
+                    floor_title="read the properties only",
+                    start_limit_ms=None,
+                    is_largest=size == _SIZES[-1],
+                )
+                steps.advance()
+            gateway.client.close()
+        return result
+
+
+class _ZfsStore:
+    """Records in the properties of datasets and snapshots.
+
+    All snapshots belong to one sandbox. Nothing is mounted, because zfs-fuse needs a long time for each mount.
+    """
+
+    snapshot_fields: Mapping[str, Any] = {"memory": MemoryMode.NONE, "pause_ms": 0.5}
+    sandbox_host: Mapping[str, Any] = {"jail": "bench", "address": "10.0.0.1"}
+
+    def __init__(self, dataset: str) -> None:
+        self._dataset = dataset
+        self._source = Sandbox(name="source", state=SandboxState.PAUSED)
+        zfs.lzc_create(dataset)
+        for name in CONTAINERS:
+            zfs.lzc_create(f"{dataset}/{name}", props={"atime": "off"})
+
+    def write_template(self, template: Snapshot) -> None:
+        template.memory = MemoryMode.NONE
+        dataset = f"{self._dataset}/{TEMPLATE_PREFIX}{template.id}"
+        zfs.lzc_create(dataset, props={"canmount": "noauto"})
+        zfs.lzc_snapshot([f"{dataset}@base"], encode(template, 1))
+        self._source.template_id = self._source.forked_from = self._source.head = self._source.base = template.id
+        self._clone(self._source, f"{dataset}@base")
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.source_sandbox = snapshot.origin_sandbox = self._source.id
+        zfs.lzc_snapshot([self._name_of(snapshot)], encode(snapshot, 1))
+
+    def write_sandbox(self, sandbox: Sandbox, head: Snapshot) -> None:
+        self._clone(sandbox, self._name_of(head))
+
+    def _name_of(self, snapshot: Snapshot) -> str:
+        return f"{self._dataset}/{SANDBOXES}/{self._source.instance}@{snapshot.id}"
+
+    def _clone(self, sandbox: Sandbox, origin: str) -> None:
+        """Create the dataset of a sandbox, with its record."""
+        options = {"canmount": "noauto", HEAD: encode(sandbox, 1)[HEAD]}
+        zfs.lzc_clone(f"{self._dataset}/{SANDBOXES}/{sandbox.instance}", origin, options)
+
+    def read_all(self) -> object:
+        """Read all properties, as a start does."""
+        return zfs.get_tree(self._dataset, VOLUME_SCAN_PROPERTIES), zfs.local_tree(self._dataset)
