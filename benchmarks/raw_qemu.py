@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import select
 import signal
 import socket
@@ -34,6 +35,7 @@ from tests.support.live import Live
 
 _CLONE_NEWNET = 0x40000000
 _TIMEOUT_SECONDS = 30.0
+_BOOT_TIMEOUT_SECONDS = 180.0
 _RETRY_SECONDS = 0.01
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -105,6 +107,28 @@ class RawMachine:
             self._line.sendall(b"={}")
         return (answer_time - start_time) * 1000
 
+    def boot_until_init(self) -> tuple[float, float]:
+        """Boot without an initrd. Return the milliseconds until the kernel looks for init, and QEMU's CPU ms.
+
+        Without the initrd, the kernel has no driver for the disk. It panics, and QEMU exits.
+        """
+        with self._starting(deferred=False, boot=True) as (start_time, _, _):
+            assert self._process is not None
+            pidfd = os.pidfd_open(self._process.pid)
+            try:
+                has_ended = bool(select.select([pidfd], [], [], _BOOT_TIMEOUT_SECONDS)[0])
+            finally:
+                os.close(pidfd)
+            if not has_ended:
+                raise RuntimeError(f"the kernel did not look for init within {_BOOT_TIMEOUT_SECONDS:g} s")
+            end_time = time.perf_counter()
+            _, status, usage = os.wait4(self._process.pid, 0)
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+        if self._process.returncode != 0:
+            raise RuntimeError(f"QEMU failed: {self._log_tail()}")
+        self._process = None
+        return (end_time - start_time) * 1000, (usage.ru_utime + usage.ru_stime) * 1000
+
     def start_paused(self) -> None:
         """Start QEMU, load the state, and leave the guest paused."""
         with self._starting(deferred=False, hold=True) as (_, address, _):
@@ -140,8 +164,11 @@ class RawMachine:
             received += chunk
 
     @contextlib.contextmanager
-    def _starting(self, *, deferred: bool, hold: bool = False) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state."""
+    def _starting(self, *, deferred: bool, hold: bool = False, boot: bool = False) -> Iterator[tuple[float, str, int]]:
+        """Start QEMU. Yields the start time, the address of the QMP socket, and the descriptor of the device state.
+
+        ``boot``: boot the kernel, without an initrd, instead of loading the device state.
+        """
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,
@@ -153,9 +180,13 @@ class RawMachine:
             self._line, qemu_line = socket.socketpair()
             with qemu_line:
                 fds = [listener.fileno(), qemu_line.fileno(), state.fileno()]
+                state_fd = None if boot else fds[2]
                 argv = build_arguments(
-                    self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2], hold=hold
+                    self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=state_fd, hold=hold
                 )
+                if boot:
+                    position = argv.index("-initrd")
+                    del argv[position : position + 2]
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
                 start_time = self._spawn(argv, fds, output.fileno())

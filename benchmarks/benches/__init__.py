@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.benches.boot import Boot
 from benchmarks.benches.cli import Cli
 from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
@@ -26,6 +27,7 @@ BENCHES: tuple[Bench, ...] = (
     Pause(),
     Dirty(),
     Fork(),
+    Boot(),
     Prewarm(),
     Rollback(),
     Clone(),

@@ -11,6 +11,7 @@ from importlib import resources
 
 from sandbox_gateway.hosts.guest_digest import digest_guest
 from sandbox_gateway.hosts.kvm_xfs.network import addresses
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS
 
 _ROOT = resources.files(__package__) / "guest"
 _CONSTANT_NAMES = ("GUEST_ADDRESS", "GUEST_PREFIX_LENGTH", "GUEST_MAC", "GATEWAY_ADDRESS")
@@ -44,5 +45,5 @@ def network_script() -> str:
 
 
 def guest_digest() -> str:
-    """Return a digest of all inputs of a template except its recipe: the agent, these files and the builder."""
-    return digest_guest(resources.files(__package__), network_script())
+    """Return a digest of the inputs of every template: agent, these files, the builder, and the kernel's arguments."""
+    return digest_guest(resources.files(__package__), network_script(), KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS)
