@@ -87,7 +87,10 @@ options:
         type: bool
       allow_out:
         description:
-          - Addresses or networks that are always reachable.
+          - Addresses, networks or domain names that are always reachable.
+          - V(*.example.com) stands for all subdomains of example.com. Domain names need a policy that denies all other
+            addresses, with O(network.allow_internet=false) or V(0.0.0.0/0) in O(network.deny_out). Jail hosts refuse
+            them.
           - Cloud metadata addresses are reachable only if an entry lies within their range, such as V(169.254.169.254).
         type: list
         elements: str
@@ -226,7 +229,7 @@ sandboxes:
       type: dict
       contains:
         allow_internet: {description: Whether it can reach every address that is not denied., type: bool}
-        allow_out: {description: Addresses and networks that are always reachable., type: list, elements: str}
+        allow_out: {description: Addresses, networks and names that are always reachable., type: list, elements: str}
         deny_out: {description: Addresses and networks that are not reachable., type: list, elements: str}
     volumes:
       description: Its volumes, sorted by path.

@@ -19,6 +19,7 @@ from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.network_policy import egress_rules
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -427,6 +428,9 @@ class MemoryHost:
 
     def end_reason(self, sandbox: Sandbox) -> str:
         return "" if sandbox.instance in self.machines and self.dead_console is None else "its machine ended"
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        egress_rules(policy, self.name_servers())
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass

@@ -62,6 +62,21 @@ def test_lifecycle_options_are_accepted_in_every_spelling(api: httpx.Client) -> 
     assert create_sandbox(api)["lifecycle"] == {"onTimeout": "kill", "autoResume": False}
 
 
+def test_invalid_policies_are_refused_even_if_the_sandbox_is_paused(api: httpx.Client) -> None:
+    sandbox = create_sandbox(api, paused=True)
+    ref = sandbox["sandboxID"]
+    for network in ({"allowOut": ["localhost"]}, {"allowOut": ["api.example.com"]}, {"denyOut": ["api.example.com"]}):
+        for response in (
+            api.put(f"/sandboxes/{ref}/network", json=network),
+            api.post("/sandboxes", json={"templateID": "base", "network": network}),
+        ):
+            assert response.status_code == 400 and response.json()["kind"] == "invalid", response.text
+    assert api.get(f"/sandboxes/{ref}").json()["network"] == sandbox["network"]
+    names = {"allowOut": ["api.example.com", "*.example.org"], "denyOut": ["0.0.0.0/0"]}
+    assert api.put(f"/sandboxes/{ref}/network", json=names).status_code == 204
+    assert api.get(f"/sandboxes/{ref}").json()["network"]["allowOut"] == names["allowOut"]
+
+
 def test_network_options_are_accepted_in_every_spelling(api: httpx.Client) -> None:
     assert create_sandbox(api, allow_internet_access=False)["network"]["allowInternetAccess"] is False
     sandbox = create_sandbox(api, network={"allowOut": ["10.0.0.1"], "denyOut": ["0.0.0.0/0"]})

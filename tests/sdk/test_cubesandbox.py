@@ -289,7 +289,7 @@ def test_clones_are_independent_copies(server, create_sandbox, concurrency):
     assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
 
 
-@covers("Sandbox.update_network", note="addresses only: no host names and no `rules`")
+@covers("Sandbox.update_network", note="no `rules`; domain names on `kvm_xfs`")
 def test_update_network_replaces_the_rules(create_sandbox):
     sandbox = create_sandbox(allow_internet_access=False)
     connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sandbox_gateway.errors import Invalid
+from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
+from sandbox_gateway.hosts.network_policy import allowed_names
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN_POLICY, world
 from tests.support.gateway import Gateway
@@ -27,7 +28,6 @@ INJECTIONS = [
     *("1.1.1.1, 10.0.0.0/8", "{ 10.0.0.0/8 }", "}", "{", '"', "'", "\\", "1.1.1.1 # ", "# x", "$x", "@volume_access"),
     *("10.0.0.1-10.0.0.9", "!10.0.0.1", "!= 10.0.0.1", "any", "self", "<table>", "(self)", "em0", "em0:network"),
     *(
-        "example.org",
         "localhost",
         "0",
         "1",
@@ -53,11 +53,20 @@ INJECTIONS = [
 """Texts that are neither an IPv4 address nor a range."""
 _PREFIX_PATTERN = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
 _PREFIX_SET_PATTERN = rf"\{{ {_PREFIX_PATTERN}(, {_PREFIX_PATTERN})* \}}"
+_NAME_PATTERN = re.compile(r"(\*\.)?([a-z0-9_-]{1,63}\.)+[a-z][a-z0-9-]{0,62}")
 _NFT_RULES_PATTERN = re.compile(
+    r"add set inet sandbox name_addresses \{ type ipv4_addr; flags timeout; size 1024; \}\n"
+    r"flush set inet sandbox name_addresses\n"
+    r"add chain inet sandbox resolver \{ type nat hook prerouting priority dstnat - 1; policy accept; \}\n"
+    r"flush chain inet sandbox resolver\n"
+    r"(add rule inet sandbox resolver iifname \"tap0\" udp dport 53 redirect to :53\n)?"
+    r"flush chain inet sandbox input\n"
+    r"(add rule inet sandbox input [a-z0-9 .\":/-]+\n)+"
     r"flush chain inet sandbox outside\n"
     rf"(add rule inet sandbox outside (ip daddr ({_PREFIX_PATTERN}|{_PREFIX_SET_PATTERN})"
     r" (accept|reject with icmp admin-prohibited)"
     rf"|ip daddr {_PREFIX_SET_PATTERN} meta l4proto \{{ tcp, udp \}} th dport 53 accept"
+    r"|ct mark 0x[0-9a-f]{1,8} accept|ip daddr @name_addresses ct mark set 0x[0-9a-f]{1,8} accept"
     r"|accept|reject with icmp admin-prohibited)\n)+"
 )
 _PF_RULES_PATTERN = re.compile(
@@ -65,10 +74,11 @@ _PF_RULES_PATTERN = re.compile(
     rf"( all| from (! )?{_PREFIX_PATTERN} to (any|\(self\)|{_PREFIX_PATTERN}))( port 53)?"
     r"( keep state \(source-track global, max-src-states 4096\))?\n)+"
 )
-# Arbitrary texts, and texts that resemble addresses.
+# Arbitrary texts, and texts that resemble addresses or domain names.
 _address_strategy = (
     st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
 )
+_name_strategy = st.text("aZ09_-.*\n \u212a\u017f", max_size=30)
 
 
 def build_rules(policy: NetworkPolicy) -> tuple[str, str]:
@@ -101,11 +111,24 @@ def test_accepted_addresses_produce_only_known_rules(
     policy = NetworkPolicy(allow_internet=allow_internet, allow_out=allowed_addresses, deny_out=denied_addresses)
     try:
         nft_rules, pf_rules = build_rules(policy)
-    except Invalid:
+    except (Invalid, Unsupported):
         return
     assert _NFT_RULES_PATTERN.fullmatch(nft_rules), nft_rules
     assert _PF_RULES_PATTERN.fullmatch(pf_rules), pf_rules
     assert len(pf_rules.splitlines()) <= 20 + len(allowed_addresses) + len(denied_addresses)
+
+
+@given(st.lists(_name_strategy, max_size=4))
+@example(["api.example.com", " *.Example.com.\n"])
+@settings(max_examples=300, deadline=None)
+def test_names_never_occur_in_rules(texts: list[str]) -> None:
+    policy = NetworkPolicy(allow_internet=False, allow_out=texts)
+    try:
+        rules = policy_rules(policy, [], SUBNET)
+    except Invalid:
+        return
+    assert _NFT_RULES_PATTERN.fullmatch(rules), rules
+    assert all(_NAME_PATTERN.fullmatch(name) for name in allowed_names(policy))
 
 
 def read_ruleset(slot: Slot) -> str:

@@ -199,7 +199,9 @@ class Network(_Section):
     )
     pool: int = Field(4, ge=0, le=1000, description="Number of network slots to prepare in advance (`kvm_xfs`).")
     dns: list[str] = Field(
-        default_factory=list, description="Name servers that sandboxes use. Empty list: the host's name servers."
+        default_factory=list,
+        description="Name servers that sandboxes use, and that the gateway asks for the domain names in network "
+        "policies. Empty list: the host's name servers.",
     )
     public_ports: bool = Field(
         False,

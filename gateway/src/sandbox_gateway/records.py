@@ -109,7 +109,10 @@ class NetworkPolicy(_Part):
 
     allow_internet: bool = True
     allow_out: list[str] = Field(default_factory=list)
-    """CIDRs or addresses that are reachable even if ``allow_internet`` or ``deny_out`` would block them."""
+    """Addresses, CIDRs or domain names that are reachable even if ``allow_internet`` or ``deny_out`` would block them.
+
+    Domain names may begin with ``*.``, and are allowed only on some kinds of host.
+    """
     deny_out: list[str] = Field(default_factory=list)
     allow_public_traffic: bool = False
     """Whether every client of the gateway can connect to the sandbox's ports, except the agent's."""

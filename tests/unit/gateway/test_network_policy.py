@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, egress_rules, name_servers
+from sandbox_gateway.errors import Invalid, Unsupported
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules, require_enforceable
+from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, allowed_names, egress_rules, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
 NO_INTERNET = NetworkPolicy(allow_internet=False)
@@ -77,10 +80,45 @@ def test_overlapping_entries_are_merged() -> None:
 
 
 def test_errors_name_the_field_and_the_text() -> None:
-    for field in ("allow_out", "deny_out"):
+    for field, text in (("allow_out", "host"), ("deny_out", "host.example")):
         with pytest.raises(Invalid) as error_info:
-            egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", "host.example"]}), [])
-        assert error_info.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR block. ")
+            egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", text]}), [])
+        assert error_info.value.message.startswith(f"{field}: {text!r} is not an IPv4 address or CIDR block. ")
+
+
+def test_names_are_normalised() -> None:
+    policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", " API.Example.com. ", "*.xn--bcher-kva.example"])
+    assert allowed_names(policy) == ["api.example.com", "*.xn--bcher-kva.example"]
+    assert can_reach(policy, "1.1.1.1") and not can_reach(policy, "1.1.1.2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("*", "*.com", "com", "a.*.com", "*a.com", "**.a.com", "*..a.com", ".a.com", "a..com", "a.com..", "a .com"),
+        *("-a.com", "a-.com", "a.com:443", "a.com/", "https://a.com", "1.2.3.4.5", "300.1.1.1", "1.1.1", "0x7f.1"),
+        *("b\u00fccher.example", "\u212aelvin.com", "\u017f.example.com", "a\u3002com", f"{'a' * 64}.com"),
+        ".".join(["a" * 63] * 4),
+    ],
+)
+def test_texts_that_are_not_names_are_refused(text: str) -> None:
+    with pytest.raises(Invalid, match=r"or a domain name such as 'api\.example\.com'"):
+        egress_rules(NetworkPolicy(allow_internet=False, allow_out=[text]), [])
+
+
+def test_names_need_a_policy_that_denies_everything_else() -> None:
+    for denied_addresses in ([], ["10.0.0.0/8"], ["0.0.0.0/1", "128.0.0.0/1"]):
+        with pytest.raises(Invalid, match="only if all other addresses are denied"):
+            egress_rules(NetworkPolicy(allow_out=["a.example.com"], deny_out=denied_addresses), [])
+    assert allowed_names(NetworkPolicy(allow_out=["a.example.com"], deny_out=["10.0.0.0/8", "0.0.0.0/0"]))
+
+
+def test_jail_hosts_refuse_names() -> None:
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", "a.example.com"])
+    for refuse in (require_enforceable, lambda policy: jail_rules(bridge, bridge.epair(7), policy, [])):
+        with pytest.raises(Unsupported, match=r"'a\.example\.com' is a domain name, but hosts of kind jail_zfs"):
+            refuse(policy)
 
 
 def test_loopback_name_servers_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:

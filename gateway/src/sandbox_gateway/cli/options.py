@@ -28,7 +28,9 @@ OnTimeout = Annotated[
     str, typer.Option("--on-timeout", metavar="kill|pause", help="Action at the timeout.", show_default=False)
 ]
 NoInternet = Annotated[bool, typer.Option("--no-internet", help="Block all outgoing connections.")]
-AllowOut = Annotated[list[str] | None, typer.Option("--allow-out", metavar="CIDR", help="Network to allow.")]
+AllowOut = Annotated[
+    list[str] | None, typer.Option("--allow-out", metavar="CIDR|NAME", help="Network or domain name to allow.")
+]
 DenyOut = Annotated[list[str] | None, typer.Option("--deny-out", metavar="CIDR", help="Network to block.")]
 Paused = Annotated[bool, typer.Option("--paused", help="Create the sandbox paused.")]
 ColdStart = Annotated[bool, typer.Option("--cold-start", help="Boot from the disk, without the captured memory.")]

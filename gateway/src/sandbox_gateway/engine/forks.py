@@ -75,6 +75,7 @@ class Forks:
             if existing_sandboxes:
                 return existing_sandboxes
             self._index.snapshot(ref)  # A missing snapshot is reported first.
+            self._host.check_network(spec.network)
             await self._room.require_for_machines(len(requested_names(spec)))
             return await self._fork(self._index.snapshot(ref), spec)
 
@@ -98,6 +99,7 @@ class Forks:
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mount_planner.resolve_volumes(spec.mounts or [])
+        self._host.check_network(spec.network)
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
         async with self._locking.running_sandbox(ref) as sandbox:

@@ -120,6 +120,7 @@ class Sandboxes:
     @measured("sandbox.set_network")
     async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
         async with self._locking.sandbox(ref) as sandbox:
+            self._host.check_network(policy)
             if sandbox.state is SandboxState.RUNNING:
                 await self._host.apply_network(sandbox, policy)
             await save_sandbox(self._context, sandbox.id, network=policy)

@@ -294,8 +294,11 @@ class Host(Protocol):
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return, as a clause, why the instance's machine is not running, or "" while it runs."""
 
+    def check_network(self, policy: NetworkPolicy) -> None:
+        """Raise Invalid for an invalid policy, and Unsupported for one that this kind of host cannot enforce."""
+
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        """Apply ``policy`` to the running instance."""
+        """Apply ``policy`` to the running instance. Raises the same errors as ``check_network``."""
 
     def name_servers(self) -> list[str]:
         """Return the addresses of the name servers for sandboxes."""

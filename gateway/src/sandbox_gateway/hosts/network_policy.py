@@ -25,6 +25,17 @@ They are blocked, except for an `allow_out` entry that lies within one of them.
 """
 
 
+_DOMAIN_NAME = re.compile(
+    r"(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?\.?", re.ASCII | re.IGNORECASE
+)
+"""At least two labels. The last one begins with a letter, so that no spelling of an IPv4 address is a name."""
+_MAX_NAME_LENGTH = 253
+_NAME_HINTS = {
+    "allow_out": ", or a domain name such as 'api.example.com' or '*.example.com' (international names in Punycode)",
+    "deny_out": ". Domain names can only be allowed",
+}
+
+
 @dataclass(frozen=True)
 class EgressRule:
     """A rule that allows or denies packets from a sandbox to ``networks``. The first matching rule decides."""
@@ -33,6 +44,8 @@ class EgressRule:
     networks: tuple[ipaddress.IPv4Network, ...]
     dns_only: bool = False
     """The rule matches only port 53, over TCP and UDP."""
+    to_names: bool = False
+    """The rule matches the current addresses of ``allowed_names`` instead of ``networks``, which is empty."""
 
 
 def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
@@ -41,8 +54,9 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     ``dns``: addresses of the name servers. Port 53 of an allowed name server is open even at a metadata address.
     """
     metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
-    allowed_networks = _parse_networks("allow_out", policy.allow_out)
-    denied_networks = _parse_networks("deny_out", policy.deny_out)
+    names = allowed_names(policy)
+    allowed_networks = _parse_networks("allow_out", (text for text in policy.allow_out if not _is_name(text)))
+    denied_networks = denied_networks_of(policy)
     allowed_metadata_networks = [network for network in allowed_networks if _is_within(network, metadata_networks)]
     other_allowed_networks = [network for network in allowed_networks if not _is_within(network, metadata_networks)]
     metadata_name_servers = [
@@ -60,10 +74,36 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
         _make_rule(True, metadata_name_servers, dns_only=True),
         _make_rule(False, metadata_networks),
         _make_rule(True, other_allowed_networks),
+        EgressRule(True, (), to_names=bool(names)),
         _make_rule(False, denied_networks),
         _make_rule(policy.allow_internet, all_addresses),
     ]
-    return [rule for rule in rules if rule.networks]
+    return [rule for rule in rules if rule.networks or rule.to_names]
+
+
+def allowed_names(policy: NetworkPolicy) -> list[str]:
+    """Return the domain names in ``allow_out``, in lower case and without a final dot.
+
+    ``*.example.com`` stands for all subdomains of example.com, but not for example.com itself. Raises Invalid if the
+    policy allows all other addresses, because then names would have no effect.
+    """
+    names = [text.strip().rstrip(".").lower() for text in policy.allow_out if _is_name(text)]
+    if names and policy.allow_internet and not any(network.prefixlen == 0 for network in denied_networks_of(policy)):
+        raise Invalid(
+            f"allow_out: the domain name {names[0]!r} has an effect only if all other addresses are denied: add "
+            "'0.0.0.0/0' to deny_out, or set allowInternetAccess to false"
+        )
+    return names
+
+
+def denied_networks_of(policy: NetworkPolicy) -> list[ipaddress.IPv4Network]:
+    """Return the networks in ``deny_out``. Raises Invalid for an invalid entry."""
+    return _parse_networks("deny_out", policy.deny_out)
+
+
+def _is_name(text: str) -> bool:
+    text = text.strip()
+    return len(text.rstrip(".")) <= _MAX_NAME_LENGTH and _DOMAIN_NAME.fullmatch(text) is not None
 
 
 def _make_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
@@ -82,7 +122,7 @@ def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Netw
         except ValueError:
             raise Invalid(
                 f"{field}: {text!r} is not an IPv4 address or CIDR block. Use one of these, because sandboxes have "
-                "no IPv6 and host names are not resolved"
+                f"no IPv6{_NAME_HINTS[field]}"
             ) from None
     return networks
 

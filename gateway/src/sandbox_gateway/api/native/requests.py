@@ -112,7 +112,7 @@ class Network(NativeBody):
             ("rules", "egressProxy", "httpsPorts"),
             Refusal("because the gateway does not change or redirect requests: leave it out"),
         ),
-        "dnsServers": Refusal("because policies contain addresses, not domains: allow addresses, and leave it out"),
+        "dnsServers": Refusal("because the gateway looks up the domain names of a policy itself: leave it out"),
     }
 
     allow_internet: bool | None = Field(

@@ -113,6 +113,9 @@ class PlannedHost:
     async def save(self, sandbox: Sandbox) -> None:
         self._charge(_measure(sandbox))
 
+    def check_network(self, policy: NetworkPolicy) -> None:
+        self._real.check_network(policy)
+
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
 

@@ -28,6 +28,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.suspension import JailSuspension
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
+from sandbox_gateway.hosts.jail_zfs.network.pf import require_enforceable
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import END_REASON, JailRunner
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
@@ -273,6 +274,9 @@ class JailZfsHost:
 
     def name_servers(self) -> list[str]:
         return self._network.name_servers()
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        require_enforceable(policy)
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._runner.change_policy(sandbox, policy)

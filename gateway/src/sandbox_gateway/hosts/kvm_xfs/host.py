@@ -326,6 +326,9 @@ class KvmXfsHost:
         started_machine = self._machines.find(sandbox)
         return await started_machine.machine.console() if started_machine else ""
 
+    def check_network(self, policy: NetworkPolicy) -> None:
+        self._network_slots.check(policy)
+
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         await self._network_slots.apply(self._machines.require_running(sandbox).slot, policy)
 

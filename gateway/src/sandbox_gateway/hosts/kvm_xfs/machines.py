@@ -147,7 +147,8 @@ class Machines:
                 os.close(process.pidfd)
                 continue
             machine = Machine(process.pid, self._layout.instance(sandboxes[instance]), pidfd=process.pidfd)
-            self._watch(instance, machine, self._network_slots.adopt(slot_number))
+            slot = await self._network_slots.adopt(slot_number, sandboxes[instance].network)
+            self._watch(instance, machine, slot)
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
                     f"an older release started the machine {instance}, whose log has no limit and is "

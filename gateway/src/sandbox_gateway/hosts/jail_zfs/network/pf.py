@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.errors import BackendFailed, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
-from sandbox_gateway.hosts.network_policy import egress_rules
+from sandbox_gateway.hosts.network_policy import allowed_names, egress_rules
 from sandbox_gateway.records import NetworkPolicy
 
 _ANCHOR_ROOT = "sbx"
@@ -38,8 +38,19 @@ def bridge_rules(bridge: Bridge, egress: str) -> str:
     return f"{nat_rule}block drop on {bridge.name} all\n"
 
 
+def require_enforceable(policy: NetworkPolicy) -> None:
+    """Raise Invalid if the policy contains a malformed address, and Unsupported if it contains a domain name."""
+    egress_rules(policy, [])
+    if names := allowed_names(policy):
+        raise Unsupported(
+            f"allow_out: {names[0]!r} is a domain name, but hosts of kind jail_zfs allow only addresses: list IPv4 "
+            "addresses or CIDR blocks"
+        )
+
+
 def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
-    """Return the rules of one jail. Raises Invalid if the policy contains a malformed address."""
+    """Return the rules of one jail. Raises the same errors as ``require_enforceable``."""
+    require_enforceable(policy)
     scope = f"quick on {epair.outer} inet"
     # "global" counts the states of all rules together. It counts states by address, so reloading does not reset them.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"

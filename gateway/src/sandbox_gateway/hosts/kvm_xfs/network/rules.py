@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 
 from sandbox_gateway.command import run_async
 from sandbox_gateway.config import Network
@@ -19,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
     volume_link,
 )
-from sandbox_gateway.hosts.network_policy import egress_rules
+from sandbox_gateway.hosts.network_policy import allowed_names, egress_rules
 from sandbox_gateway.records import NetworkPolicy
 
 VOLUME_ACCESS = "volume_access"
@@ -35,7 +36,15 @@ Otherwise a guest could exhaust `nf_conntrack_max`, the kernel's limit for all c
 closed connections count until the kernel forgets them.
 """
 
+MAX_NAME_ADDRESSES = 1024
+"""Maximum number of addresses of domain names that a sandbox can reach at the same time."""
+
 _TABLE = "sandbox"
+_NAME_ADDRESSES = "name_addresses"
+"""Name of a slot's set of the addresses of allowed domain names. The gateway's resolver adds them, with a timeout."""
+_QUERIES_PER_SECOND, _QUERY_BURST = 20, 200
+"""How many DNS queries a sandbox can send to the resolver. The kernel drops the others before the gateway sees them."""
+_REJECT = "reject with icmp admin-prohibited"
 _NFT_TIMEOUT_SECONDS = 20.0
 
 
@@ -145,10 +154,6 @@ table inet {_TABLE} {{
     }}
     chain input {{
         type filter hook input priority filter; policy drop;
-        iifname {tap} ct state new jump connections
-        iifname {tap} icmp type echo-request accept
-        ct state invalid meta l4proto tcp reject with tcp reset
-        iifname {tap} reject with icmp admin-prohibited
     }}
     chain forward {{
         type filter hook forward priority filter; policy drop;
@@ -174,17 +179,70 @@ table inet {_TABLE} {{
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
-    """Return nft commands that apply ``policy`` to a slot in one transaction. Raises Invalid for an invalid address."""
-    reject_statement = "reject with icmp admin-prohibited"
-    rules = [f"ip daddr {subnet} {reject_statement}"]
+    """Return nft commands that apply ``policy`` to a slot in one transaction. Raises Invalid for an invalid address.
+
+    The commands also create what slots of older releases lack.
+    """
+    has_names = bool(allowed_names(policy))
+    rules_by_chain = {
+        "resolver": [f'iifname "{TAP_NAME}" udp dport 53 redirect to :53'] if has_names else [],
+        "input": _input_rules(with_resolver=has_names),
+        "outside": _outside_rules(policy, dns, subnet),
+    }
+    lines = [
+        f"add set inet {_TABLE} {_NAME_ADDRESSES} {{ type ipv4_addr; flags timeout; size {MAX_NAME_ADDRESSES}; }}",
+        f"flush set inet {_TABLE} {_NAME_ADDRESSES}",
+        f"add chain inet {_TABLE} resolver {{ type nat hook prerouting priority dstnat - 1; policy accept; }}",
+    ]
+    for chain, rules in rules_by_chain.items():
+        lines += [f"flush chain inet {_TABLE} {chain}", *(f"add rule inet {_TABLE} {chain} {rule}" for rule in rules)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _input_rules(*, with_resolver: bool) -> list[str]:
+    """Return the rules for packets that a guest sends to its slot itself."""
+    from_guest = f'iifname "{TAP_NAME}"'
+    query = f"{from_guest} ip daddr {GATEWAY_ADDRESS} udp dport 53"
+    resolver_rules = [
+        f"{query} limit rate {_QUERIES_PER_SECOND}/second burst {_QUERY_BURST} packets accept",
+        f"{query} drop",
+    ]
+    return [
+        f"{from_guest} ct state new jump connections",
+        *(resolver_rules if with_resolver else ()),
+        f"{from_guest} icmp type echo-request accept",
+        "ct state invalid meta l4proto tcp reject with tcp reset",
+        f"{from_guest} {_REJECT}",
+    ]
+
+
+def _outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> list[str]:
+    """Return the rules for packets from a guest to addresses outside the slot."""
+    # Connections continue after the timeout of their address. Those of an earlier policy have another mark.
+    connection_mark = f"{1 + secrets.randbelow(0xFFFFFFFF):#x}"
+    rules = [f"ip daddr {subnet} {_REJECT}"]
     for rule in egress_rules(policy, dns):
+        if rule.to_names:
+            rules.append(f"ct mark {connection_mark} accept")
+            rules.append(f"ip daddr @{_NAME_ADDRESSES} ct mark set {connection_mark} accept")
+            continue
         condition = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
         if rule.dns_only:
             condition += " meta l4proto { tcp, udp } th dport 53"
-        rules.append(f"{condition} {'accept' if rule.allow else reject_statement}")
-    return f"flush chain inet {_TABLE} outside\n" + "".join(
-        f"add rule inet {_TABLE} outside {rule}\n" for rule in rules
-    )
+        rules.append(f"{condition} {'accept' if rule.allow else _REJECT}")
+    return rules
+
+
+def name_address_rules(seconds: Mapping[str, int]) -> str:
+    """Return nft commands that allow connections to addresses of allowed names for a number of seconds each."""
+    # The kernel does not change the timeout of an element that exists, and cannot delete one that does not.
+    elements = ", ".join(seconds)
+    elements_with_timeouts = ", ".join(f"{address} timeout {number}s" for address, number in seconds.items())
+    name = f"inet {_TABLE} {_NAME_ADDRESSES}"
+    return f"""add element {name} {{ {elements} }}
+delete element {name} {{ {elements} }}
+add element {name} {{ {elements_with_timeouts} }}
+"""
 
 
 def table_removal(table: str) -> str:

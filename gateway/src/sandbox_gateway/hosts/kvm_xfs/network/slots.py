@@ -25,20 +25,25 @@ import asyncio
 import contextlib
 import ipaddress
 from collections import deque
+from collections.abc import Mapping
 
 from sandbox_gateway.config import Network
-from sandbox_gateway.errors import BackendFailed, Busy
+from sandbox_gateway.errors import BackendFailed, Busy, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import links
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, host_table, slot_capacity, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
+from sandbox_gateway.hosts.kvm_xfs.network.resolver import Resolver, open_socket
 from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     apply_in_slot,
     apply_on_host,
     host_rules,
+    name_address_rules,
     policy_rules,
     slot_rules,
     table_removal,
 )
+from sandbox_gateway.hosts.kvm_xfs.network.upstream import Upstream
 from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
@@ -61,6 +66,8 @@ class SlotPool:
         self._capacity = slot_capacity(network)
         self._uid_base = uid_base
         self._dns = name_servers(network)
+        self._upstream = Upstream(self._dns)
+        self._resolvers: dict[int, Resolver] = {}
         self._ready: deque[Slot] = deque()
         self._all: dict[int, Slot] = {}
         self._busy: set[int] = set()
@@ -102,6 +109,8 @@ class SlotPool:
             await asyncio.wait([self._refiller])
             self._refiller = None
         await self._background.wait()
+        for number in [*self._resolvers]:
+            self._close_resolver(number)
         while self._ready:
             await self._remove(self._ready.pop())
         if not self._all:
@@ -123,12 +132,12 @@ class SlotPool:
 
         Raises Busy if all slots are in use, Invalid for an invalid policy.
         """
-        rules = policy_rules(policy, self._dns, self._subnet)
+        self.check(policy)
         slot = self._ready.popleft() if self._ready else await self._create()
         self._refill_wanted.set()
         try:
             if policy.egress != NetworkPolicy().egress:
-                await apply_in_slot(slot, rules)
+                await self.apply(slot, policy)
         except BaseException:
             self._retire(slot)
             raise
@@ -142,19 +151,54 @@ class SlotPool:
         if self._all.get(slot.number) == slot:
             self._retire(slot)
 
-    def adopt(self, number: int) -> Slot:
-        """Return the slot of a sandbox that an earlier gateway started. Raises BackendFailed if the slot is missing."""
+    async def adopt(self, number: int, policy: NetworkPolicy) -> Slot:
+        """Return the slot of a sandbox that an earlier gateway started, and answer the sandbox's DNS queries again.
+
+        The slot keeps its rules. Raises BackendFailed if the slot is missing.
+        """
         slot = self._all.get(number)
         if slot is None:
             raise BackendFailed(
                 f"the network slot {self._network.prefix}-{number} of a running sandbox no longer exists: "
                 "pause and resume the sandbox"
             )
+        if names := NamePolicy(policy, self._subnet):
+            await self._open_resolver(slot, names)
         return slot
+
+    def check(self, policy: NetworkPolicy) -> None:
+        """Raise Invalid if ``policy`` cannot be applied."""
+        if NamePolicy(policy, self._subnet) and not self._dns:
+            raise Invalid(
+                "allow_out: the host has no name server that can look up domain names: set [network] dns in the "
+                "gateway's configuration"
+            )
 
     async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to all subsequent packets of a slot, including those of open connections."""
-        await apply_in_slot(slot, policy_rules(policy, self._dns, self._subnet))
+        self.check(policy)
+        rules = policy_rules(policy, self._dns, self._subnet)
+        names = NamePolicy(policy, self._subnet)
+        if names and slot.number not in self._resolvers:
+            await self._open_resolver(slot, names)
+        if (resolver := self._resolvers.get(slot.number)) is None:
+            await apply_in_slot(slot, rules)
+            return
+        async with resolver.replacing_policy(names):
+            await apply_in_slot(slot, rules)
+        if not names:
+            self._close_resolver(slot.number)
+
+    async def _open_resolver(self, slot: Slot, names: NamePolicy) -> None:
+        async def open_addresses(seconds: Mapping[str, int]) -> None:
+            await apply_in_slot(slot, name_address_rules(seconds))
+
+        endpoint = await run_in_thread(open_socket, slot)
+        self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)
+
+    def _close_resolver(self, number: int) -> None:
+        if resolver := self._resolvers.pop(number, None):
+            resolver.close()
 
     # -- creating and removing ----------------------------------------------------------------------------------------
 
@@ -193,12 +237,14 @@ class SlotPool:
 
     def _retire(self, slot: Slot) -> None:
         self._busy.add(slot.number)
+        self._close_resolver(slot.number)
         del self._all[slot.number]
         self._background.start(self._remove(slot))
 
     async def _remove(self, slot: Slot) -> None:
         """Remove a slot and free its number. If the slot cannot be removed, its number stays in use."""
         self._busy.add(slot.number)
+        self._close_resolver(slot.number)
         self._all.pop(slot.number, None)
         await run_in_thread(links.remove_slot, slot)
         self._busy.discard(slot.number)

@@ -1,0 +1,54 @@
+"""Decide which domain names a sandbox can look up, and which of their addresses it can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import dns.name
+
+from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, allowed_names, denied_networks_of, egress_rules
+from sandbox_gateway.records import NetworkPolicy
+
+
+class NamePolicy:
+    """The domain names in the ``allow_out`` of a policy. Raises Invalid for an invalid policy."""
+
+    def __init__(self, policy: NetworkPolicy, subnet: ipaddress.IPv4Network) -> None:
+        """``subnet``: the addresses of sandboxes."""
+        names = allowed_names(policy)
+        self._names = {dns.name.from_text(name) for name in names if not name.startswith("*.")}
+        self._parents = {dns.name.from_text(name[2:]) for name in names if name.startswith("*.")}
+        self._rules = [rule for rule in egress_rules(policy, []) if not rule.to_names]
+        metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
+        specific_networks = [network for network in denied_networks_of(policy) if network.prefixlen > 0]
+        self._closed = [subnet, *metadata_networks, *specific_networks]
+        self._subnet = subnet
+
+    def __bool__(self) -> bool:
+        """Return whether the policy contains names."""
+        return bool(self._names or self._parents)
+
+    def allows_name(self, name: dns.name.Name) -> bool:
+        """Return whether the policy contains ``name``, or a wildcard above it. Upper and lower case are equal."""
+        if name in self._names:
+            return True
+        while name != dns.name.root:
+            name = name.parent()
+            if name in self._parents:
+                return True
+        return False
+
+    def is_open(self, address: ipaddress.IPv4Address) -> bool:
+        """Return whether the sandbox can reach ``address`` even if no allowed name has it."""
+        if address in self._subnet:
+            return False
+        return next(rule.allow for rule in self._rules if any(address in network for network in rule.networks))
+
+    def may_open(self, address: ipaddress.IPv4Address) -> bool:
+        """Return whether ``address`` becomes reachable if an allowed name has it.
+
+        The owner of a name can give it any address. Therefore, names open only addresses of the public internet that
+        ``deny_out`` does not contain; ``0.0.0.0/0`` there means only addresses without an allowed name.
+        """
+        is_public = address.is_global and not address.is_multicast
+        return is_public and not any(address in network for network in self._closed)

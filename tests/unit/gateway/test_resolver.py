@@ -1,0 +1,262 @@
+"""Test the resolver of a slot, with loopback sockets in place of the guest and of the name server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import SimpleNamespace
+
+import dns.message
+import dns.rcode
+import dns.rrset
+import pytest
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.network import resolver as resolver_module
+from sandbox_gateway.hosts.kvm_xfs.network import upstream as upstream_module
+from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
+from sandbox_gateway.hosts.kvm_xfs.network.resolver import MAX_OPEN_SECONDS, Resolver
+from sandbox_gateway.hosts.kvm_xfs.network.upstream import Answer, Upstream
+from sandbox_gateway.records import NetworkPolicy
+
+SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
+API = "api.example.com"
+
+
+def name_policy(*allowed: str) -> NamePolicy:
+    return NamePolicy(NetworkPolicy(allow_internet=False, allow_out=[*allowed]), SUBNET)
+
+
+def bind() -> socket.socket:
+    endpoint = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    endpoint.bind(("127.0.0.1", 0))
+    endpoint.setblocking(False)
+    return endpoint
+
+
+class FakeUpstream(Upstream):
+    """Gives every name the same addresses. While ``is_ready`` is unset, lookups wait."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.addresses: list[str] = ["1.1.1.1"]
+        self.ttl = 300
+        self.names: list[str] = []
+        self.is_ready = asyncio.Event()
+        self.is_ready.set()
+
+    async def look_up(self, name: dns.name.Name) -> Answer:
+        self.names.append(str(name))
+        await self.is_ready.wait()
+        return Answer(dns.rcode.NOERROR, tuple(map(ipaddress.IPv4Address, self.addresses)), self.ttl)
+
+
+class Slot:
+    """A resolver and its guest. ``opened`` lists the addresses that the resolver opened, with their seconds."""
+
+    def __init__(self, *allowed: str) -> None:
+        self.upstream = FakeUpstream()
+        self.opened: list[dict[str, int]] = []
+        self.failure: BackendFailed | None = None
+        self._socket = bind()
+        self._address = self._socket.getsockname()
+        self.resolver = Resolver(self._socket, name_policy(*allowed), self.upstream, self._open)
+        self.guest = bind()
+        self.guest.connect(self._address)
+
+    async def _open(self, seconds: Mapping[str, int]) -> None:
+        if self.failure:
+            raise self.failure
+        self.opened.append(dict(seconds))
+
+    def send(self, name: str, kind: str = "A") -> None:
+        self.guest.send(dns.message.make_query(name, kind).to_wire())
+
+    async def receive(self) -> dns.message.Message:
+        async with asyncio.timeout(20):
+            return dns.message.from_wire(await asyncio.get_running_loop().sock_recv(self.guest, 4096))
+
+    async def ask(self, name: str, kind: str = "A") -> tuple[dns.rcode.Rcode, list[str], int]:
+        """Return the code, the addresses and the TTL of the reply."""
+        self.send(name, kind)
+        reply = await self.receive()
+        records = reply.answer[0] if reply.answer else None
+        return reply.rcode(), [each.address for each in records or ()], records.ttl if records else 0
+
+
+@contextlib.asynccontextmanager
+async def slot(*allowed: str) -> AsyncIterator[Slot]:
+    new_slot = Slot(*(allowed or (API,)))
+    try:
+        yield new_slot
+    finally:
+        new_slot.resolver.close()
+        new_slot.guest.close()
+
+
+async def test_addresses_are_open_before_the_reply() -> None:
+    async with slot() as s:
+        assert await s.ask("API.example.com.") == (dns.rcode.NOERROR, ["1.1.1.1"], 300)
+        assert s.opened == [{"1.1.1.1": 360}]
+
+
+async def test_other_names_and_types_are_not_looked_up() -> None:
+    async with slot(API, "*.wild.org") as s:
+        for name in ("secret-data.evil.net", "example.com", "x.api.example.com", "wild.org"):
+            assert await s.ask(name) == (dns.rcode.REFUSED, [], 0)
+        for kind in ("AAAA", "TXT", "HTTPS", "ANY"):
+            assert await s.ask(API, kind) == (dns.rcode.NOERROR, [], 0)
+        assert (s.upstream.names, s.opened) == ([], [])
+
+
+async def test_denied_addresses_are_neither_opened_nor_returned() -> None:
+    async with slot(API, "10.9.0.0/16") as s:
+        s.upstream.addresses = ["169.254.169.254", "168.63.129.16", "10.0.0.1", "10.231.0.6", "127.0.0.1", "10.9.0.1"]
+        assert await s.ask(API) == (dns.rcode.NOERROR, ["10.9.0.1"], 300)
+        s.upstream.addresses = ["169.254.169.254"]
+        assert await s.ask(API) == (dns.rcode.NOERROR, [], 0)
+        assert s.opened == []
+
+
+@pytest.mark.parametrize(
+    ("ttl", "reply_ttl", "seconds"), [(0, 0, 120), (1, 1, 120), (2**31 - 1, MAX_OPEN_SECONDS, 3660)]
+)
+async def test_the_time_is_bounded(ttl: int, reply_ttl: int, seconds: int) -> None:
+    async with slot() as s:
+        s.upstream.ttl = ttl
+        assert await s.ask(API) == (dns.rcode.NOERROR, ["1.1.1.1"], reply_ttl)
+        assert s.opened == [{"1.1.1.1": seconds}]
+
+
+async def test_an_open_address_is_extended_only_near_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(resolver_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    async with slot() as s:
+        await s.ask(API)
+        for clock.seconds, reply_ttl in ((1100.0, 230), (1300.0, 30), (1301.0, 300), (1302.0, 300)):
+            assert (await s.ask(API))[2] == reply_ttl
+        assert len(s.opened) == 2
+
+
+async def test_the_number_of_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver_module, "MAX_NAME_ADDRESSES", 3)
+    async with slot() as s:
+        s.upstream.addresses = ["1.1.1.1", "1.1.1.2"]
+        assert (await s.ask(API))[0] == dns.rcode.NOERROR
+        s.upstream.addresses = ["1.1.1.3", "1.1.1.4"]
+        assert await s.ask(API) == (dns.rcode.SERVFAIL, [], 0)
+        assert len(s.opened) == 1
+
+
+async def test_a_failure_to_open_an_address_is_reported_and_repeated() -> None:
+    async with slot() as s:
+        s.failure = BackendFailed("nft failed")
+        assert await s.ask(API) == (dns.rcode.SERVFAIL, [], 0)
+        s.failure = None
+        assert (await s.ask(API))[:2] == (dns.rcode.NOERROR, ["1.1.1.1"])
+
+
+async def test_outstanding_queries_are_bounded_and_other_replies_do_not_wait_for_them() -> None:
+    async with slot("*.example.com") as s:
+        s.upstream.is_ready.clear()
+        for number in range(30):
+            s.send(f"n{number}.example.com")
+        assert (await s.ask("evil.net"))[0] == dns.rcode.REFUSED
+        assert len(s.upstream.names) == 16
+        s.upstream.is_ready.set()
+        for _ in range(16):
+            assert (await s.receive()).rcode() == dns.rcode.NOERROR
+
+
+async def test_a_lookup_under_an_earlier_policy_opens_nothing() -> None:
+    async with slot() as s:
+        s.upstream.is_ready.clear()
+        s.send(API)
+        assert (await s.ask("evil.net"))[0] == dns.rcode.REFUSED  # Then the lookup has begun.
+        async with s.resolver.replacing_policy(name_policy("other.example.com")):
+            s.upstream.is_ready.set()
+        assert (await s.ask("other.example.com"))[:2] == (dns.rcode.NOERROR, ["1.1.1.1"])
+        assert len(s.upstream.names) == 2 and len(s.opened) == 1
+        assert (await s.ask(API))[0] == dns.rcode.REFUSED
+
+
+async def test_addresses_are_opened_again_under_a_new_policy() -> None:
+    async with slot() as s:
+        for count in (1, 2):
+            assert (await s.ask(API))[1] == ["1.1.1.1"]
+            assert len(s.opened) == count
+            async with s.resolver.replacing_policy(name_policy(API)):
+                pass
+
+
+async def test_a_policy_that_cannot_be_applied_changes_nothing() -> None:
+    async with slot() as s:
+        with pytest.raises(BackendFailed):
+            async with s.resolver.replacing_policy(name_policy("other.example.com")):
+                raise BackendFailed("nft failed")
+        assert (await s.ask(API))[1] == ["1.1.1.1"]
+
+
+async def test_invalid_messages_get_no_reply() -> None:
+    async with slot() as s:
+        for data in (b"", b"x", b"\0" * 12, b"\xff" * 512, b"a" * 2000):
+            s.guest.send(data)
+        assert (await s.ask(API))[1] == ["1.1.1.1"]
+
+
+# --- the name server ---------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def name_server(answer: Callable[[dns.message.Message], list[bytes]]) -> AsyncIterator[Upstream]:
+    """Serve DNS on a loopback port. ``answer`` returns the datagrams to send for a query."""
+    endpoint, loop = bind(), asyncio.get_running_loop()
+
+    def receive() -> None:
+        data, sender = endpoint.recvfrom(4096)
+        for datagram in answer(dns.message.from_wire(data)):
+            endpoint.sendto(datagram, sender)
+
+    loop.add_reader(endpoint, receive)
+    try:
+        yield Upstream(["127.0.0.1"], endpoint.getsockname()[1])
+    finally:
+        loop.remove_reader(endpoint)
+        endpoint.close()
+
+
+def reply_with(query: dns.message.Message, *records: str, rcode: dns.rcode.Rcode = dns.rcode.NOERROR) -> bytes:
+    reply = dns.message.make_response(query)
+    reply.set_rcode(rcode)
+    reply.answer = [dns.rrset.from_text(*record.split(" ", 4)) for record in records]
+    return reply.to_wire()
+
+
+async def test_forged_and_malformed_responses_are_ignored() -> None:
+    def answer(query: dns.message.Message) -> list[bytes]:
+        valid = reply_with(query, f"{API}. 300 IN A 1.1.1.1")
+        other_id = bytes([valid[0] ^ 1]) + valid[1:]
+        forged = dns.message.make_query("other.example.com", "A", id=query.id)
+        other_question = reply_with(forged, f"{API}. 300 IN A 6.6.6.6")
+        return [b"", b"\xff" * 40, valid[:-3], query.to_wire(), other_id, other_question, valid]
+
+    async with name_server(answer) as upstream:
+        answer_1 = await upstream.look_up(dns.name.from_text(API))
+    assert answer_1 == Answer(dns.rcode.NOERROR, (ipaddress.IPv4Address("1.1.1.1"),), 300)
+
+
+async def test_loops_and_failures_are_servfail_and_missing_names_are_nxdomain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_module, "_TIMEOUT_SECONDS", 0.1)
+    replies: list[Callable[[dns.message.Message], list[bytes]]] = [
+        lambda query: [reply_with(query, f"{API}. 300 IN CNAME {API}.")],
+        lambda query: [reply_with(query, rcode=dns.rcode.SERVFAIL)],
+        lambda query: [],
+    ]
+    for answer in replies:
+        async with name_server(answer) as upstream:
+            assert await upstream.look_up(dns.name.from_text(API)) == Answer(dns.rcode.SERVFAIL)
+    async with name_server(lambda query: [reply_with(query, rcode=dns.rcode.NXDOMAIN)]) as upstream:
+        assert await upstream.look_up(dns.name.from_text(API)) == Answer(dns.rcode.NXDOMAIN)
