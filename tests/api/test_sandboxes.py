@@ -64,11 +64,12 @@ def test_lifecycle_options_are_accepted_in_every_spelling(api: httpx.Client) -> 
 
 def test_invalid_policies_are_refused_even_if_the_sandbox_is_paused(api: httpx.Client) -> None:
     sandbox = create_sandbox(api, paused=True)
-    ref = sandbox["sandboxID"]
+    ref, running_ref = sandbox["sandboxID"], create_sandbox(api)["sandboxID"]
     for network in ({"allowOut": ["localhost"]}, {"allowOut": ["api.example.com"]}, {"denyOut": ["api.example.com"]}):
         for response in (
             api.put(f"/sandboxes/{ref}/network", json=network),
             api.post("/sandboxes", json={"templateID": "base", "network": network}),
+            api.post(f"/sandboxes/{running_ref}/clone", json={"network": network}),
         ):
             assert response.status_code == 400 and response.json()["kind"] == "invalid", response.text
     assert api.get(f"/sandboxes/{ref}").json()["network"] == sandbox["network"]

@@ -14,8 +14,10 @@ import dns.rcode
 import dns.rrset
 import pytest
 
-from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import resolver as resolver_module
+from sandbox_gateway.hosts.kvm_xfs.network import slots
 from sandbox_gateway.hosts.kvm_xfs.network import upstream as upstream_module
 from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.resolver import MAX_OPEN_SECONDS, Resolver
@@ -205,6 +207,29 @@ async def test_invalid_messages_get_no_reply() -> None:
         for data in (b"", b"x", b"\0" * 12, b"\xff" * 512, b"a" * 2000):
             s.guest.send(data)
         assert (await s.ask(API))[1] == ["1.1.1.1"]
+
+
+async def test_no_resolver_remains_for_a_slot_that_is_removed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = slots.SlotPool(Network(dns=["9.9.9.9"]))
+    removed_slot = pool._all[0] = pool._make_slot(0)
+    endpoint = bind()
+
+    async def run_in_thread(*_: object) -> socket.socket:
+        del pool._all[0]
+        return endpoint
+
+    monkeypatch.setattr(slots, "run_in_thread", run_in_thread)
+    with pytest.raises(BackendFailed, match="its machine has ended"):
+        await pool.apply(removed_slot, NetworkPolicy(allow_internet=False, allow_out=[API]))
+    assert endpoint.fileno() == -1 and pool._resolvers == {}
+
+
+async def test_names_need_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "name_servers", lambda network: [])
+    pool = slots.SlotPool(Network())
+    with pytest.raises(Invalid, match=r"set \[network\] dns"):
+        pool.check(NetworkPolicy(allow_internet=False, allow_out=[API]))
+    pool.check(NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1"]))
 
 
 # --- the name server ---------------------------------------------------------------------------------------------

@@ -194,6 +194,9 @@ class SlotPool:
             await apply_in_slot(slot, name_address_rules(seconds))
 
         endpoint = await run_in_thread(open_socket, slot)
+        if self._all.get(slot.number) is not slot:  # Its machine has ended. The number may soon have another slot.
+            endpoint.close()
+            raise BackendFailed(f"the network slot {slot.name} was removed: its machine has ended")
         self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)
 
     def _close_resolver(self, number: int) -> None:
