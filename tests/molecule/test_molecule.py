@@ -89,6 +89,7 @@ def test_scenario_kvm_xfs(run_scenario: RunScenario, shared_gateway: Gateway, te
     run_scenario("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
 
 
+@pytest.mark.slow
 def test_scenario_gateway_systemd(run_scenario: RunScenario) -> None:
     run_scenario("gateway_systemd")
 
