@@ -1,6 +1,6 @@
 """Kill the private zfs-fuse daemon of a jail host while a sandbox runs.
 
-Run `python -m tests.jail_zfs.host_alone DIRECTORY` as root in new mount, network and process namespaces. It prints
+Run `python -m tests.jail_zfs.host_alone DIRECTORY` as root in new mount, network and PID namespaces. It prints
 ``"passed"`` at the end.
 """
 

@@ -85,7 +85,7 @@ def test_an_environment_is_never_encoded() -> None:
     assert json.loads(props[HEAD])["v"] == 2, "a release that reads only version 1 would lose the environment"
     for damaged_name in ("../../etc/passwd", f"{file_name}/", 1, None):
         damaged_head = json.dumps(json.loads(props[HEAD]) | {"secrets": damaged_name})
-        with pytest.raises(ValueError, match="invalid name of a file"):
+        with pytest.raises(ValueError, match="invalid file name"):
             decode({HEAD: damaged_head}, "sandbox")
 
 

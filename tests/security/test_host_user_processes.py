@@ -206,7 +206,7 @@ async def test_a_machine_that_does_not_answer_as_qemu_does_is_stopped(
         async with s.restarted_gateway([victim, attacker]) as (machines, scan):
             assert [machine.pid for machine, _ in machines._started.values()] == [victim_pid]
             assert scan.alive == {victim.instance}
-            assert scan.repaired == [f"stopped the machine {attacker.instance}, which did not answer as QEMU does"]
+            assert scan.repaired == [f"stopped the machine {attacker.instance}, which did not respond like QEMU"]
             assert not await asyncio.to_thread(Path(f"/proc/{attacker_pid}").exists)
 
 
@@ -245,7 +245,7 @@ async def test_a_machine_outside_its_slot_is_not_mistaken_for_a_stopped_one(
         host_slot = dataclasses.replace(slot, path=HOST_NAMESPACE)
         pid = s.start_machine(host_slot, s.files(sandbox).disk, s.files(sandbox))
         await asyncio.sleep(1)  # until it has opened its disk
-        with pytest.raises(BackendFailed, match=f"process {pid} of sandbox {sandbox.id} is in no network slot"):
+        with pytest.raises(BackendFailed, match=f"process {pid} of sandbox {sandbox.id} is not in a network slot"):
             async with s.restarted_gateway([sandbox]):
                 pass
         await kill_process(pid)

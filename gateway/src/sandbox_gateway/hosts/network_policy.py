@@ -121,8 +121,8 @@ def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Netw
             networks.append(ipaddress.IPv4Network(text.strip(), strict=False))
         except ValueError:
             raise Invalid(
-                f"{field}: {text!r} is not an IPv4 address or CIDR block. Use one of these, because sandboxes have "
-                f"no IPv6{_NAME_HINTS[field]}"
+                f"{field}: {text!r} is not an IPv4 address or CIDR block. Use one of these (sandboxes have no "
+                f"IPv6){_NAME_HINTS[field]}"
             ) from None
     return networks
 

@@ -140,7 +140,7 @@ class Listener(socket.socket):
     """A TCP socket that counts connections when it accepts them, before a TLS handshake."""
 
     def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
-        # With IPPROTO_TCP asyncio sets TCP_NODELAY. Without it, small pieces are sent 40 ms late.
+        # With IPPROTO_TCP, asyncio sets TCP_NODELAY. Otherwise, small pieces would be sent with a delay of 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._connections = connections
 
@@ -258,8 +258,8 @@ class _StallTimedConnection(asyncio.Protocol):
 class HttpConnection(_StallTimedConnection, H11Protocol):
     """An HTTP connection from a client, which is closed if a request does not arrive in time.
 
-    This class limits the time for the headers, and for the rest of a body after an early response. Otherwise, the
-    code that reads a body limits its time: see ``api.access.limits`` and ``api.data_plane.proxy``.
+    This class limits the time for the headers, and for the rest of a body after an early response. In all other
+    cases, the code that reads a body limits the time for it: see ``api.access.limits`` and ``api.data_plane.proxy``.
     """
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:

@@ -235,7 +235,7 @@ class _TcpServer(_DaemonServer):
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn allows a minute for a TLS handshake, and has no option for this.
+        # uvicorn allows a minute for a TLS handshake, and has no option to change that.
         assert sockets
         tls = self.config.ssl
         loop = asyncio.get_running_loop()
@@ -271,7 +271,7 @@ def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
-        # Pipelined requests must not inherit variables of the request before, such as its plan session.
+        # Pipelined requests must not inherit context variables of the previous request, such as its plan session.
         reset_contextvars=True,
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=_BACKLOG,

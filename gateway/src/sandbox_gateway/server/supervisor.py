@@ -30,10 +30,10 @@ def notify(state: str) -> None:
 
 @contextlib.asynccontextmanager
 async def watchdog_notified() -> AsyncIterator[None]:
-    """Inside this context, show the watchdog at intervals of half its timeout that the event loop runs.
+    """Inside this context, tell the watchdog that the event loop is running, at intervals of half its timeout.
 
-    If the event loop hangs, the process prints the stack of each thread and ends. The service manager sends SIGABRT for
-    that. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread of this process exits with status 1.
+    If the event loop hangs, the process prints the stack of each thread and ends, because the service manager sends it
+    SIGABRT. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread of this process ends it, with status 1.
     """
     seconds = _watchdog_seconds()
     if not seconds:

@@ -47,7 +47,7 @@ class Cause(Enum):
     MISSING = auto()
     BUSY = auto()
     IN_USE = auto()
-    """A process has files in it open, or another file system is mounted on it."""
+    """A process has files in the dataset open, or another file system is mounted on it."""
     OTHER = auto()
 
 

@@ -56,7 +56,7 @@ class MachineRegister:
         return machine
 
     def reserve(self, instance: str, jail: str, root: Path) -> Machine:
-        """Add the machine of a jail that is about to start, with an unused number. Raises Busy if all are in use."""
+        """Add the machine of a jail that is about to start, with an unused number. Raises Busy if there is none."""
         machine = Machine(jail, self._bridge.epair(self._choose_number()), root)
         self._numbers.add(machine.epair.number)
         self._machines[instance] = machine

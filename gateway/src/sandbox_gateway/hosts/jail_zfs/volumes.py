@@ -90,7 +90,7 @@ class JailVolumes:
 
     @contextlib.asynccontextmanager
     async def paused_writers(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
-        """Ensure that all snapshots taken inside this context show the same point in time.
+        """Ensure that all snapshots taken inside this context represent the same point in time.
 
         If ZFS cannot take several snapshots atomically on this host, stops the jails that write to the sandbox or the
         volumes.

@@ -48,14 +48,14 @@ def clear_append_flag(writer: int) -> bool:
 def open_log_of(pid: int, directory: Path | None = None) -> int:
     """Open the log of a running process and return the descriptor. Raises OSError.
 
-    ``directory``: that of a machine, whose log is a file if an older release started it.
+    ``directory``: the machine's directory. If an older release started the machine, the log is a file in it.
     """
     # O_PATH: a guest that controls the process can make its standard error refer to any file, even one that only root
-    # may read, or whose opening has an effect.
+    # may read, or one that has side effects when it is opened.
     descriptor = os.open(f"/proc/{pid}/fd/2", os.O_PATH | os.O_CLOEXEC)
     try:
         if _is_in_memory(descriptor):
-            # O_NONBLOCK: the process may hold a lease, for which the kernel would make this open wait.
+            # O_NONBLOCK: the process may hold a lease on the file, which would make this call block.
             return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     finally:
         os.close(descriptor)
@@ -65,7 +65,7 @@ def open_log_of(pid: int, directory: Path | None = None) -> int:
 
 
 def _is_in_memory(descriptor: int) -> bool:
-    """Return whether a descriptor refers to a memfd. Nobody can open those of other users."""
+    """Return whether a descriptor refers to a memfd. Users cannot open each other's memfds."""
     memory_file = os.memfd_create("", os.MFD_CLOEXEC)
     try:
         status = os.fstat(descriptor)

@@ -91,7 +91,7 @@ class Machines:
         return self._started.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> StartedMachine:
-        """Return the running machine of ``sandbox.instance``. Raises Conflict if it is not running."""
+        """Return the running machine of ``sandbox.instance``. Raises Conflict if there is none."""
         started_machine = self.find(sandbox)
         if started_machine is None or started_machine.machine.has_ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
@@ -135,7 +135,7 @@ class Machines:
             elif process.slot_number is None:
                 os.close(process.pidfd)
                 raise BackendFailed(
-                    f"process {process.pid} of sandbox {sandbox.id} is in no network slot of this gateway: restore "
+                    f"process {process.pid} of sandbox {sandbox.id} is not in a network slot of this gateway: restore "
                     "network.prefix, or end the process"
                 )
             else:
@@ -158,9 +158,9 @@ class Machines:
             self._start_limiting(sandboxes[instance], machine.pid)
             try:
                 was_stopped = await machine.resume_if_stopped()
-            except Exception as error:  # A guest that controls QEMU can cause any.
+            except Exception as error:  # A guest that controls QEMU can cause any error.
                 log.warning("machine stopped", pid=machine.pid, reason=str(error) or type(error).__name__)
-                scan.repaired.append(f"stopped the machine {instance}, which did not answer as QEMU does")
+                scan.repaired.append(f"stopped the machine {instance}, which did not respond like QEMU")
                 await self.stop(sandboxes[instance])
                 continue
             if was_stopped:

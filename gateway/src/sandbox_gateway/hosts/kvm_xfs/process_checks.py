@@ -6,7 +6,7 @@ namespace: that requires unshare(2), setns(2) or a new process, which the seccom
 refuse. Its user cannot change either, but all machines may run as root, and a range of user ids may be misconfigured. A
 control group may be missing, because the host lacks the controllers or the gateway died before it set the limits.
 
-A pid can get a new meaning at any time, except for a child that has not been waited for. So processes are identified
+A pid can be reused at any time, except that of a child that has not been waited for. So processes are identified
 with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
 OSError if the process has ended.
 """
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 def find_processes(identify: Callable[[int, int], _T | None]) -> Iterator[tuple[int, int, _T]]:
     """Yield (pid, pidfd, identity) for each process for which ``identify(pid, pidfd)`` returns an identity.
 
-    The caller closes the pidfd. ``identify`` may raise OSError, which means None.
+    The caller closes the pidfd. ``identify`` may raise OSError, which counts as None.
     """
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
         try:
@@ -46,7 +46,7 @@ def find_processes(identify: Callable[[int, int], _T | None]) -> Iterator[tuple[
         identity = None
         with contextlib.suppress(OSError):
             identity = identify(pid, pidfd)
-        # If it has ended, another process may have got its pid, and `identify` may have read about that process.
+        # If the process has ended, another may have its pid, and `identify` may have read about that process.
         if identity is None or wait_until_ended(pidfd, 0):
             os.close(pidfd)
         else:
@@ -92,7 +92,7 @@ def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
 def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
     """Return the identity of the network namespace of the first thread that has not ended, or None if all have ended.
 
-    Raises PermissionError if the gateway may not know, which a guest cannot cause.
+    Raises PermissionError if the gateway lacks the permission to find out, which a guest cannot cause.
     """
     for thread in Path(f"/proc/{pid}/task").iterdir():  # The main thread is the first one.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -113,7 +113,7 @@ def read_arguments(pid: int) -> list[str]:
 def runs_as_gateway_user(pid: int) -> bool:
     """Return whether the real, effective and saved user ids of a process are the gateway's.
 
-    The owner of /proc/PID does not tell this: it is root if a process of another user prevents core dumps.
+    The owner of /proc/PID does not show this: it is root if the process disables core dumps, whoever runs it.
     """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     user_ids = next(line.split()[1:4] for line in lines if line.startswith("Uid:"))

@@ -43,8 +43,8 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
 async def run_with_timeout(work: Callable[[], _T], seconds: float, failure: str) -> _T:
     """Run ``work`` in a new thread, and wait at most ``seconds`` for its result.
 
-    After that time, the thread keeps running, for example because it is blocked in the kernel. ``failure`` is the
-    beginning of the error message. Raises Timeout, or BackendFailed for an OSError in ``work``.
+    If the thread does not finish in time, for example because it is blocked in the kernel, it keeps running.
+    ``failure`` is the beginning of the error message. Raises Timeout, or BackendFailed for an OSError in ``work``.
     """
 
     def run() -> _T:

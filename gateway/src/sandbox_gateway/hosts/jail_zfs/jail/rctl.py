@@ -81,7 +81,7 @@ class Limits:
         self._max_files = int(await self._run("sysctl", "-n", "kern.maxfiles"))
 
     async def apply(self, jail: str, resources: Resources) -> None:
-        """Set the limits of a jail. Call it before the jail is created, so that they apply to the first process."""
+        """Set the limits of a jail. Call this before the jail is created, so that they apply to the first process."""
         if self.is_enabled:
             await self._run("rctl", "-a", *format_rules(jail, resources, self._processes, self._max_files))
 

@@ -28,7 +28,7 @@ class JailSuspension:
     async def suspended(self, jails: Iterable[str]) -> AsyncIterator[None]:
         """Keep all processes of the jails stopped inside this context.
 
-        Each stopped jail is recorded in a file, so that the gateway can resume it at its next start after a crash.
+        Each stopped jail is recorded in a file, so that a gateway that restarts after a crash can resume the jail.
         """
         names = sorted(set(jails))
         try:

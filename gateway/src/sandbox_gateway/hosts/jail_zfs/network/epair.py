@@ -85,7 +85,7 @@ class Bridge:
                 f"the bridge {self.name} has the address {addresses[0]}, not {expected_address}: "
                 "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
             )
-        # staticarp: the host answers ARP requests, but does not add or change an entry because of a packet.
+        # staticarp: the host answers ARP requests, but packets never make it add or change an entry.
         await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected_address]), "staticarp", "up")
 
     async def close(self) -> None:

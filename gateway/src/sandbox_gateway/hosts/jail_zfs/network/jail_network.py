@@ -32,7 +32,7 @@ class JailNetwork:
         await self._pf.open(self._config.jail_zfs.egress)
 
     async def close(self) -> None:
-        """Remove the bridge and its rules. Call it when no jail is connected."""
+        """Remove the bridge and its rules. Call this when no jail is connected."""
         await self._pf.close()
         await self.bridge.close()
 
@@ -44,7 +44,7 @@ class JailNetwork:
         return self.name_servers() if policy.allows_egress else []
 
     async def connect(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
-        """Create an epair and load the rules of its jail. Call it before the jail is created."""
+        """Create an epair and load the rules of its jail. Call this before the jail is created."""
         await finish_despite_cancellation(
             wait_for_all(self.bridge.create(epair), self.apply_policy(jail, epair, policy))
         )

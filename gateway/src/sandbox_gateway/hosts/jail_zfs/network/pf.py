@@ -7,8 +7,8 @@ rules on its epair drop packets from other addresses.
 
 pf evaluates the packets of a jail on its epair, which is a member of the bridge, and then on the bridge. If a frame is
 a broadcast, or for the Ethernet address of the epair's outer end, the host receives it from the epair, and not from the
-bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets with a state pass; by default,
-pf's states are not bound to an interface.
+bridge. Therefore, the rules of a jail apply on the epair. On the bridge, only packets that match a state pass; by
+default, pf's states are not bound to an interface.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequenc
     """Return the rules of one jail. Raises the same errors as ``require_enforceable``."""
     require_enforceable(policy)
     scope = f"quick on {epair.outer} inet"
-    # "global" counts the states of all rules together. It counts states by address, so reloading does not reset them.
+    # "global" counts the states of all rules together. The count is by address, so reloading does not reset it.
     state = f"keep state (source-track global, max-src-states {MAX_CONNECTIONS})"
     from_clause = f"from {epair.address}"
     lines = [

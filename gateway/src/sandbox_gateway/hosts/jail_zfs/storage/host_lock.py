@@ -40,8 +40,8 @@ class HostLock:
     def acquire(self) -> list[str]:
         """Become the owner of the dataset.
 
-        Returns a sentence if this replaces an earlier owner. Raises Conflict if another owner may still be running, and
-        BackendFailed if the lock file cannot be opened.
+        Returns a sentence if this gateway replaces an earlier owner. Raises Conflict if another owner may still be
+        running, and BackendFailed if the lock file cannot be opened.
         """
         self._lock()
         try:
@@ -126,7 +126,7 @@ class HostLock:
             return [f"{self._root}: replaced the recorded owner {owner_text[:80]!r}, which is not valid"]
         owner_description = f"process {pid} of host {host}"
         if kernel != _boot_identity():
-            return [f"{self._root}: taken over from {owner_description}, which ended with its machine"]
+            return [f"{self._root}: taken over from {owner_description}, which ended when its machine stopped"]
         if host != socket.gethostname():
             raise Conflict(
                 f"{self._root} belongs to a gateway in another container on this machine ({owner_description}): stop "

@@ -6,7 +6,7 @@ that case, ``sandbox:record`` contains the number of parts and a checksum (``par
 Setting ``sandbox:record`` commits the record, because ZFS sets a property atomically. ``generation`` increases with
 every write.
 
-Every user of the host can read properties. The environment of a sandbox is therefore not part of them, but in a file
+Every user of the host can read properties. The environment of a sandbox is therefore stored in a file instead
 (``secret_files``), whose name is in ``sandbox:record`` (``secrets``). Such a record has version 2, because releases
 that read only version 1 would lose the environment.
 """
@@ -55,9 +55,10 @@ class StoredRecord(NamedTuple):
     generation: int
     record: Record
     secret_file: str = ""
-    """The name of the file with the environment of a sandbox. Empty: it has none, or an older release wrote the record.
+    """The name of the file with the environment of a sandbox.
 
-    Until the file has been read, the environment of the record is empty.
+    Empty if the sandbox has no environment, or if an older release wrote the record. Until the file has been read, the
+    environment of the record is empty.
     """
 
 
@@ -113,7 +114,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
     secret_file = head.get("secrets", "")
     if not isinstance(secret_file, str) or (secret_file and not _SECRET_FILE_PATTERN.fullmatch(secret_file)):
-        raise ValueError(f"the property {HEAD} has an invalid name of a file")
+        raise ValueError(f"the property {HEAD} contains an invalid file name")
     data = (
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its record")
     )

@@ -29,7 +29,7 @@ class SecretFiles:
         self._current: dict[str, tuple[str, dict[str, str]]] = {}
         """The name and the contents of each sandbox's file, keyed by the sandbox's id."""
         self._superseded: dict[str, set[str]] = {}
-        """The names of each sandbox's files that are not in use once its record is committed."""
+        """The names of each sandbox's files that are no longer needed once its record is committed."""
 
     def open(self) -> None:
         """Create the directory, or correct its mode."""
@@ -83,7 +83,7 @@ class SecretFiles:
     def load(self, sandboxes: Sequence[Sandbox], names: Mapping[str, str]) -> list[str]:
         """Read the environments of all sandboxes from their files. ``names``: the file of each sandbox that has one.
 
-        Returns a sentence for each file that is missing or damaged. Its sandbox keeps the reference to it.
+        Returns a sentence for each file that is missing or damaged. The sandbox keeps its reference to the file.
         """
         self._current.clear()
         self._superseded.clear()
@@ -125,5 +125,5 @@ class SecretFiles:
 
 def _raise_gateway_error(error: OSError, path: Path) -> NoReturn:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise NoSpace(f"no space is left for {path}: free space in the gateway's state root") from error
+        raise NoSpace(f"no space is left for {path}: free some space in the gateway's state root") from error
     raise BackendFailed(f"the file {path} cannot be written ({error.strerror})") from error

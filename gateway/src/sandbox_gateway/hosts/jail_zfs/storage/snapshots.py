@@ -73,7 +73,8 @@ class SnapshotStorage:
     def _capture(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
         props = encode(record, 1)
         volume_names, volume_props = self._volume_snapshots.describe(volumes)
-        # The volumes come first: after an interruption, their snapshots are ignored without the sandbox's snapshot.
+        # The volumes come first: if the command is interrupted, their snapshots are ignored unless the sandbox's
+        # snapshot exists.
         zfs.lzc_snapshot([*volume_names.values(), name], volume_props | props)
         with self._root.index_lock:
             self._volume_snapshots.names.add(volume_names)

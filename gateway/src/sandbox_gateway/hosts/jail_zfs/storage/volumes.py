@@ -7,8 +7,8 @@
     <root>/volumes/<id>.<n>     the volume since its nth rollback: a clone of the snapshot. The former dataset is kept
                                 unmounted, without a record, until its last snapshot is removed
 
-A rollback does not rename datasets, because zfs-fuse often cannot. If two datasets have a record of the volume, the
-newer record wins.
+A rollback does not rename datasets, because zfs-fuse often cannot rename them. If two datasets have a record of the
+volume, the newer record wins.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class VolumeStorage:
 
     @translate_errors
     def retire_former_datasets(self, volume_id: str) -> list[str]:
-        """Retire or destroy a volume's former datasets, and return their names. Call it again if it raises Busy."""
+        """Retire or destroy a volume's former datasets, and return their names. If this raises Busy, call it again."""
         with self._root.tree_lock:
             current, names = self.dataset(volume_id), []
             for dataset in self._datasets.list_all(volume_id):
@@ -195,7 +195,7 @@ class VolumeStorage:
 
     @translate_errors
     def finish_removal(self, volume_id: str) -> None:
-        """Destroy all datasets of a doomed volume. Call it again if it raises Busy."""
+        """Destroy all datasets of a doomed volume. If this raises Busy, call it again."""
         with self._root.tree_lock:
             datasets = self._datasets.list_all(volume_id)
             # Mark the other datasets before the newest one, which depends on them, is destroyed.

@@ -2,9 +2,10 @@
 
 The gateway creates a directory with a random name in a memory root when it uses the root for the first time, and
 remembers the root. If the directory is missing later, the root is not mounted. The gateway then creates nothing in it,
-because this would fill the file system below the mount point.
+because images would fill the file system below the mount point.
 
-Nothing stays open, so a root can be unmounted unless a machine maps an image in it. Each use checks the root again.
+The gateway keeps no files open, so a root can be unmounted unless a machine maps an image in it. Each use checks the
+root again.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class MemoryRoots:
         try:
             problem = _find_root_problem(directory.root)
             if not problem:
-                self._write_known_roots(known_roots)  # The name must not change if this is interrupted.
+                self._write_known_roots(known_roots)  # The name must not change if a later step is interrupted.
                 for path in (directory.directory, directory.snapshots, directory.machines):
                     path.mkdir(mode=0o700, exist_ok=True)
                 _check_mapping(directory.directory / "probe")
@@ -157,7 +158,7 @@ class MemoryRoots:
                 "system, or change kvm_xfs.memory_root"
             )
         self._write_known_roots(_KnownRoots(gateway=known_roots.gateway, roots=[*known_roots.roots, directory.root]))
-        log.info("uses a memory root", root=str(directory.root), directory=str(directory.directory))
+        log.info("using a memory root", root=str(directory.root), directory=str(directory.directory))
 
     def _read_known_roots(self) -> _KnownRoots:
         path = self._layout.memory_roots

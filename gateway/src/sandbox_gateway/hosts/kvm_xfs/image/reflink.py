@@ -27,7 +27,7 @@ _FIEMAP_EXTENT = struct.Struct("=QQQ2QI3I")
 _BATCH_EXTENT_COUNT = 512
 _COPY_CHUNK_BYTES = 4 << 20
 _UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
-"""The errors of FICLONE if the file systems cannot share extents at all, or not with each other."""
+"""The errors of FICLONE if a file system cannot share extents, or if the files are on different file systems."""
 
 
 @dataclass(frozen=True)

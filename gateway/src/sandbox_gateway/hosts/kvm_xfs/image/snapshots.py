@@ -47,7 +47,7 @@ class Snapshots:
                         files = SnapshotFiles(directory, memory_directory)
                     intact_snapshots.append(_require_complete(files, snapshot))
                     if boot_id is not None:
-                        _sync(files)  # Only the gateway has ended since the snapshot was taken.
+                        _sync(files)  # The gateway has restarted since the snapshot was taken, but the host has not.
         return intact_snapshots
 
     def files(self, snapshot: Snapshot) -> SnapshotFiles:
@@ -92,7 +92,7 @@ class Snapshots:
         _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot. If its memory root is not mounted, its image remains until a scan finds it mounted."""
+        """Remove a snapshot. If its memory root is unmounted, its image remains until a scan finds the root mounted."""
         files = self.files(snapshot)
         if files.memory_directory is None:
             commit_protocol.remove(files.directory)
@@ -157,7 +157,7 @@ def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
     min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
     if snapshot.memory is not MemoryMode.NONE:
         min_sizes[files.device_state] = 1
-        if files.memory_directory is None:  # An image in a memory root may be unavailable, which is no damage.
+        if files.memory_directory is None:  # An image in a memory root may be unavailable without being damaged.
             min_sizes[files.memory] = snapshot.resources.memory_mb << 20
     for path, size in min_sizes.items():
         if _size(path) < size:

@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, from_mask, split, total_bytes
 
 MAX_BUFFERED_BYTES = 256 << 20
-"""Maximum bytes to buffer until the machine resumes. More are written while the machine is stopped."""
+"""Maximum bytes to buffer until the machine resumes. Any further bytes are written while the machine is stopped."""
 _PIECE_BYTES = 8 << 20
 _WORDS_PER_PAGE = PAGE_BYTES // 8
 

@@ -114,13 +114,13 @@ def _run_system_call(pid: int, pidfd: int, instruction_address: int, number: int
 def _stopped(pid: int, pidfd: int) -> Iterator[list[int]]:
     """Stop the main thread of ``pid`` inside this context. Delivers the signals in the yielded list afterwards."""
     signals: list[int] = []
-    _ptrace(_SEIZE, pid)  # From now on, no other process gets this pid before it has been waited for.
+    _ptrace(_SEIZE, pid)  # From now on, the pid is not reused before the process has been waited for.
     try:
         if wait_until_ended(pidfd, 0):
             raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")
         _ptrace(_INTERRUPT, pid)
         while (status := _wait_until_stopped(pid)) >> 16 != _PTRACE_EVENT_STOP:
-            # It stopped for a signal first: deliver the signal, then wait for the next stop.
+            # The thread stopped for a signal first: deliver the signal, then wait for the next stop.
             _ptrace(_CONT, pid, data=os.WSTOPSIG(status))
         yield signals
     finally:

@@ -2,10 +2,10 @@
 
     python -m sandbox_gateway.hosts.kvm_xfs.memory.tracker [DESCRIPTOR]
 
-It is a separate process because only it needs the privilege to use ptrace. It accepts requests on the listening Unix
-socket DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when the pipe is
-closed. Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` on one line. The response is
-``{}`` or ``{"error": "…"}``. This module uses only the standard library.
+The tracker is a separate process because only it needs the privilege to use ptrace. It accepts requests on the
+listening Unix socket DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when
+the pipe is closed. Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` on one line. The
+response is ``{}`` or ``{"error": "…"}``. This module uses only the standard library.
 """
 
 from __future__ import annotations

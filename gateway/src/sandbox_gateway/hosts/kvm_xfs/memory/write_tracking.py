@@ -181,7 +181,7 @@ class WriteTracking:
             self._tracker.track(ram.pid, ram.areas)
             self._has_started_tracking = True
         elif not self._has_started_tracking and not self._has_capture():
-            # An earlier gateway started the tracking, and its files no longer exist.
+            # An earlier gateway started the tracking, and the files of its captures no longer exist.
             self._marks_are_complete = False
         if not listing.is_tracked(ram):
             raise OSError(

@@ -36,7 +36,7 @@ class Slot:
     path: Path
     """Path of the namespace's file, for setns(2)."""
     host_address: str
-    """The address at which the host reaches the guest. It forwards every port."""
+    """The address at which the host reaches the guest. All of its ports are forwarded to the guest."""
     veth_address: str
     """The host's own address on the slot's veth."""
     veth: str

@@ -1,7 +1,7 @@
 """Parse the DNS queries of guests, and write the replies.
 
-A guest may send any bytes. Queries are limited to the size of DNS without extensions, and so are replies: they always
-fit, and no guest needs DNS over TCP.
+A guest may send any bytes. Queries and replies are limited to the message size of DNS without extensions. Replies
+therefore always fit in one datagram, and no guest needs DNS over TCP.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def encode_reply(
 
 
 def read_addresses(response: dns.message.Message) -> tuple[list[ipaddress.IPv4Address], int]:
-    """Return the IPv4 addresses for the question of a name server's response, and how many seconds they are valid.
+    """Return the IPv4 addresses that a name server's response contains, and for how many seconds they are valid.
 
     Follows a chain of aliases (CNAME) within the response. Ignores records that do not belong to the chain. Raises
     DNSException for a chain that is too long, such as a loop.

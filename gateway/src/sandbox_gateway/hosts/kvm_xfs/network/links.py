@@ -71,7 +71,7 @@ def create_slot(slot: Slot) -> None:
         set_sysctl(f"net/ipv4/conf/{interface}/send_redirects", "0")
         set_sysctl(f"net/ipv4/conf/{interface}/accept_redirects", "0")
     set_sysctl("net/netfilter/nf_conntrack_tcp_loose", "0", required=False)
-    # Answer only the guest's own range, because each sender uses an entry in a table that all namespaces share.
+    # Answer ARP requests only from the guest's range: each sender uses an entry in a table that all namespaces share.
     set_sysctl("net/ipv4/conf/all/arp_ignore", "2")
     # Otherwise the kernel would send one ICMP error per second, and a guest might wait minutes for the next one.
     set_sysctl("net/ipv4/icmp_ratelimit", "0")
@@ -155,7 +155,8 @@ def remove_slot(slot: Slot) -> None:
     """Remove all parts of a slot. Starts with the veth, so that the slot is no longer committed."""
     _remove_links(slot.veth, f"{slot.name}v")
     remove_namespace(slot.path)
-    # Its connections would count towards the limit of the next slot with this number. Without conntrack, this fails.
+    # Delete its connections, which would count towards the limit of the next slot with this number. Fails without
+    # conntrack.
     with contextlib.suppress(OSError):
         delete_connections(slot.host_address)
 

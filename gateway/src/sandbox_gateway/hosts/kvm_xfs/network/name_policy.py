@@ -29,7 +29,7 @@ class NamePolicy:
         return bool(self._names or self._parents)
 
     def allows_name(self, name: dns.name.Name) -> bool:
-        """Return whether the policy contains ``name``, or a wildcard above it. Upper and lower case are equal."""
+        """Return whether the policy contains ``name``, or a wildcard that matches it. Ignores case."""
         if name in self._names:
             return True
         while name != dns.name.root:
@@ -39,16 +39,17 @@ class NamePolicy:
         return False
 
     def is_open(self, address: ipaddress.IPv4Address) -> bool:
-        """Return whether the sandbox can reach ``address`` even if no allowed name has it."""
+        """Return whether the sandbox can reach ``address`` even if no allowed name resolves to it."""
         if address in self._subnet:
             return False
         return next(rule.allow for rule in self._rules if any(address in network for network in rule.networks))
 
     def may_open(self, address: ipaddress.IPv4Address) -> bool:
-        """Return whether ``address`` becomes reachable if an allowed name has it.
+        """Return whether ``address`` becomes reachable if an allowed name resolves to it.
 
-        The owner of a name can give it any address. Therefore, names open only addresses of the public internet that
-        ``deny_out`` does not contain; ``0.0.0.0/0`` there means only addresses without an allowed name.
+        The owner of a name can point it to any address. Therefore, names open only addresses of the public internet
+        that ``deny_out`` does not contain. ``0.0.0.0/0`` in ``deny_out`` covers only addresses to which no allowed name
+        resolves.
         """
         is_public = address.is_global and not address.is_multicast
         return is_public and not any(address in network for network in self._closed)

@@ -36,7 +36,7 @@ from sandbox_gateway.log import Logger
 MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 60, 3600
 """An address stays open for the TTL of its record, within these limits, and a little longer."""
 _GRACE_SECONDS = 30
-"""The minimum time between the end of the TTL in a reply and that of the address."""
+"""The minimum time, in seconds, that an address stays open after the TTL in a reply has expired."""
 _MAX_OUTSTANDING = 16
 """Maximum number of queries of a sandbox that wait for an answer. Others are dropped, and the guest repeats them."""
 _RECEIVE_BUFFER_BYTES = 64 << 10
@@ -59,7 +59,7 @@ def open_socket(slot: Slot) -> socket.socket:
 
 
 class Resolver:
-    """The resolver of one slot. ``open_addresses`` opens addresses in the slot's rules for some seconds each."""
+    """The resolver of one slot. ``open_addresses`` opens each address in the slot's rules for a given time."""
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class Resolver:
 
     @contextlib.asynccontextmanager
     async def replacing_policy(self, policy: NamePolicy) -> AsyncIterator[None]:
-        """Replace the policy, unless the body raises an error. The body applies the rules, which open no address.
+        """Replace the policy, unless the body raises an error. The body applies the new rules, which open no address.
 
-        No address is opened meanwhile, and none for a query that began under the earlier policy.
+        Meanwhile, the resolver opens no address. Later, it opens none for queries that began under the earlier policy.
         """
         async with self._lock:
             yield
@@ -99,7 +99,7 @@ class Resolver:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Receive one datagram. The kernel limits their number (`rules`)."""
+        """Receive one datagram. The kernel limits the rate of datagrams (`rules`)."""
         try:
             data, sender = self._socket.recvfrom(MAX_MESSAGE_BYTES + 1)
         except OSError:

@@ -4,10 +4,10 @@
        169.254.0.21  169.254.0.22        one /30 of `network.subnet`
 
 To their guests, all slots look the same, including the MAC addresses: a guest's ARP cache and connections are part of
-its memory, which moves from slot to slot. On the host, each slot has a unique address, which forwards every port to the
-guest. The guest's range is link-local. Such addresses do not exist beyond the next hop, so the range does not hide any
-destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere). It is only a /30, so guests send
-packets for 169.254.169.254 to their gateway, where the rules apply.
+its memory, which moves from slot to slot. On the host, each slot has a unique address, all of whose ports are
+forwarded to the guest. The guest's range is link-local. Such addresses do not exist beyond the next hop, so the range
+does not hide any destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere). It is only a /30, so
+guests send packets for 169.254.169.254 to their gateway, where the rules apply.
 
 There are rules in two places, neither of which the guest can reach: in the slot (for the guest's address and policy)
 and on the host (to prevent access from a slot to the host or to other slots). The last step of creating a slot brings
@@ -130,7 +130,7 @@ class SlotPool:
     async def take(self, policy: NetworkPolicy) -> Slot:
         """Return an unused slot with ``policy`` applied, from the pool if possible.
 
-        Raises Busy if all slots are in use, Invalid for an invalid policy.
+        Raises Busy if all slots are in use, and Invalid for an invalid policy.
         """
         self.check(policy)
         slot = self._ready.popleft() if self._ready else await self._create()
@@ -194,7 +194,7 @@ class SlotPool:
             await apply_in_slot(slot, name_address_rules(seconds))
 
         endpoint = await run_in_thread(open_socket, slot)
-        if self._all.get(slot.number) is not slot:  # Its machine has ended. The number may soon have another slot.
+        if self._all.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
             endpoint.close()
             raise BackendFailed(f"the network slot {slot.name} was removed: its machine has ended")
         self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)

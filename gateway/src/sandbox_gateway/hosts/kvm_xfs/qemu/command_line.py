@@ -47,7 +47,7 @@ class MachineSpec:
     """The properties of a machine that determine its command line, except for its files."""
 
     label: str
-    """Name of the process, made of network slot and instance, for administrators."""
+    """Name of the process, made up of the network slot and the instance, for administrators."""
     qemu: str
     platform: Platform
     cpus: int

@@ -63,7 +63,7 @@ class Machine:
         """Start watching a process. ``log``: descriptor of its log; by default, the log is opened.
 
         ``console_log``: descriptor of the copy of its console, or -1 if there is none. ``pidfd``: required unless the
-        process is a child, whose pid cannot get a new meaning. ``forget`` closes all three.
+        process is a child, whose pid cannot be reused. ``forget`` closes all three.
         """
         self.pid = pid
         self.files = files
@@ -88,7 +88,7 @@ class Machine:
         self._pidfd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
         self._ended = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
-        # The end of the machine does not belong to the request that has started it.
+        # The end of the machine does not belong to the context of the request that started it.
         contextvars.Context().run(asyncio.get_running_loop().add_reader, self._pidfd, self._on_end)
 
     @classmethod
@@ -271,7 +271,7 @@ class Machine:
         """Close the connection to the monitor. The machine keeps running."""
         client, self._qmp = self._qmp, None
         if client is not None:
-            # disconnect() raises the error that ended the connection. A guest that controls QEMU can cause any.
+            # disconnect() raises the error that ended the connection. A guest that controls QEMU can cause any error.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(2):
                     await client.disconnect()

@@ -26,7 +26,7 @@ class MachineProcess(NamedTuple):
     directory: Path | None
     """The directory of the machine's files when it started, according to the command line. They may have been moved."""
     slot_number: int | None
-    """The number of the network slot in which the process runs. None: in no slot, so that any user can have started it.
+    """The number of the network slot in which the process runs. None: not in a slot, so any user may have started it.
 
     The number comes from the kernel. A guest that controls QEMU cannot change it.
     """
@@ -40,8 +40,8 @@ class MachineProcess(NamedTuple):
 def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
     """Yield each process that runs in a network slot, or whose command line names a memory file below ``root``.
 
-    ``prefix``: ``network.prefix``. Only root can start a process in a slot. So a process there that claims to be no
-    machine is one that hides, or was started by a gateway that died.
+    ``prefix``: ``network.prefix``. Only root can start a process in a slot. So a process there that does not claim to
+    be a machine either hides its identity, or was started by a gateway that died.
     """
     slots: dict[tuple[int, int], int] = {}
     for path in RUN_NETNS.glob(f"{prefix}-*"):

@@ -1,6 +1,6 @@
 """Build the file system of a template before its first boot: an ext4 image, a kernel and an initrd from a recipe.
 
-The build does not mount anything on the host. Programs from the tree run only in private mount and process namespaces.
+The build does not mount anything on the host. Programs from the tree run only in private mount and PID namespaces.
 Files from a foreign tree are read, but never executed. Paths in the tree are resolved as in the guest: a symbolic link
 to `/etc` leads to the guest's `/etc`.
 """
@@ -48,7 +48,7 @@ async def build_rootfs(
 
     ``agent``: directory of the agent's package; default: the agent installed with the gateway. Each file is built in a
     `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the recipe's tree is unsuitable
-    for a sandbox or does not fit its disk, NoSpace if the host's disk is full, BackendFailed if a tool fails.
+    for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and BackendFailed if a tool fails.
     """
     agent = agent or find_agent_package()
     work_directory = image.parent / f"{PARTIAL_PREFIX}rootfs-{secrets.token_hex(4)}"

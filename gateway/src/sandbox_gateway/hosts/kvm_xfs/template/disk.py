@@ -18,7 +18,7 @@ _MAX_JOURNAL_MB = 16
 async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     """Create ``image``, with a size of ``disk_mb`` MiB, from ``tree``.
 
-    Raises Invalid if the tree does not fit, NoSpace if the host's disk is full, BackendFailed if mke2fs fails.
+    Raises Invalid if the tree does not fit, NoSpace if the host's disk is full, and BackendFailed if mke2fs fails.
     """
     log(f"creating the disk image ({disk_mb} MiB)")
     with image.open("xb") as file:

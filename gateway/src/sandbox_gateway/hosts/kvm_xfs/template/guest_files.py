@@ -1,8 +1,8 @@
 """Read the files in `guest/`: the settings of a guest and its list of packages.
 
 `*.txt` and `dpkg.cfg` are lists with one item per line; lines that begin with # are comments. `initramfs-tools/` is
-copied to the tree's /etc during the build. In `network.sh`, each name between two @ is replaced by the value of that
-constant.
+copied to the tree's /etc during the build. In `network.sh`, each name between two @ characters is replaced by the
+value of the constant with that name.
 """
 
 from __future__ import annotations

@@ -10,6 +10,6 @@ yet), ``ports`` and ``server_pool``.
 acts on the mounted file system, and ``access`` manages the host's rules for its clients.
 
 ``launcher`` is a separate program, which the gateway runs for each server with ``python -I -S``, so it cannot import
-this package. Therefore it defines what both need: the size and the counts of an image's blocks, the ioctl that grows
-the file system, and the names and descriptors of a server. The other modules import these from it.
+this package. Therefore it defines what it shares with this package: the size and the counts of an image's blocks,
+the ioctl that grows the file system, and the names and descriptors of a server. The other modules import these from it.
 """

@@ -4,8 +4,8 @@
 
 This program runs as root and uses only the standard library.
 
-The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
-process namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
+The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a PID
+namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
 FILTER (hexadecimal); and few capabilities. If the kernel supports it, the server can listen only on the TCP ports PORT
 and PORT + 1, and connect to none: the servers of all volumes share a network namespace. When the server ends, its
 mounts disappear, because no other namespace has them, and the loop device detaches itself. The network namespace
@@ -307,7 +307,7 @@ def _act_as_rpcbind(rpcbind_socket: socket.socket, server_pid: int) -> bool:
 def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
     """Answer one RPCBIND call (RFC 5531, RFC 1833) with success.
 
-    If the call registers a transport, it is added to ``registered``. Returns False at the end of the connection.
+    If the call registers a transport, adds the transport to ``registered``. Returns False at the end of the connection.
     """
     with contextlib.suppress(OSError, struct.error):
         (header,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))

@@ -8,7 +8,7 @@ from sandbox_gateway.hosts.connect import open_connection
 
 _MAX_REPLY_BYTES = 4 << 20
 _MAX_FRAGMENTS = 1024
-"""Fragments that have already arrived are read without a pause for other tasks, so their number must be limited."""
+"""Fragments that have already arrived are read without yielding to other tasks, so their number must be limited."""
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:

@@ -143,8 +143,8 @@ class ServerPool:
         ``clients``: whether each client is read-only, keyed by ``Slot.host_address``.
 
         Starts the server if necessary. On return, the server answers only these clients, even on open connections. The
-        call is idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted
-        resumes: a guest whose connection is refused waits several seconds before it retries.
+        call is idempotent, and fast if nothing changes. Call this method before resuming a fork that has
+        mounted the volume: a guest whose connection is refused waits several seconds before it retries.
 
         Clients that are no longer listed are disconnected first. A server that does not apply the change within a few
         seconds is replaced, so that removing clients takes bounded time.
@@ -202,7 +202,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _frozen(self, volume: str) -> AsyncIterator[None]:
-        # Do not use fsfreeze(8): if gateway and server died inside, the kernel would never release the file system.
+        # Do not use fsfreeze(8): if the gateway and the server died meanwhile, the kernel would never release it.
         async with self._lock(volume):
             server = self._servers.get(volume)
             if server is None or server.has_ended():
@@ -264,7 +264,7 @@ class ServerPool:
         return self._locks.setdefault(volume, asyncio.Lock())
 
     async def _start(self, volume: str, settings: ServerSettings) -> None:
-        await self._access.revoke(volume, set())  # No request must reach the server before it is isolated.
+        await self._access.revoke(volume, set())  # No request may reach the server before it is isolated.
         async with self._starter.started(volume, settings) as server:
             await self._access.allow(volume, settings.access_pairs())
         self._watch(server)
@@ -320,7 +320,7 @@ class ServerPool:
         async with self._lock(server.volume):
             if self._servers.get(server.volume) is not server:
                 return
-            with contextlib.suppress(GatewayError):  # `_start` will try again, and report it.
+            with contextlib.suppress(GatewayError):  # `_start` will try again, and report a failure.
                 # All servers share a network namespace: another one could open the port, and answer the sandboxes.
                 await self._access.revoke(server.volume, set())
         await asyncio.sleep(server.backoff_seconds())

@@ -146,9 +146,9 @@ class FoundServer(NamedTuple):
     pid: int
     pidfd: int
     volume: str
-    """The volume that it claims to serve. Empty: none, so the process hides."""
+    """The volume that the process claims to serve, or "" if the process hides its volume."""
     is_serving: bool
-    """False for a launcher, and for a process that hides."""
+    """False for a launcher, and for a process that hides its volume."""
 
 
 def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
@@ -204,8 +204,8 @@ def load_settings(directory: Path) -> ServerSettings | None:
 def replace_file(path: str | Path, text: str, *, dir_fd: int | None = None) -> None:
     """Write a file atomically: readers see either the old text or the new text.
 
-    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory meanwhile:
-    the function follows no links. Raises OSError.
+    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory meanwhile,
+    so the function follows no links. Raises OSError.
     """
     new_path = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):

@@ -67,8 +67,8 @@ class ServerStarter:
     async def started(self, volume: str, settings: ServerSettings) -> AsyncIterator[ServerProcess]:
         """Start a volume's server. Inside this context, the server is ready and isolated.
 
-        The caller must not allow clients to connect earlier. If the server does not become ready, or an exception
-        leaves the context, the server is killed.
+        The caller must not allow clients to connect earlier. If the server does not become ready, or an exception is
+        raised inside the context, the server is killed.
         """
         program_path = _find_program(self._ganesha)
         start_time = time.monotonic()
@@ -98,7 +98,7 @@ class ServerStarter:
                 with contextlib.suppress(ProcessLookupError):
                     # Kill the whole process group, because the server's pid may be unknown.
                     os.killpg(process.pid, signal.SIGKILL)
-            # After the launcher has ended, another process group may have its pid. Then the server is known.
+            # After the launcher has ended, its pid may belong to another process group. Then the server's pid is known.
             server.send_signal(signal.SIGKILL)
             await process.wait()
             log_tail = server.log_tail()

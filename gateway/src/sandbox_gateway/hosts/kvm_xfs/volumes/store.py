@@ -169,7 +169,8 @@ class VolumeStore:
                 else:
                     commit_protocol.remove_durably(entry)
                     repaired.append(
-                        f"removed {entry.name} of volume {directory.name}, whose snapshot was never committed"
+                        f"removed the snapshot {entry.name} of volume {directory.name}, because its sandbox snapshot "
+                        "was never committed"
                     )
         return intact_snapshots
 
