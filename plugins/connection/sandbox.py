@@ -45,7 +45,7 @@ options:
       - name: ansible_sandbox_gateway_url
   gateway_token:
     description:
-      - An API key from the gateway's key file, with the scope C(exec) or C(admin). The unix socket needs no key.
+      - An API key from the gateway's key file, with the scope C(exec) or C(admin). The Unix socket needs no key.
       - If not set, the plugin uses the key of the inventory that found the sandbox, or else the key in
         O(gateway_token_file), or else O(default_token).
     type: str

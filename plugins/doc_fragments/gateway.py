@@ -18,7 +18,7 @@ options:
     default: unix:///run/sandbox-gateway/gateway.sock
   gateway_token:
     description:
-      - An API key from the gateway's key file. The unix socket needs no key.
+      - An API key from the gateway's key file. The Unix socket needs no key.
       - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. The variable of the control node is never
         passed to a module that runs inside a sandbox. If a fact or another task result sets O(gateway_url), O(ca_path)
         or O(validate_certs), the variable is not used and the task fails.

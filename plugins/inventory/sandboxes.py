@@ -44,7 +44,7 @@ options:
         type: str
       token:
         description:
-          - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The unix socket
+          - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The Unix socket
             needs no key.
           - Listing sandboxes requires the scope C(read); running tasks in them requires C(exec).
           - The key does not become a variable. It is passed to the connection inside the process that reads this file.

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""An HTTP client for the gateway, over a unix socket or http(s). Uses only the standard library."""
+"""An HTTP client for the gateway, over a Unix socket or http(s). Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether the address is a unix socket or a loopback address, and thus refers to the local machine."""
+        """Whether the address is a Unix socket or a loopback address, and thus refers to the local machine."""
         return bool(self.socket) or LOOPBACK_HOST.fullmatch(self.host) is not None
 
 

@@ -279,7 +279,7 @@ def _check_name(value: Any, place: str) -> None:
 
 def _check_base_name(value: Any, place: str) -> None:
     if not isinstance(value, str) or not value or "/" in value:
-        raise _wrong_value(place, "the name of a file without its directory", value)
+        raise _wrong_value(place, "a file name without a directory", value)
 
 
 def _check_object(value: Any, place: str) -> None:
@@ -308,7 +308,7 @@ def _is_number(value: Any, minimum: float) -> bool:
 
 def _check_signed_number(value: Any, place: str) -> None:
     if not _is_number(value, -_MAX_NUMBER):
-        raise _wrong_value(place, f"a number whose amount is at most {_MAX_NUMBER}", value)
+        raise _wrong_value(place, f"a number whose absolute value is less than {_MAX_NUMBER}", value)
 
 
 def _check_duration(value: Any, place: str) -> None:

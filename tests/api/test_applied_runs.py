@@ -114,7 +114,7 @@ def test_the_number_of_runs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         applied_runs.get("a", first.id)
         applied_runs.open("c", "1")
         assert [len(applied_runs.list(owner)) for owner in "abc"] == [1, 1, 1]
-        assert applied_runs.list("a") == [first], "the run that was unused for the longest time has ended"
+        assert applied_runs.list("a") == [first], "the least recently used run has ended"
         with pytest.raises(Gone, match="make a new plan"):
             applied_runs.open("a", "2")
         monkeypatch.setattr(runs, "IDLE_SECONDS", 0.0)

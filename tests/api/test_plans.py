@@ -219,7 +219,7 @@ def test_the_number_of_sessions_is_limited(
         assert client.get(f"/plans/{ids[0]}").status_code == 200
         new_id = client.post("/plans", json={"run": f"{run} more"}).json()["planID"]
         open_ids = {each["planID"] for each in client.get("/plans").json()}
-        assert open_ids == {new_id, ids[0], *ids[2:]}, "the session that was unused for the longest time has ended"
+        assert open_ids == {new_id, ids[0], *ids[2:]}, "the least recently used session has ended"
         for each in open_ids:
             client.delete(f"/plans/{each}")
         assert client.get("/plans").json() == []

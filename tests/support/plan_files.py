@@ -172,9 +172,7 @@ PLAN_FILES = (
     _field("expiry before creation", "expires_at", _PAST, f"expires_at must be after created_at, not {_PAST!r}"),
     _field("problems", "problems", "x" * 100, f"problems must be a list, not {'x' * 100!r:.80}..."),
     _field("problem", "problems", [""], "problems[0] must be a string that is not empty, not ''"),
-    _field(
-        "playbook", "playbooks", ["a/b"], "playbooks[0] must be the name of a file without its directory, not 'a/b'"
-    ),
+    _field("playbook", "playbooks", ["a/b"], "playbooks[0] must be a file name without a directory, not 'a/b'"),
     _field("missing", "entries", REMOVED, "entries is missing"),
     _field("unknown key", "surprise", 1, "format 2 has no key surprise"),
     _field("gateways", "gateways", [], "gateways must be an object, not []"),
@@ -209,7 +207,7 @@ PLAN_FILES = (
         "cost",
         "entries/0/costs/memory_mb",
         True,
-        f"entries[0].costs.memory_mb must be a number whose amount is at most {_LIMIT}, not True",
+        f"entries[0].costs.memory_mb must be a number whose absolute value is less than {_LIMIT}, not True",
     ),
     _field(
         "negative pause",

@@ -20,7 +20,7 @@ class GatewayError(Exception):
     status = 500
 
     def __init__(self, message: str, *, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None) -> None:
-        """Create an error. Control characters are removed from ``message``, because it may quote data of a guest."""
+        """Create an error. Control characters are removed from ``message``, because it may quote a guest's data."""
         self.message = remove_control_characters(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
@@ -114,7 +114,10 @@ class Busy(GatewayError):
 
 
 class OutputLost(GatewayError):
-    """A limit was reached after a request had taken effect, or a command had started. A repeated request acts again."""
+    """A limit was reached after a request had taken effect, or a command had started.
+
+    A second request repeats the operation.
+    """
 
     kind = "output_lost"
     status = 429

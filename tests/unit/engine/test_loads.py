@@ -134,7 +134,7 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
     async with open_engine(tmp_path, host) as engine:
         await create(engine, "one")
         await wait_until(lambda: len(host.measured_names) > 5)
-        assert caplog.text.count("the use of resources could not be measured") == 1
+        assert caplog.text.count("the resource usage could not be measured") == 1
         assert list(engine.loads.current()) == []
         host.fails = False
         await wait_until(lambda: list(engine.loads.current()))

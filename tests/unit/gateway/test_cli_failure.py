@@ -54,7 +54,7 @@ def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> N
     ("kinds", "overrides", "expected_text"),
     [
         (("mount",), (), "volume detach"),
-        (("mount",), ("force",), "--force does it anyway"),
+        (("mount",), ("force",), "--force rolls it back anyway"),
         (("sandbox_snapshot",), (), "snapshot delete SNAPSHOT"),
         (("volume_snapshot",), ("withSnapshots",), "--with-snapshots"),
         (("clone",), (), "removes its clone"),

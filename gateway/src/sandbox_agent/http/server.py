@@ -32,7 +32,7 @@ _DROP_TIMEOUT_SECONDS = 1.0
 
 
 class _Slots:
-    """The connections from this machine, or from other machines.
+    """The connection slots for this machine, or for all other machines.
 
     If all slots are in use, a new connection takes the slot of the oldest one that has not sent an authorized request.
     Otherwise, a program without a token could lock the gateway out.

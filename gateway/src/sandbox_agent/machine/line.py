@@ -37,7 +37,7 @@ class SerialLine:
     def read(self, seconds: float | None = None) -> bytes:
         """Return the next frame; b"" if none arrives within ``seconds`` or the host hangs up.
 
-        Ends the calling thread if the machine has no such port.
+        Ends the calling thread if the machine has no serial port.
         """
         if self._fd < 0:
             self._fd = _open_when_present(self._path)

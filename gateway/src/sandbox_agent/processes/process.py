@@ -254,9 +254,9 @@ class ProcessTable:
             return [process for process in self._processes.values() if not process.ended_at]
 
     def find(self, selector: Any, *, include_ended: bool = False) -> Process:
-        """Return the process with ``{"pid": n}`` or ``{"tag": "…"}``.
+        """Return the process that ``{"pid": n}`` or ``{"tag": "…"}`` selects.
 
-        ``include_ended``: whether to find a process that has ended.
+        ``include_ended``: whether to include processes that have ended.
         """
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")

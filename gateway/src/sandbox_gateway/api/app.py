@@ -53,14 +53,14 @@ _health_router = APIRouter(tags=["gateway"])
 
 @_health_router.get(
     "/health",
-    summary="Check that the gateway is running. Needs no key; with one, the answer contains the room on the host",
+    summary="Check that the gateway is running. Needs no key; with one, also shows how much room the host has",
     response_model_exclude_none=True,
 )
 async def health(request: Request, engine: EngineDep) -> HealthShape:
     gateway_id = room = None
     if is_identified(request.scope):
         gateway_id = engine.secret.gateway_id
-        with contextlib.suppress(GatewayError):  # The gateway runs, even if the host does not say what it has left.
+        with contextlib.suppress(GatewayError):  # The gateway is running even if its host cannot report its room.
             room = room_shape(await engine.room.report())
     return HealthShape(
         status="ok",
@@ -73,7 +73,7 @@ async def health(request: Request, engine: EngineDep) -> HealthShape:
 
 
 def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
-    """Create the ASGI application for ``engine``. For the unix socket, wrap it in ``auth.LocalPeerMiddleware``.
+    """Create the ASGI application for ``engine``. For the Unix socket, wrap it in ``auth.LocalPeerMiddleware``.
 
     ``app.state.closing`` (an asyncio.Event) ends the streams that would otherwise never end;
     ``app.state.pools.close()`` closes the connections to sandboxes.
@@ -122,7 +122,7 @@ def _get_openapi_document(app: FastAPI) -> dict[str, Any]:
                 if "requestBody" not in operation:
                     _hide_strict_parameter(operation)
                 for status in _ERRORS:
-                    # Errors are JSON even where the successful answer is not.
+                    # Errors are JSON even where the successful response is not.
                     operation["responses"][str(status)]["content"] = {"application/json": {"schema": _ERROR_SCHEMA}}
                 if path in OPEN_PATHS:
                     operation["security"] = []

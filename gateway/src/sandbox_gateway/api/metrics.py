@@ -76,7 +76,7 @@ class Metrics:
         self._free, self._total, self._promised = (
             Gauge(f"sandbox_gateway_host_{name}_bytes", text, ("resource",), registry=self.registry)
             for name, text in (
-                ("free", "Disk space and memory that the host has left."),
+                ("free", "Free disk space and memory of the host."),
                 ("total", "Disk space and memory of the host."),
                 ("promised", "Disk space and memory that sandboxes and volumes may use."),
             )
@@ -159,7 +159,7 @@ class _Inventory(Collector):
         yield prewarmed_fork_gauge
         start_counter = CounterMetricFamily(
             "sandbox_gateway_starts",
-            "Machines that were started, by how: from a prewarmed fork, from memory, or by a boot.",
+            "Machines that were started, by method: from a prewarmed fork, from memory, or by a boot.",
             labels=["how"],
         )
         for how in ("prewarmed", "memory", "boot"):
@@ -170,7 +170,7 @@ class _Inventory(Collector):
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(
                 f"sandbox_gateway_used_{resource}_bytes",
-                f"Bytes of {resource} that running sandboxes use; shared ones count for each.",
+                f"Bytes of {resource} that running sandboxes use; shared bytes count for each sandbox.",
                 usage_sums[f"{resource}_bytes"],
             )
 
@@ -180,6 +180,6 @@ class _Inventory(Collector):
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
 async def metrics(request: Request, engine: EngineDep) -> Response:
-    with contextlib.suppress(GatewayError):  # The last values stay if the host does not say what it has left.
+    with contextlib.suppress(GatewayError):  # Keep the last values if the host cannot report its room.
         request.app.state.metrics.update_room(await engine.room.report())
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""An HTTP client for the gateway, over its unix socket or TCP. Imports only modules that load quickly."""
+"""An HTTP client for the gateway, over its Unix socket or TCP. Imports only modules that load quickly."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ _REMEDIES = {
     "sandbox_snapshot": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
     "withSnapshots": "--with-snapshots removes its snapshots, too",
     "clone": "`sandboxctl volume delete VOLUME` removes its clone",
-    "force": "--force does it anyway",
+    "force": "--force rolls it back anyway",
 }
 """The remedy for each kind of user of a volume, and for each parameter that removes an obstacle."""
 

@@ -51,7 +51,7 @@ Concurrency = Annotated[
 ]
 Prewarm = Annotated[
     int | None,
-    typer.Option("--prewarm", metavar="N", min=0, max=1000, help="Keep N forks of it ready.", show_default=False),
+    typer.Option("--prewarm", metavar="N", min=0, max=1000, help="Keep N forks ready.", show_default=False),
 ]
 BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or nothing.")]
 

@@ -128,7 +128,7 @@ def _identify(items: Iterable[_Item], identify: Callable[[_Item], _Identity]) ->
 
 
 def _identify_task(entry: Entry) -> _Identity:
-    # Without the path, because its line number changes with every edit above the task.
+    # Ignore the path, because its line number changes with every edit above the task.
     return entry.host, entry.gateway, entry.task
 
 
@@ -145,7 +145,7 @@ def _find_differences(
     new: Mapping[_Identity, _Item],
     list_properties: Callable[[_Item, _Item], Iterable[str]],
 ) -> Iterator[tuple[Side, _Item, tuple[str, ...]]]:
-    """Yield the items that only one plan has, and the new items of which ``list_properties`` returns differences."""
+    """Yield the items that only one plan has, and the new items for which ``list_properties`` finds differences."""
     for identity, item in old.items():
         if identity not in new:
             yield "old", item, ()
@@ -213,7 +213,7 @@ def _compare_tasks(
 
 
 def _describe_task(entry: Entry, different_objects: Set[tuple[str, str]]) -> dict[str, Any]:
-    """Return the properties of a task that the comparison of changes and versions does not contain."""
+    """Return the properties of a task that the comparison of changes and versions does not cover."""
     return {
         "path": entry.path,
         "actions": [

@@ -39,7 +39,7 @@ CREATED, CHANGED, REMOVED, ROLLED_BACK = "+", "~", "-", "↺"
 
 
 def _check_text(value: object) -> str:
-    # Pydantic's own check of strings refuses lone surrogates, which the names of files can contain.
+    # Pydantic's own check of strings refuses lone surrogates, which file names can contain.
     if not isinstance(value, str):
         raise ValueError("a string")
     return value
@@ -53,13 +53,13 @@ def _check_name(value: object) -> str:
 
 def _check_base_name(value: object) -> str:
     if not isinstance(value, str) or not value or "/" in value:
-        raise ValueError("the name of a file without its directory")
+        raise ValueError("a file name without a directory")
     return value
 
 
 def _check_cost(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= _MAX_NUMBER:
-        raise ValueError(f"a number whose amount is at most {_MAX_NUMBER}")
+        raise ValueError(f"a number whose absolute value is less than {_MAX_NUMBER}")
     return value
 
 
@@ -223,7 +223,7 @@ def load(path: Path) -> Plan:
 
 
 def serialize(document: Mapping[str, Any]) -> str:
-    """Return the only text that a plan file may have, without the line break at its end."""
+    """Return the canonical text of a plan file, without the line break at its end."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 

@@ -186,7 +186,7 @@ def _list_changes(plan: Plan) -> list[PlannedChange]:
 
 
 def _count_signs(plan: Plan) -> dict[str, int]:
-    """Return the number of changes by sign, also for signs that the plan does not have."""
+    """Return the number of changes by sign, including signs that the plan does not have."""
     counts = Counter(planned.sign for planned in _list_changes(plan))
     return {sign: counts[sign] for sign in _TOTAL_KEYS}
 

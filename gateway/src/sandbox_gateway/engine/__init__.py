@@ -5,7 +5,7 @@ groups each group uses.
 
 * State of all groups: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``durations`` measures operations; ``record_changes`` and ``volume_records`` save changed records; ``own_changes``
-  counts those of a run.
+  counts the changes of a run.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
     * users of objects: ``references`` finds them, ``in_use`` words the errors that name them.

@@ -50,7 +50,7 @@ class Build:
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def copy_from_start(self) -> Build:
-        """Return the same build as it was at its start, for another engine to carry out."""
+        """Return a copy of the build as it was at its start, for another engine to carry out."""
         return Build(
             template_id=self.template_id,
             name=self.name,
@@ -75,7 +75,7 @@ class Build:
             self._last_lines.append(log_line)
 
     def log_all(self, lines: Sequence[str]) -> None:
-        """Append lines. Of those that the log omits, only the last ones are looked at: a guest can send millions."""
+        """Append lines. Of those that the log omits, only the last ones are processed: a guest can send millions."""
         for number, line in enumerate(lines):
             if self._size > _MAX_BYTES:
                 skipped_count = max(0, len(lines) - number - _LAST_LINE_COUNT)

@@ -85,7 +85,7 @@ class Collector:
         try:
             await self._removal.remove_snapshot(snapshot)
         except Exception as error:
-            # Even an unexpected error must not fail the request that collects, nor keep other snapshots.
+            # Even an unexpected error must not fail the request that collects, nor stop the removal of other snapshots.
             log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=str(error))
             self._backoff.delay(snapshot.id)
             return False

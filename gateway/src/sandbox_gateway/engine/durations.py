@@ -1,7 +1,7 @@
 """Measure how long operations take, and how they end.
 
-``measured`` decorates the methods that carry out operations. A group calls ``Durations.measure`` itself only for the
-operations that no request names, such as the start of a prewarmed fork.
+``measured`` decorates the methods that carry out operations. A group calls ``Durations.measure`` itself only for
+operations that have no request of their own, such as the start of a prewarmed fork.
 """
 
 from __future__ import annotations

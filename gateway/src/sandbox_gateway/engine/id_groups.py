@@ -1,4 +1,4 @@
-"""Groups of ids whose copies cost little, because plan sessions copy the index."""
+"""Groups of ids that are cheap to copy, because plan sessions copy the index."""
 
 from __future__ import annotations
 

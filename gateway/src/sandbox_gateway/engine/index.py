@@ -219,7 +219,7 @@ class Index:
                 yield snapshot
 
     def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
-        """Return the snapshots of ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
+        """Return the snapshots in ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
         return oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager

@@ -147,7 +147,7 @@ class Loads:
         """Log only the first of consecutive failures, because they are usually the same."""
         if not self._has_failed:
             reason = error.message if isinstance(error, GatewayError) else repr(error)
-            log.warning("the use of resources could not be measured", reason=reason)
+            log.warning("the resource usage could not be measured", reason=reason)
         self._has_failed = True
 
 

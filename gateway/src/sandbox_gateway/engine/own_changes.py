@@ -1,6 +1,6 @@
 """Count the changes that a run of a playbook makes itself, so that it sees only how often others changed an object.
 
-The generations that a run sees are therefore the same in its plan session, and when it applies the plan, exactly if
+The generations that a run sees are therefore the same in its plan session and when it applies the plan if and only if
 nobody else has changed the object. The order of the run's own changes makes no difference.
 """
 
@@ -17,7 +17,7 @@ _MAX_SPANS = 100
 
 
 class OwnChanges:
-    """The generations of objects that one run has made."""
+    """The changes that one run has made to objects."""
 
     def __init__(self) -> None:
         self._spans: dict[str, list[tuple[int, int]]] = {}
@@ -28,7 +28,7 @@ class OwnChanges:
         return len(self._spans)
 
     def add(self, id: str, before: int, after: int, existing_ids: Container[str]) -> None:
-        """Add a change to an object. Forgets removed objects from time to time, so that there are never many."""
+        """Add a change to an object. Forgets removed objects from time to time, so that they do not accumulate."""
         spans = self._spans.setdefault(id, [])
         if spans and spans[-1][1] == before:
             spans[-1] = (spans[-1][0], after)
@@ -41,7 +41,7 @@ class OwnChanges:
     def count(self, id: str, generation: int) -> int:
         """Return how many of the changes up to a generation of an object are the run's own.
 
-        The generation is that of the record which a request has read. The run may have changed the object since.
+        The generation is that of the record that a request has read. The run may have changed the object since.
         """
         return sum(min(after, generation) - before for before, after in self._spans.get(id, ()) if before < generation)
 

@@ -22,7 +22,7 @@ async def save_sandbox(
     """Commit ``changes`` to a sandbox's record and return the new record. On failure, the index keeps the old record.
 
     ``only_if``: field values that the current record must have; otherwise, the record is returned unchanged.
-    ``is_counted``: whether the record's generation moves.
+    ``is_counted``: whether the record's generation increases.
     """
     return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes, is_counted))
 

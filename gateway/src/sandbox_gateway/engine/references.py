@@ -24,7 +24,7 @@ class SnapshotUsers:
     sandboxes: list[Sandbox]
     """The sandboxes that were forked from it, were rolled back to it, or resume from it."""
     blocking_sandboxes: list[Sandbox]
-    """The subset of ``sandboxes`` that prevents its deletion on request."""
+    """The subset of ``sandboxes`` that prevents the deletion of the snapshot on request."""
     blocking_volumes: list[Volume]
     """The clones of its volume snapshots that prevent its deletion."""
     is_busy: bool
@@ -32,7 +32,7 @@ class SnapshotUsers:
 
     @property
     def blockers(self) -> list[Sandbox | Volume]:
-        """The sandboxes and volumes that prevent its deletion on request."""
+        """The sandboxes and volumes that prevent the deletion of the snapshot on request."""
         return [*self.blocking_sandboxes, *self.blocking_volumes]
 
 

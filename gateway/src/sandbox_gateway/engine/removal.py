@@ -64,7 +64,7 @@ class Removal:
         """Make ``parent`` the parent of the children of ``id``, and return their former records.
 
         A child whose record cannot be saved keeps its parent, so that a full disk does not prevent a removal. The
-        children's generations do not move, because their contents stay the same.
+        children's generations do not increase, because their contents stay the same.
         """
         former_records: list[Sandbox | Snapshot] = []
         attempted_ids: set[str] = set()

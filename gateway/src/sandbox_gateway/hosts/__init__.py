@@ -13,6 +13,6 @@
     scan at start-up                  recovery                              recovery
     free memory of the host           host_memory                           host_memory
 
-Both kinds share ``state_root`` (creates it), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
+Both kinds share ``state_root`` (its creation), ``rootfs_common`` and ``guest_digest`` (templates), ``network_policy``
 (egress rules, name servers), and ``connect``, which the engine and the API also use to open connections to agents.
 """

@@ -1,7 +1,7 @@
 """Limit the number of TCP connections, and the time that clients take to send a request and to read the response.
 
 A client can connect without a key, so a connection's resources are limited before the client is identified. Some file
-descriptors are always reserved for the unix socket, whose users are administrators.
+descriptors are always reserved for the Unix socket, whose users are administrators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sandbox_gateway.config import Config, Server
 from sandbox_gateway.log import Logger
 
 _OWN_DESCRIPTOR_COUNT = 256
-"""Number of the daemon's own descriptors: its log, the unix socket's connections, external commands, probes of
+"""Number of the daemon's own descriptors: its log, the Unix socket's connections, external commands, probes of
 agents.
 """
 _DESCRIPTORS_PER_SANDBOX = 24

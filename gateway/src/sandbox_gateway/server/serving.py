@@ -289,7 +289,7 @@ def _silence_libraries() -> None:
 
 @contextlib.contextmanager
 def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
-    """Create a bound unix socket, and remove it on exit. Raises Invalid if it cannot be created.
+    """Create a bound Unix socket, and remove it on exit. Raises Invalid if it cannot be created.
 
     Its mode is 0660 if ``group`` is set, and 0600 otherwise.
     """

@@ -1,4 +1,4 @@
-"""Authorise control-plane requests that carry an API key or arrive over the unix socket."""
+"""Authorise control-plane requests that carry an API key or arrive over the Unix socket."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Keys:
         return len(self._keys)
 
     def find(self, secret: str) -> Caller | None:
-        """Return the caller whose key is ``secret``, or None. Compares it with every key, each in constant time."""
+        """Return the caller whose key is ``secret``, or None. Compares ``secret`` with each key in constant time."""
         offered_digest, caller = hash_secret(secret), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, offered_digest):
@@ -139,7 +139,7 @@ def _parse_line(line: str, where: str) -> Key:
 
 
 class LocalPeerMiddleware:
-    """Middleware for the unix socket: anyone who can open the socket has administrator rights.
+    """Middleware for the Unix socket: anyone who can open the socket has administrator rights.
 
     It sets a flag in the ASGI scope, which request headers cannot change.
     """
@@ -162,7 +162,7 @@ def extract_secrets(headers: Headers) -> list[str]:
 
 
 def identify(scope: Scope, keys: Keys) -> Caller | None:
-    """Return the caller of a request, or None if it has no valid key and did not come over the unix socket."""
+    """Return the caller of a request, or None if it has no valid key and did not come over the Unix socket."""
     if is_local(scope):
         caller: Caller | None = Caller("local", Permission.ADMIN)
     else:
@@ -186,7 +186,7 @@ def plan_of(scope: Scope) -> str:
 
 
 def is_local(scope: Scope) -> bool:
-    """Return whether a request came over the unix socket."""
+    """Return whether a request came over the Unix socket."""
     return _LOCAL_KEY in scope
 
 
@@ -197,20 +197,20 @@ def applied_run_of(scope: Scope) -> str:
 
 
 def is_identified(scope: Scope) -> bool:
-    """Return whether a request has a valid key or came over the unix socket. Routes without access control use this."""
+    """Return whether a request has a valid key or came over the Unix socket. Routes without access control use this."""
     return _CALLER_KEY in scope
 
 
 def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
-        return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
+        return Unauthorized("no API key is configured for this address: set server.key_file, or use the Unix socket")
     if extract_secrets(Headers(scope=scope)):
         return Unauthorized("the API key is unknown: check the key, and the gateway's server.key_file")
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
 def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
-    """Return the permission that a control-plane request requires. ``in_plan``: it belongs to a plan session."""
+    """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
     if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
     return Permission.EXEC if runs_code(method, path) else Permission.ADMIN
@@ -235,7 +235,7 @@ class AuthMiddleware:
                 if match := pattern.fullmatch(scope["path"]):
                     scope[key], scope["path"] = match.groups()
                     scope["raw_path"] = quote(scope["path"]).encode()
-                    break  # neither can be inside the other
+                    break  # the two prefixes cannot be nested
             requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
             if scope["path"].startswith(_VOLUME_FILES_PREFIX):
                 # The client sends the token of the volume, not a key, and would read a 404 as a missing path.

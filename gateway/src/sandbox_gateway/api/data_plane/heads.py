@@ -55,7 +55,7 @@ _streams: weakref.WeakSet[CountingStream] = weakref.WeakSet()
 class CountingStream(httpcore.AsyncNetworkStream):
     """A network stream that counts the bytes it reads for the ``HeadByteCounter`` of the current task.
 
-    The more streams exist, the less each of them reads at a time.
+    The more streams there are, the less each of them reads at a time.
     """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, transport: asyncio.BaseTransport) -> None:

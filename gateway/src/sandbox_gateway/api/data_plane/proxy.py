@@ -69,7 +69,7 @@ _DROPPED_REQUEST_HEADERS = _HOP_BY_HOP_HEADERS | _OWN_HEADERS | {"expect", "host
 _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
-# A browser that opens a signed URL must not run a sandbox's file as a page of the gateway's address.
+# A browser that opens a signed URL must not run a sandbox's file as a page at the gateway's address.
 _ISOLATION_HEADERS = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -207,7 +207,7 @@ class DataPlane:
                 )
 
     async def _find_running(self, sandbox: Sandbox, *, may_resume: bool) -> Sandbox:
-        """Return the sandbox, after resuming it if ``may_resume`` is set, it is paused and was created with autoResume.
+        """Return the sandbox. Resume it first if it is paused, was created with autoResume, and ``may_resume`` is set.
 
         Concurrent requests wait for the sandbox to be resumed. Raises NotRunning if it has been removed.
         """
@@ -489,7 +489,7 @@ def _headers_for_client(
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
 
-    The response to a signed URL also gets headers that isolate it from other pages of the gateway's address.
+    The response to a signed URL also gets headers that isolate it from other pages at the gateway's address.
     """
     headers = Headers(raw=[(name.lower(), value) for name, value in raw])
     dropped_names = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), unwanted_names)

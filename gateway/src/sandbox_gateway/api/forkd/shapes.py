@@ -117,7 +117,7 @@ class SnapshotInfo(BaseModel):
     tag: str
     id: str
     dir: str = Field(description="Directory of the snapshot on the host.")
-    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file; also memory.")
+    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file; likewise memory.")
     memory: str | None = None
     created_at_unix: int
     branched_from: str | None = Field(None, description="Id of the source sandbox; null for templates.")

@@ -1,7 +1,7 @@
 """Routes of runs that apply a plan.
 
 A request whose path begins with the path of a run, such as ``POST /applied-runs/ID/sandboxes``, acts like the request
-without it, but the generations in the response do not contain the changes that the run itself has made.
+without that prefix, but the generations in the response do not include the changes that the run itself has made.
 """
 
 from __future__ import annotations

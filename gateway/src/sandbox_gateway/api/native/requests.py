@@ -65,7 +65,7 @@ def _check_setup_size(value: list[str]) -> list[str]:
     return value
 
 
-# The length is checked first: outside of this type, it would only be checked when each command has been.
+# Check the length first: outside this type, it would be checked only after every command had been validated.
 Setup = Annotated[list[str], Field(max_length=1000), AfterValidator(_check_setup_size)]
 
 
@@ -379,7 +379,7 @@ class CreateSnapshot(NativeBody):
     )
     retention: KeepRule | None = Field(
         None,
-        description="Which of the sandbox's snapshots that have a rule to keep. Snapshots in use are always kept.",
+        description="Which of the sandbox's snapshots with a rule are kept. Snapshots in use are always kept.",
     )
     prewarm: PrewarmCount = Field(0, description="Number of forks to keep ready (`kvm_xfs`, with memory).")
 
@@ -425,12 +425,12 @@ class CreateVolume(NativeBody):
 
 class OpenPlan(NativeBody):
     run: Annotated[str, Field(min_length=16, max_length=128)]
-    """A name that only this run uses. All its tasks find the session with it."""
+    """A name that only this run uses. All its tasks use it to find the session."""
 
 
 class OpenAppliedRun(NativeBody):
     run: Annotated[str, Field(min_length=16, max_length=128)]
-    """A name that only this run uses. All its tasks find the run with it."""
+    """A name that only this run uses. All its tasks use it to find the run."""
 
 
 class GrowVolume(NativeBody):
@@ -502,8 +502,8 @@ class CreateTemplate(Sizes):
     description: str = Field("", max_length=4096)
     prewarm: PrewarmCount | None = Field(
         None,
-        description="Number of forks to keep ready, also of a template that already exists. Absent: unchanged, or 0 "
-        "for a template that is built.",
+        description="Number of forks to keep ready, even if the template already exists. Absent: unchanged, or 0 for "
+        "a new template.",
     )
 
     def recipe(self) -> Recipe:

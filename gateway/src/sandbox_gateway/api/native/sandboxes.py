@@ -96,14 +96,14 @@ async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
 EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]
 
 
-@router.get("/sandboxes/{ref}/metrics", summary="Show what a sandbox uses, and used during the last minutes")
+@router.get("/sandboxes/{ref}/metrics", summary="Show a sandbox's current and recent resource usage")
 async def metrics(
     ref: Ref, engine: EngineDep, start: EpochSeconds = None, end: EpochSeconds = None
 ) -> list[shapes.MetricShape]:
     if start is not None and end is not None and start > end:
         raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
-    # `end` is in whole seconds, and includes all of its last one.
+    # `end` is in whole seconds, and all of its last second is included.
     samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
     return [shapes.metric_shape(sandbox, sample) for sample in samples]
 

@@ -28,7 +28,7 @@ CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 """`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
 _MIB = 1 << 20
-_GENERATION = "Number of changes since its creation. In a plan session or an applied run, without its own changes."
+_GENERATION = "Number of changes since creation. In a plan session or an applied run, without the run's own changes."
 
 
 class Shape(BaseModel):
@@ -174,8 +174,8 @@ class TemplateShape(Shape):
     last_error: str | None = Field(None, description="The same as reason, as CubeSandbox names it.")
     digest: str
     outdated: bool | None = Field(
-        description="Whether the template was built with a guest other than the gateway's, so that building its "
-        "recipe again creates a new template; null: unknown."
+        description="Whether the template was built with guest files other than the gateway's, so that building "
+        "its recipe again creates a new template; null: unknown."
     )
     created_at: datetime
     updated_at: datetime
@@ -214,8 +214,8 @@ class BuildShape(Shape):
     status: Literal["building", "ready", "error"]
     logs: list[str]
     log_entries: list[LogEntryShape] = Field(description="The same lines with their times, as E2B's clients read them.")
-    reason: BuildReasonShape | None = Field(None, description="Why the build failed; missing without an error.")
-    error_message: str = Field(description="The message of reason, as CubeSandbox names it; empty without an error.")
+    reason: BuildReasonShape | None = Field(None, description="Why the build failed; absent if there is no error.")
+    error_message: str = Field(description="The message of reason, as CubeSandbox names it; empty if there is none.")
 
 
 class LogShape(Shape):
@@ -310,7 +310,7 @@ class ExecShape(Shape):
 
 class UsageShape(Shape):
     disk_bytes: int = Field(description="Bytes on the disk that are not shared with anything else.")
-    memory_bytes: int = Field(description="Bytes in memory; shared memory counts in proportion.")
+    memory_bytes: int = Field(description="Bytes in memory; shared memory counts proportionally.")
 
 
 class MetricShape(Shape):

@@ -113,7 +113,7 @@ async def lineage(
     ] = False,
 ) -> Response:
     nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
-    # There can be many thousands of nodes: FastAPI would copy each, and all of a list would be in memory at once.
+    # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory at once.
     texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
     return Response(f"[{','.join(texts)}]", media_type="application/json")
 

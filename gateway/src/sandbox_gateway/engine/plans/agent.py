@@ -19,7 +19,7 @@ class PlannedAgent(AgentClient):
         return {"frozen": True} if path == "/freeze" else {}
 
     async def exec(self, args: list[str], **options: Any) -> ExecResult:
-        """Report success. Only template builds call this: a plan session refuses commands of clients."""
+        """Report success. Only template builds call this: a plan session refuses commands from clients."""
         return ExecResult(exit_code=0, stdout=b"", stderr=b"", timed_out=False)
 
     async def run_shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
@@ -30,7 +30,7 @@ class PlannedAgent(AgentClient):
 
 
 class PlannedAgents(Agents):
-    """The agents of all sandboxes, also of those that really run: a plan session sends nothing to any of them."""
+    """The agents of all sandboxes, including those that really run: a plan session sends nothing to any of them."""
 
     def client(self, sandbox: Sandbox) -> AgentClient:
         return PlannedAgent(Endpoint(""), self.access_token(sandbox))

@@ -1,4 +1,4 @@
-"""The host of a plan session: it changes nothing, and answers questions about unchanged objects from the real host."""
+"""The host of a plan session: it changes nothing, and forwards queries about unchanged objects to the real host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedHost:
     """
 
     def __init__(self, engine: Engine, recent_captures: Sequence[Snapshot], charge: Callable[[int], None]) -> None:
-        """Create a host. ``charge`` counts the bytes of each record that is saved, and raises if it is too large.
+        """Create a host. ``charge`` counts the bytes of each saved record, and raises an error beyond the limit.
 
         ``recent_captures``: see ``PlannedRoom``.
         """
@@ -135,7 +135,7 @@ class PlannedHost:
 
         Its agent is not asked to write the guest's cache to the disk, because that would change the host.
 
-        Raises Conflict if the plan has changed one of them, because only a run can tell then.
+        Raises Conflict if the plan has changed one of them, because then only a run can tell.
         """
         real = self._engine.index.sandboxes.get(sandbox.id)
         if real is None or (real.instance, real.head) != (sandbox.instance, head.id):
@@ -222,7 +222,7 @@ class PlannedHost:
 
 
 def _measure(value: Any) -> int:
-    """Return the memory of a record in bytes, without the names of its fields. Values that records share count too."""
+    """Return the memory that a record takes, in bytes, without its field names. Values that records share count too."""
     size = sys.getsizeof(value)
     if isinstance(value, dict):
         return size + sum(_measure(key) + _measure(item) for key, item in value.items())

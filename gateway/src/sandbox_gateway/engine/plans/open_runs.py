@@ -1,4 +1,4 @@
-"""The runs that a gateway knows at the moment, as plan sessions or applied runs, in the order of their last use."""
+"""The open runs of a gateway, as plan sessions or applied runs, in the order of their last use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _MAX_ENDED_IDS = 10_000
 
 
 class OpenRun(Protocol):
-    """``owner``: the name of an API key. ``used_at``: the time of the last request, by the event loop's clock."""
+    """An open run.
+
+    ``owner``: the name of an API key. ``used_at``: the time of the last request, by the event loop's clock.
+    """
 
     id: str
     owner: str
@@ -23,7 +26,7 @@ _Run = TypeVar("_Run", bound=OpenRun)
 
 
 class OpenRuns(Generic[_Run]):
-    """Open runs, of which the one that was unused for the longest time is first, and the ids of those that ended."""
+    """Open runs, least recently used first, and the ids of those that have ended."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
@@ -43,7 +46,7 @@ class OpenRuns(Generic[_Run]):
         return [run for run in self if run.owner == owner]
 
     def touch(self, run: _Run) -> _Run:
-        """Make ``run`` the one that was used last. Adds it if it is new."""
+        """Mark ``run`` as the most recently used. Adds it if it is new."""
         run.used_at = asyncio.get_running_loop().time()
         self._runs.pop(run.id, None)
         self._runs[run.id] = run
@@ -68,10 +71,10 @@ class OpenRuns(Generic[_Run]):
 
 
 def make_id(owner: str, run: str) -> str:
-    """Return the id with which all tasks of a run find it. ``run``: a name that only this run uses."""
+    """Return the id by which all tasks of a run find the run. ``run``: a name that only this run uses."""
     return hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
 
 
 def find_largest_owner(amounts: Counter[str], owner: str) -> str:
-    """Return the key with the largest amount, or ``owner`` if it has as much."""
+    """Return the key with the largest amount. In a tie, ``owner`` is preferred."""
     return max(amounts, key=lambda name: (amounts[name], name == owner))

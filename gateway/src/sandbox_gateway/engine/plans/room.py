@@ -23,7 +23,7 @@ class _Stop:
 
 
 class PlannedRoom:
-    """The real room, without what the session adds, and with what it removes.
+    """The real room, minus what the session would use, plus what it would free.
 
     Only the run can know the sizes of new objects. A machine counts as much as ``RoomKeeper`` assumes, and a memory
     image as much as those of ``recent_captures``.
@@ -50,7 +50,7 @@ class PlannedRoom:
         disk_bytes = self._removed_disk_bytes
         for stop in self._stops.values():
             usage = await self._measure(stop)
-            # The machine may have ended before, or others may have stopped it. Its memory is then free already.
+            # The machine may have ended before, or others may have stopped it. Its memory is then already free.
             if not self._host.end_reason(stop.sandbox):
                 memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
             disk_bytes += usage.disk_bytes if stop.frees_disk else 0

@@ -16,7 +16,7 @@ MAX_RUNS_PER_KEY = 256
 IDLE_SECONDS = 86400.0
 """A run ends when it has not sent a request for this long. A play may wait for hours."""
 MIN_IDLE_SECONDS = 900.0
-"""If there are too many runs, one that has not sent a request for this long ends to make place for a new one."""
+"""If there are too many runs, one that has not sent a request for this long ends to make room for a new one."""
 _REMEDY = "Make a new plan with a check run"
 
 
@@ -33,7 +33,7 @@ class AppliedRun:
 
 
 class AppliedRuns:
-    """The applied runs of a gateway, oldest use first. Their number is limited, and they are lost with the gateway."""
+    """The applied runs of a gateway, least recently used first. Their number is limited; a restart discards them."""
 
     def __init__(self) -> None:
         self._runs: OpenRuns[AppliedRun] = OpenRuns()
@@ -79,7 +79,7 @@ class AppliedRuns:
         return run
 
     def _make_place(self, owner: str) -> None:
-        """End a run if no other can be opened: the oldest of its key, or of the key with the most runs. Raises Busy."""
+        """At a limit, end the least recently used run of ``owner``, or of the key with the most runs. Raises Busy."""
         counts = Counter(each.owner for each in self._runs)
         if counts[owner] >= MAX_RUNS_PER_KEY:
             self._end_oldest(owner, f"{MAX_RUNS_PER_KEY} applied runs for the key {owner!r}")

@@ -1,4 +1,4 @@
-"""Open, find and end plan sessions. Their number, size and life are limited, and they are lost with the gateway."""
+"""Open, find and end plan sessions. Their number, size and lifetime are limited; a restart discards them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_BYTES = 256 << 20
 IDLE_SECONDS = 900.0
 """A session ends when it has not been used for this long."""
 MIN_IDLE_SECONDS = 30.0
-"""If there are too many sessions, one that has not been used for this long ends to make place for a new one."""
+"""If there are too many sessions, one that has not been used for this long ends to make room for a new one."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PlanSession:
 
 
 class PlanSessions:
-    """The plan sessions of a gateway, oldest use first."""
+    """The plan sessions of a gateway, least recently used first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ class PlanSessions:
     def open(self, owner: str, run: str) -> PlanSession:
         """Return the session of a run, and open it if it does not exist. ``run``: a name that only this run uses.
 
-        All tasks of a run find their session with the same two values. Raises Busy if there are too many sessions, and
+        All tasks of a run find their session with the same arguments. Raises Busy if there are too many sessions, and
         Gone if the session has ended.
         """
         id = make_id(owner, run)
@@ -91,7 +91,7 @@ class PlanSessions:
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:
-        """Count ``size`` bytes that a session will keep in memory. Raises OverQuota, or Busy if others need it."""
+        """Count ``size`` bytes that a session will keep in memory. Raises OverQuota, or Busy if others use it."""
         if session.size + size > MAX_BYTES_PER_SESSION:
             raise OverQuota(
                 f"the plan would take more than {MAX_BYTES_PER_SESSION >> 20} MiB of the gateway's memory: split the "
@@ -101,10 +101,10 @@ class PlanSessions:
         session.size += size
 
     def _make_place(self, owner: str, *, count: int = 0, size: int = 0) -> None:
-        """End the sessions that were unused for the longest time until there is place for more. Raises Busy.
+        """End the least recently used sessions until there is room for more. Raises Busy.
 
-        If the sessions of all keys are too many or too large, one of the key with the most ends, so that keys with many
-        check runs do not end those of others.
+        If all keys together have too many or too large sessions, a session of the key with the most ends, so that a key
+        with many check runs does not end the sessions of others.
         """
         while True:
             sessions = [*self._sessions]
@@ -171,7 +171,7 @@ class PlanSessions:
         return engine
 
     def _schedule(self) -> None:
-        """Schedule the end of the session that was not used for the longest time."""
+        """Schedule the end of the least recently used session."""
         if self._timer is None and self._sessions:
             loop = asyncio.get_running_loop()
             oldest = next(iter(self._sessions))

@@ -109,7 +109,7 @@ class JailZfsHost:
         self._opened = False
         await self._background.cancel()
         try:
-            if self._scanned and not self._register:  # Before the scan, jails that are not registered may run.
+            if self._scanned and not self._register:  # Before the scan, unregistered jails may be running.
                 await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
