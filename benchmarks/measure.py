@@ -87,7 +87,7 @@ class Result:
         return measure.p50 / floor.p50
 
     def meets_target(self, measure: Measure) -> bool | None:
-        """Return whether the measure meets its target, or None if it has no target, samples or floor to decide this."""
+        """Return whether the measure meets its target, or None if its target, samples or required floor is missing."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)

@@ -44,7 +44,7 @@ def is_available() -> bool:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw those of PLOTTED_BENCHES that are in ``document`` as an SVG file. At least one of them must be there."""
+    """Draw the results of PLOTTED_BENCHES in ``document`` as an SVG file. At least one bench must have results."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -108,7 +108,7 @@ class RawMachine:
         return (answer_time - start_time) * 1000
 
     def boot_until_init(self) -> tuple[float, float]:
-        """Boot without an initrd. Return the milliseconds until the kernel looks for init, and QEMU's CPU ms.
+        """Boot without an initrd. Return the time until the kernel looks for init, and QEMU's CPU time, both in ms.
 
         Without the initrd, the kernel has no driver for the disk. It panics, and QEMU exits.
         """
@@ -391,7 +391,7 @@ class Monitor:
 
 
 def read_memory_usage(pid: int) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+    """Yield the name and the size in bytes of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         yield name.removesuffix(":"), int(value) * 1024

@@ -251,7 +251,7 @@ def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[st
 
 
 def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
-    """Measure snapshots of a sandbox that writes a little before each snapshot, and rollbacks to them."""
+    """Measure snapshots of a sandbox that writes a little data before each one, and rollbacks to them."""
     floor: list[float] = []
     snapshot_times: list[float] = []
     rollback_times: list[float] = []

@@ -69,7 +69,7 @@ class JailScale:
 
 
 class _ZfsStore:
-    """Records in the properties of datasets and snapshots.
+    """Stores records in the properties of datasets and snapshots.
 
     All snapshots belong to one sandbox. Nothing is mounted, because zfs-fuse needs a long time for each mount.
     """
@@ -108,5 +108,5 @@ class _ZfsStore:
         zfs.lzc_clone(f"{self._dataset}/{SANDBOXES}/{sandbox.instance}", origin, options)
 
     def read_all(self) -> object:
-        """Read all properties, as a start does."""
+        """Read all properties, as the gateway does at startup."""
         return zfs.get_tree(self._dataset, VOLUME_SCAN_PROPERTIES), zfs.local_tree(self._dataset)

@@ -156,7 +156,10 @@ class _Run:
         self._samples[f"{rival.key}_{operation}"].append(_time_and_wait(work))
 
     def report(self) -> Result:
-        """Add the measures in the order of the operations, and return the result. Ours are the floors of the others."""
+        """Add the measures in the order of the operations, and return the result.
+
+        The measures of this software are the floors of the rivals' measures.
+        """
         result = self._result
         for operation, title in _TITLES.items():
             for rival in self._rivals:

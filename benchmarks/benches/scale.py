@@ -28,7 +28,7 @@ SNAPSHOTS_PER_SANDBOX = 5
 _PAGE_SIZE = 100
 _XFS_MB = 4096
 LOG_SETTINGS = {"level": "info", "format": "json"}
-"""The settings with which the log of a gateway contains the time of its start."""
+"""Settings that make a gateway log how long its startup takes."""
 _IDLE_SECONDS = 10.0
 _START_LIMIT_MS, _PAGE_LIMIT_MS, _MEMORY_LIMIT_BYTES = 2000, 20, 120 << 20
 _NOTE = (
@@ -171,7 +171,7 @@ _PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_v
 
 
 class _XfsStore:
-    """Manifests in a state root, together with reflinks of the same images."""
+    """Stores records as manifests in a state root, each with reflinks of the same images."""
 
     snapshot_fields: Mapping[str, Any] = {
         "memory": MemoryMode.SOFT_DIRTY,

@@ -20,7 +20,7 @@ from tests.support import session
 
 FORK_COUNT = 100
 _ROUNDS = 5
-"""How often the tasks of a play are measured, after a first round in which Ansible loads its plugins."""
+"""How many times the tasks of a play are measured, after a first round in which Ansible loads its plugins."""
 SIMULATION_NOTE = (
     "the gateway and its HTTP server are real. The forks are only simulated (tests/api/memory_host.py), because "
     "the measured requests do not need machines"

@@ -55,7 +55,7 @@ class Guest:
 
 
 class Files:
-    """The directory of one rival, with copies of the guest's files that its QEMU may own."""
+    """The directory of one rival, with copies of the guest's files that the rival's QEMU user can own."""
 
     def __init__(self, directory: Path, guest: Guest) -> None:
         self.directory = directory

@@ -16,8 +16,8 @@ description:
   - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
   - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
     failures that are predicted.
-  - At the end of a run that applies a plan, prints the changes of the plan that the run has not made, or that it has
-    made all of them. In all other runs without C(--check), prints nothing.
+  - At the end of a run that applies a plan, prints the planned changes that the run has not made, or a message that
+    it has made all of them. In all other runs without C(--check), prints nothing.
   - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)
@@ -113,7 +113,7 @@ class CallbackModule(CallbackBase):
             # The workers inherit the plan. Each task reports a failure.
             with contextlib.suppress(Failure):
                 if not self._playbooks and _plan_journal.applied_plan() is not None:
-                    # Every playbook of the run has its own statistics, and a failure can make one the last.
+                    # Every playbook of the run has its own statistics, and after a failure the others may not run.
                     atexit.register(self._end_sessions)
                     atexit.register(self._print_unmade)
             self._playbooks.append(Path(playbook._file_name).name)
@@ -174,7 +174,7 @@ class CallbackModule(CallbackBase):
             self._display.error(failure.message)
 
     def _print_unmade(self) -> None:
-        """After a run that applied a plan, print the changes of the plan that it has not made."""
+        """After a run that applied a plan, print the planned changes that the run has not made."""
         try:
             if (plan := _plan_journal.applied_plan()) is None:
                 return

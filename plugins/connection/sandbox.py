@@ -232,8 +232,8 @@ class Connection(ConnectionBase):
     def module_implementation_preferences(self) -> tuple[str, ...]:
         """The file extensions of modules.
 
-        Ansible reads this before it searches for a Python interpreter, whose errors some releases only print. So skip
-        a task before that.
+        Ansible reads this before it searches for a Python interpreter. Some releases only print the errors of that
+        search, so a task that must be skipped is skipped here.
         """
         if is_check_run():
             self._connect()
@@ -241,9 +241,10 @@ class Connection(ConnectionBase):
 
     @property
     def transport_test(self) -> Any:
-        """This plugin has no such method, which `wait_for_connection` looks for before it begins to retry all errors.
+        """Skip a task that must be skipped. Otherwise, report that this plugin has no such method.
 
-        Without the check at this point, a task that must be skipped would end with a timeout.
+        `wait_for_connection` reads this attribute before it begins to retry after any error. Without the check at this
+        point, a task that must be skipped would end with a timeout.
         """
         if is_check_run():
             with contextlib.suppress(UnreachableError):
@@ -253,7 +254,7 @@ class Connection(ConnectionBase):
     def _connect(self) -> Connection:
         """Create the channel, which connects at the first request.
 
-        Raises PlannedMachineSkip in a check run if the task must be skipped, and UnreachableError.
+        Raises UnreachableError or, in a check run, PlannedMachineSkip if the task must be skipped.
         """
         if self._channel is None:
             try:

@@ -317,7 +317,7 @@ class _Source:
         self.is_planned = False
 
     def observe(self) -> list[dict[str, Any]]:
-        """Return the gateway's sandboxes, as this run's plan session has them if there is one. Raises Failure."""
+        """Return the gateway's sandboxes, as they are in this run's plan session if there is one. Raises Failure."""
         gateway = self.gateway
         client = Client(gateway.url, gateway.read_key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:

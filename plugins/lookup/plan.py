@@ -37,7 +37,7 @@ notes:
   - If a task has failed on a host, or a host was unreachable, the plan says so in C(problems), and cannot be applied.
     Failures that the playbook ignores or rescues do not matter.
   - With the strategy C(free), publish the plan in a play of its own, because the tasks of other hosts may not have
-    ended before.
+    finished by then.
   - The plan contains the options of the tasks, so everyone who can read the artifacts of a job can read them. Secrets
     in C(env) are hashed.
 """
@@ -78,7 +78,9 @@ class LookupModule(LookupBase):
     def run(self, terms: list[Any], variables: Mapping[str, Any] | None = None, **kwargs: Any) -> list[dict[str, Any]]:
         self.set_options(var_options=variables, direct=kwargs)
         if terms:
-            raise AnsibleLookupError("the lookup grove.sandbox.plan has no arguments except plan_lifetime: remove them")
+            raise AnsibleLookupError(
+                "the lookup grove.sandbox.plan takes no arguments except plan_lifetime: remove them"
+            )
         if not context.CLIARGS.get("check"):
             raise AnsibleLookupError(
                 "only a check run has a plan: run the playbook with --check, or skip this task in other runs with "

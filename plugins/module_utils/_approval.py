@@ -36,7 +36,7 @@ _UNKNOWABLE_VIEW_KEYS = frozenset(("diverged",))
 _UNKNOWABLE_REQUEST_KEYS = frozenset(("end",))
 """Keys of requests whose values depend on the time of the run. The view contains the timeout itself."""
 _TIMEOUT_VERBS = ("clone", "create", "fork", "replace", "set_timeout")
-"""Verbs of actions that set the timeout. Other views contain the remaining one, which depends on the time."""
+"""Verbs of actions that set the timeout. The views of other actions contain the remaining time, which changes."""
 _PLANNED_ID_PATTERN = re.compile(rf"({PLANNED_ID_PREFIX}[0-9a-f]{{4}})")
 _REAL_ID_PATTERN = re.compile(r"[0-9a-f]{12}")
 _ID_PATH_PATTERN = re.compile(rf"/({_REAL_ID_PATTERN.pattern}|{_PLANNED_ID_PATTERN.pattern})$")
@@ -44,8 +44,8 @@ _SHORT_PLANNED_ID = PLANNED_ID_PREFIX[:8]
 """How the temporary name of a replaced resource ends if its id is planned; see ``_plan.temporary_name``."""
 _NEW = "new"
 _CONDITIONAL_VERBS = ("rollback", "capture")
-"""Verbs of actions that a run may skip, because only then it is known whether the sandbox has diverged."""
-_REMEDY = "nothing of this task was done. Make a new plan with a check run"
+"""Verbs of actions that a run may skip, because only the run knows whether the sandbox has diverged."""
+_REMEDY = "this task changed nothing. Make a new plan with a check run"
 
 Entry = Mapping[str, Any]
 """An entry of a plan file, as docs/plans.md describes it."""
@@ -55,8 +55,8 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
     """Return the version of an object or of a list, as ``key=value`` pairs. It is "" if the object does not exist.
 
     ``path``: the path of the object or the list in the API. ``opened_at``: when the plan session began, if there is
-    one; the version of a volume that is newer contains no time, because only the run knows it. ``is_removed``: the task
-    removes the object, so that its users matter even if it is a template.
+    one; the version of a newer volume contains no time, because only the run knows the time. ``is_removed``: whether
+    the task removes the object, so its users matter even if it is a template.
     """
     if data is None:
         return ""
@@ -76,7 +76,7 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
 
 
 def new_volume_key(name: str) -> str:
-    """Return the key in the bindings for the time at which the run has created a volume; see ``object_version``."""
+    """Return the key under which the bindings store the time when the run created a volume; see ``object_version``."""
     return f"{_NEW} {name}"
 
 
@@ -143,8 +143,8 @@ def new_state() -> dict[str, Any]:
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
     of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of
-    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used entries of each
-    other. ``bindings``: by the id of the gateway, see ``Approval``.
+    these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used each other's
+    entries. ``bindings``: by the id of the gateway, see ``Approval``.
     """
     return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "swapped": [], "bindings": {}}
 
@@ -153,7 +153,7 @@ def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(used["number"])
     state["unmade"][str(used["number"])] = used["unmade"]
-    # The plan sessions of different gateways give the same ids.
+    # The plan sessions of different gateways can assign the same ids.
     state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
     state["opened_at"].update(used["opened_at"])
     state["swapped"] = sorted({*state["swapped"], *used["swapped"]})
@@ -188,7 +188,7 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
 
 
 def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """Return what the entries of one gateway create and remove; see ``Approval``."""
+    """Return the objects that the entries of one gateway create and remove; see ``Approval``."""
     changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
     created_names = {change["name"] for change in changes if change["before"] is None}
     removed_names = {change["name"] for change in changes if change["after"] is None}
@@ -226,7 +226,7 @@ def _hosts_by_object(entries_here: Sequence[tuple[int, Entry]]) -> list[tuple[se
 
 
 def _hosts_sharing_objects(entries_here: Sequence[tuple[int, Entry]], host: str) -> set[str]:
-    """Return the other hosts with which a host declares the same objects in a task, of which any can make the changes.
+    """Return the other hosts that declare the same objects in a task as a host, any of which can make the changes.
 
     ``entries_here``: the entries of the task for all hosts.
     """
@@ -249,7 +249,7 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
 
 def _planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
-    """Return the name that a host had in the check run, where it may contain the planned id of a sandbox."""
+    """Return the name that a host had in the check run, which may contain the planned id of a sandbox."""
     planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
     return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
 
@@ -263,9 +263,9 @@ class Approval:
     """The part of an applied plan that concerns one task, which is the modules' option ``approved_plan``.
 
     ``host``: the name that the task's host had in the check run. ``entries``: the task's entries that this run has not
-    used yet, each with its ``number``, also those of hosts that declare the same objects. ``gateways``: for each
-    gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they created
-    volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
+    used yet, each with its ``number``, including those of hosts that declare the same objects. ``gateways``: for
+    each gateway, ``bindings``, the real ids that earlier tasks found for planned ones, and the times at which they
+    created volumes; ``created``, the planned ids that the run itself has to create; and ``created_names`` and
     ``removed_names``, the objects that the plan creates or removes.
 
     ``read_version``: returns the current version of the object with a path in the API.
@@ -331,7 +331,7 @@ class Approval:
         raise failures[0] if failures else _not_planned(f"the plan does not contain this task's changes ({verbs})")
 
     def check_unchanged(self, reads: Mapping[str, str]) -> None:
-        """Raise Failure if a change since the plan was made explains why the task can do nothing.
+        """Raise Failure if a change since the plan was made explains why the task cannot be carried out.
 
         ``reads``: see ``find``.
         """
@@ -349,9 +349,9 @@ class Approval:
             raise failures[0]
 
     def _sort(self, entries: Iterable[Entry], names: Set[str], paths: Set[str]) -> list[Entry]:
-        """Return the entries in the order in which they are tried. A failure should be about the first one.
+        """Return the entries in the order in which to try them. A failure is about the first one.
 
-        These are the host's own entries at this gateway with the most similar objects.
+        The host's own entries come first, among them those at this gateway, then those with the most similar objects.
         """
         return sorted(
             entries,
@@ -363,7 +363,7 @@ class Approval:
         )
 
     def _with_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
-        """Return ``reads`` with the paths that the plan contains."""
+        """Return ``reads`` with planned ids in place of the real ids in its paths."""
         planned_ids = {real: planned_id for planned_id, real in self.bindings.items()}
         return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
 
@@ -466,7 +466,7 @@ def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
 def _without_unnecessary(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
 ) -> list[Mapping[str, Any]]:
-    """Return the planned actions without the captures and rollbacks of objects with which the task does nothing."""
+    """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
     planned_ids = {real: planned_id for planned_id, real in matching.bindings.items()}
     names = {planned_ids.get(change.name, change.name) for action in actual for change in action.changes}
     return [
@@ -489,7 +489,7 @@ class _Matching:
         self._created = created
 
     def text(self, planned: str, actual: str) -> bool:
-        """Return whether two texts are equal. Adds the ids of objects that the gateway has chosen to ``bindings``."""
+        """Return whether two texts are equal. Adds the pairs of planned and real ids that it finds to ``bindings``."""
         if planned == actual:
             return True
         planned_ids = _PLANNED_ID_PATTERN.findall(planned)
@@ -514,9 +514,9 @@ class _Matching:
         return self.bindings.get(planned_id) == real_id
 
     def value(self, planned: Any, actual: Any, where: str, ignored_keys: Container[str] = ()) -> None:
-        """Compare two values. Raises Failure, which names the place of the first difference.
+        """Compare two values. Raises Failure, whose message names the first difference.
 
-        ``ignored_keys``: keys of these mappings, but not of those inside, that are not compared.
+        ``ignored_keys``: keys of the outermost mappings that are not compared.
         """
         if isinstance(planned, Mapping) and isinstance(actual, Mapping):
             for key in sorted({*planned, *actual}):
@@ -566,7 +566,7 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
     planned_verbs, actual_verbs = [each["verb"] for each in planned], [each.verb for each in actual]
     if planned_verbs != actual_verbs:
         raise _not_planned(
-            f"the task would now do other actions ({', '.join(actual_verbs)}) than the plan contains "
+            f"the task would now carry out actions ({', '.join(actual_verbs)}) other than those in the plan "
             f"({', '.join(planned_verbs)})"
         )
     for planned_action, action in zip(planned, actual):

@@ -140,8 +140,8 @@ class Client:
     def enter_plan(self, run: str, *, wait: bool = True) -> bool:
         """Carry out all further requests in the plan session of ``run``, which changes nothing on the host.
 
-        Returns False if the gateway is too old to have plan sessions. ``wait``: whether to wait for a place if there
-        are too many sessions.
+        Returns False if the gateway is too old to have plan sessions. ``wait``: whether to wait while there are too
+        many sessions.
         """
         try:
             plan = self.call("POST", "/plans", body={"run": run}, wait=wait).data
@@ -155,7 +155,7 @@ class Client:
         return True
 
     def enter_run(self, run: str) -> None:
-        """Let all further requests belong to ``run``, which applies a plan.
+        """Send all further requests as part of ``run``, which applies a plan.
 
         The generations in the responses then exclude the changes of that run.
         """
@@ -518,7 +518,7 @@ def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
 
 
 def to_planned_ids(text: str) -> str:
-    """Replace the ids of objects that exist only in a plan session by ids that say so."""
+    """Replace the ids of objects that exist only in a plan session with ids that begin with PLANNED_ID_PREFIX."""
     return _SESSION_ID_PATTERN.sub(lambda match: PLANNED_ID_PREFIX + match[1], text)
 
 

@@ -58,7 +58,7 @@ class Change:
 class Action:
     """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``.
 
-    ``condition``: when the run takes this step, as in "only if …", if this is unknown.
+    ``condition``: "only if …" with the condition under which the run takes this step; empty if it always does.
     """
 
     verb: str
@@ -126,9 +126,9 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
 def fill_from_session(
     predicted: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return predicted shapes in which values that are None have those of the session, except for measurements.
+    """Return the predicted shapes, with None replaced by the values of the session, except for measurements.
 
-    ``planned``: the shapes of the same objects in the session. The ids that it gave to new objects are for later tasks.
+    ``planned``: the shapes of the same objects in the session. Later tasks use the ids that it gave to new objects.
     Whether a sandbox has diverged is unknown if the session does not know it. Objects that the session has already
     removed again are omitted, such as snapshots that a retention rule does not keep.
     """
@@ -163,13 +163,13 @@ def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
 
 
 def diverged_condition(sandbox: Mapping[str, Any]) -> str:
-    """Return the condition of an action that is needed only if a sandbox has diverged, or "" if it is needed."""
+    """Return the condition of an action that only a diverged sandbox needs, or "" if it is known to need the action."""
     return f"only if sandbox {sandbox['name']} has diverged by then" if sandbox["diverged"] is None else ""
 
 
 @contextlib.contextmanager
 def refused_under(condition: str) -> Iterator[None]:
-    """Say of a refusal that it occurs only under the condition of the action that it prevents."""
+    """Mark a Failure that is raised inside this context as one that occurs only under ``condition``."""
     try:
         yield
     except Failure as failure:

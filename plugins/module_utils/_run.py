@@ -99,12 +99,12 @@ def run(
 
 
 def _enter_run(client: Client, approved_plan: Mapping[str, Any]) -> None:
-    """Let the requests belong to the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
+    """Send requests as part of the run that applies the plan. Raises Failure if the gateway has forgotten the run."""
     client.enter_run(approved_plan["run"])
     if approved_plan["opened_at"].get(_run_key(client), client.run_opened_at) != client.run_opened_at:
         raise Failure(
-            "the gateway was restarted during this run, so it no longer knows which changes are the run's own: nothing "
-            "of this task was done. Make a new plan with a check run",
+            "the gateway was restarted during this run, so it no longer knows which changes are the run's own: this "
+            "task changed nothing. Make a new plan with a check run",
             "not_planned",
         )
 

@@ -206,7 +206,7 @@ def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seco
         if build["status"] == "ready":
             return
         if build["status"] == "error":
-            # Gateways before errorMessage have the reason as text.
+            # Older gateways return the reason as text instead of errorMessage.
             reason = build.get("errorMessage") or build.get("reason") or "the gateway reported no reason"
             raise Failure(_append_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
         remaining_seconds = deadline - time.monotonic()

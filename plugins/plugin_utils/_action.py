@@ -46,7 +46,7 @@ DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 def _is_always_in_check_mode(task: Task, templar: Templar, task_vars: dict[str, Any]) -> bool:
     """Return whether a task in check mode would be in check mode in a real run too, because a keyword says so.
 
-    The innermost keyword counts. Facts and registered results have the values of this run.
+    The innermost keyword takes precedence. Facts and registered results have the values of this run.
     """
     source = task.get_ds()
     # The attribute of the task itself has already been replaced by its value in this run.
@@ -117,7 +117,7 @@ class GatewayAction(ActionBase):
             # A single task in check mode, within a real run, must see the changes of that run instead.
             args["check_run"] = _check_run.make_run_name()
             args["predict_only"] = _is_always_in_check_mode(self._task, self._templar, task_vars)
-            # Ansible registers the module's result of an asynchronous task as it is.
+            # Ansible registers the module's result of an asynchronous task unchanged.
             args["is_async"] = bool(self._task.async_val)
             _check_run.record_session()
         return args
@@ -183,7 +183,7 @@ class GatewayAction(ActionBase):
         elif self._task.async_val:
             reason = "it is asynchronous"
         elif (result.get("failure") or {}).get("kind") == "invalid":
-            return  # The options are invalid, so that a run would not do anything either.
+            return  # The options are invalid, so a run would not do anything either.
         else:
             reason = result.get("msg") or "the gateway is too old to have plan sessions"
         problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"

@@ -33,7 +33,7 @@ _END_TIMEOUT_SECONDS = 5
 class PlannedMachineSkip(AnsibleActionSkip, AnsibleConnectionFailure):
     """Skips a task, because its machine does not run yet: only the plan, or the task itself, would start it.
 
-    It is a connection failure too, because some action plugins (such as `fetch`) raise only these again.
+    It is also a connection failure, because some action plugins (such as `fetch`) re-raise only connection failures.
     """
 
 
@@ -42,7 +42,7 @@ def is_check_run() -> bool:
 
 
 def make_run_name() -> str:
-    """Return a name that all tasks of this run have in common, and no other run has.
+    """Return a name that all tasks of this run share and no other run has.
 
     The main process creates its temporary directory before it forks workers, so all of them know its unique name.
     """
@@ -80,7 +80,7 @@ def enter_session(client: Client) -> bool:
         if not client.enter_plan(make_run_name(), wait=False):
             return False
     except Failure as failure:
-        # There is no place for another session of this key, so no task of this run has one.
+        # There is no room for another session of this key, so no task of this run has one.
         if failure.kind == "busy":
             return False
         raise
@@ -91,7 +91,7 @@ def enter_session(client: Client) -> bool:
 def record_open_session(session: dict[str, Any]) -> None:
     """Record a session for ``end_sessions``. ``session``: see ``Client.session_reference``.
 
-    Does nothing if the id of the session, which a managed host may have made up, is not one.
+    Does nothing if the session's id is invalid, because a managed host may have made it up.
     The file contains the API key. Like the modules that Ansible writes, only its owner can read it, and it is removed
     with the run's temporary directory.
     """
@@ -173,7 +173,7 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
             "sandbox"
         )
     elif real is not None and client.is_planning and real["createdAt"] <= client.plan_opened_at:
-        raise Failure(f"the plan removes sandbox {sandbox}, so that a run could not reach it")
+        raise Failure(f"the plan removes sandbox {sandbox}, so a run could not reach it")
     if real is not None and real["state"] == "paused" and real["lifecycle"]["autoResume"]:
         _skip(f"sandbox {real['name'] or real['sandboxID']} is paused, and this task would resume it")
 
@@ -185,7 +185,7 @@ def _check_machine(planned: dict[str, Any], real: dict[str, Any] | None, opened_
         if real is not None and real["state"] == "paused":
             return
         if not planned["lifecycle"]["autoResume"]:
-            raise Failure(f"the plan pauses sandbox {name}, so that a run could not reach it")
+            raise Failure(f"the plan pauses sandbox {name}, so a run could not reach it")
         reason = f"the plan pauses sandbox {name}, and this task would resume it"
     elif is_planned_id(planned["sandboxID"]):
         reason = f"sandbox {name} exists only in the plan"

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Mark the entries of a plan that depend on objects which the run may not create."""
+"""Mark the entries of a plan that depend on objects that the run might not create."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def mark_dependent(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries as a plan file contains them, with what each depends on in ``unknown``.
 
     ``entries``: the entries of a run in their order, as the modules return them: they also have the keys
-    ``conditional``, the names of the objects that the run may not create, and ``mentions``, the names and ids of the
+    ``conditional``, the names of the objects that the run might not create, and ``mentions``, the names and ids of the
     objects that the task uses.
     """
     uncertain_names: dict[tuple[str, str], str] = {}
-    """By gateway, and name or id: the name of an object that the run may not create."""
+    """By gateway, and name or id: the name of an object that the run might not create."""
     marked_entries = []
     for entry in entries:
         conditional_names = entry.get("conditional", [])
@@ -35,7 +35,7 @@ def mark_dependent(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         marked_entry = {key: value for key, value in entry.items() if key not in ("conditional", "mentions")}
         marked_entry["unknown"] = [
             *entry["unknown"],
-            *(f"depends on {name}, which the run may not create" for name in used_names),
+            *(f"depends on {name}, which the run might not create" for name in used_names),
         ]
         marked_entries.append(marked_entry)
     return marked_entries

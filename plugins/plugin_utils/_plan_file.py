@@ -4,7 +4,7 @@
 
 """Plan files, which hold the plan of a check run as JSON.
 
-A plan file has exactly one valid text for a plan (``_serialize`` and a line break), so that every edit is noticed.
+Each plan has exactly one valid text (the output of ``_serialize`` and a line break), so every edit is detected.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def digest(document: Mapping[str, Any]) -> str:
 
 
 def save(path: str, document: Mapping[str, Any]) -> None:
-    """Write a plan atomically, readable only by its owner. Raises Failure, and then leaves the file unchanged."""
+    """Write a plan atomically, readable only by its owner. If it raises Failure, the file is unchanged."""
     try:
         _check_nesting(document)
         _check_document(document, "")
@@ -159,7 +159,7 @@ def parse(data: str | bytes, path: str) -> Any:
 def check(document: Any, path: str, data: bytes | None = None) -> dict[str, Any]:
     """Return a plan that was read from ``path``. Raises Failure if it is not a valid, unedited and unexpired plan.
 
-    ``data``: the contents of the file, if it was read from one.
+    ``data``: the contents of the file, if the plan was read from one.
     """
     try:
         _check_nesting(document)
@@ -183,7 +183,7 @@ def _check_expiry(plan: Mapping[str, Any], path: str) -> None:
 
 def _read_file(path: str) -> tuple[_Version, bytes]:
     try:
-        # O_NONBLOCK: to open a pipe would otherwise wait for a writer.
+        # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -313,7 +313,7 @@ def _check_signed_number(value: Any, place: str) -> None:
 
 def _check_duration(value: Any, place: str) -> None:
     if not _is_number(value, 0):
-        raise _wrong_value(place, f"a number from 0 to {_MAX_NUMBER}", value)
+        raise _wrong_value(place, f"a number from 0 to less than {_MAX_NUMBER}", value)
 
 
 def _matches(pattern: re.Pattern[str], expected: str) -> _Check:

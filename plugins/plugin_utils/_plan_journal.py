@@ -62,14 +62,14 @@ def applied_plan() -> dict[str, Any] | None:
         plan = _plan_file.load(path)
     if plan["problems"]:
         raise Failure(
-            f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: solve these "
+            f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: fix these "
             "problems, then make a new plan with a check run"
         )
     return plan
 
 
 def _read_variable(value: Any) -> Any:
-    """Return the document in an extra variable, without the types in which Ansible reads variables. Raises Failure."""
+    """Return the document in an extra variable as plain JSON values, without Ansible's own types. Raises Failure."""
     if not value:
         raise Failure(
             f"the extra variable {EXTRA_VARIABLE} is empty, so there is no plan to apply: make a plan with a check "
@@ -110,7 +110,7 @@ def record_failures(failures: list[str]) -> None:
 def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_seconds: int) -> dict[str, Any]:
     """Return the plan of a check run so far. Raises Failure if the lifetime is not allowed.
 
-    ``variables``: those of the current task.
+    ``variables``: the variables of the current task.
     """
     run_entries = entries()
     return _plan_file.make_document(
@@ -168,9 +168,9 @@ def playbook_paths() -> list[str]:
 def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the part of a plan that concerns a task, as the option ``approved_plan``.
 
-    If several hosts declare the same objects in the task, the other ones wait until this context ends, because they
-    must see what this one has made. ``task_key``: the host and path of the task. Raises Failure if an earlier task has
-    used another plan.
+    If several hosts declare the same objects in the task, the other hosts wait until this context ends, because they
+    must see the changes of this host. ``task_key``: the host and path of the task. Raises Failure if an earlier task
+    has used another plan.
     """
     with contextlib.ExitStack() as stack:
         if shares_objects(plan["entries"], task_key):
@@ -217,7 +217,7 @@ def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _applied() -> Iterator[dict[str, Any]]:
-    """Lock and yield the numbers of the entries that this run has used, and the real ids of planned ones."""
+    """Lock and yield the state of this run, such as the entries that it has used; see ``new_state``."""
     path = journal_path() / _APPLIED_NAME
     with _locked("lock"):
         yield _read(path) if path.exists() else new_state()

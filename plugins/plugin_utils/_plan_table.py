@@ -68,7 +68,7 @@ def has_changes(document: Mapping[str, Any]) -> bool:
 def render(document: Mapping[str, Any], width: int, color: bool) -> str:
     """Return the table, its totals, the unknown values and the predicted failures.
 
-    The lines have at most ``width`` columns, or 79 if that is more.
+    The lines have at most ``width`` columns, or 79 if ``width`` is smaller.
     """
     width = max(width, _MIN_WIDTH)
     lines = []

@@ -383,7 +383,7 @@ def _is_readable(sock: Any) -> bool:
 
 
 class _InvalidResponse(Exception):
-    """A malformed response of the agent. The message describes the error."""
+    """A malformed response from the agent. The message describes the error."""
 
 
 def _parse_message(data: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ansible import constants as C
 
 
 def portable_path(path: str, playbooks: Sequence[str], role_name: str = "", role_path: str = "") -> str:
-    """Return a name of a file that does not depend on the place of the checkout. Each file of a run has its own.
+    """Return a name for a file that is unique in a run and does not depend on the location of the checkout.
 
     ``playbooks``: the paths of the run's playbooks. ``role_name``, ``role_path``: the role of the task, if it has one.
     """
@@ -65,7 +65,7 @@ def _find_in_collections(path: Path) -> str:
 
 
 def _is_found_by_name(role_name: str, role_path: str) -> bool:
-    """Return whether the configured roles path contains this role, and not another one with its name before it."""
+    """Return whether the configured roles path contains this role, and no other role of the same name before it."""
     places = [Path(directory) / role_name for directory in C.DEFAULT_ROLES_PATH] if role_name else []
     place = next(filter(Path.is_dir, places), None)
     return place is not None and place.resolve() == Path(role_path).resolve()

@@ -19,7 +19,7 @@ _TIME_KEYS = ("createdat", "startedat", "endat", "updatedat", "expiresat")
 _MEASURED_KEYS = (
     "usedmb",
     "pausems",
-    # Which method captured it: the host chooses by what it measures. "none" is always known.
+    # The capture method, which the host chooses by its measurements. "none" is always known.
     "memory",
     "memorybyteswritten",
     "diskbytesunique",
@@ -140,7 +140,7 @@ class PlanComparison:
             self._check_key(key, actual_key, (where, planned, actual))
             actual_value = actual[actual_key]
             if key == _DIVERGED_KEY and value != actual_value:
-                # Whether a guest writes in the meantime, only the run can know.
+                # Only the run can know whether a guest writes in the meantime.
                 assert value is None and planned.get("state", "running") == "running", (where, planned, actual)
                 self._counts.unknown[_DIVERGED_KEY] += 1
             else:
@@ -195,7 +195,7 @@ def _split_at_ids(text: str) -> list[str]:
 
 
 def read_state(client: Client) -> State:
-    """Return all objects that the gateway shows, without secrets. Equal states have equal orders."""
+    """Return all objects that the gateway shows, without secrets. In equal states, the objects have the same order."""
     sandboxes = sorted(client.list_all("/sandboxes"), key=lambda each: each["name"])
     snapshots = [client.get(f"/snapshots/{each['snapshotID']}") for each in client.list_all("/snapshots")]
     volumes = sorted(client.list_all("/volumes"), key=lambda each: each["name"])

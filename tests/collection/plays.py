@@ -165,7 +165,7 @@ class PlayChecks:
         self.uncertain_count = 0
         """The number of tasks whose outcome depends on whether a sandbox has diverged."""
         self.partial_count = 0
-        """The number of plays in which such a task had another outcome, so that later tasks had other states."""
+        """The number of plays in which such a task had a different outcome, so later tasks had different states."""
 
     def __str__(self) -> str:
         tasks = ", ".join(f"{count} {outcome}" for outcome, count in self.tasks.most_common())
@@ -190,8 +190,8 @@ class PlayChecks:
         """Check that a plan session predicts a play, with the gateway in the state that ``history`` creates.
 
         At the beginning, the gateway must have only its templates. Returns the entries of the plan. A task may have
-        another outcome only if its entry says that it depends on what the run finds. Then the states differ, too, so
-        later tasks are only checked for their outcomes.
+        a different outcome only if its entry says that it depends on what the run finds. Then the states also differ,
+        so later tasks are only checked for their outcomes.
         """
         client, planner, run_client = Client(url), Client(url), Client(url)
         try:

@@ -56,7 +56,7 @@ def test_a_play_is_applied_as_planned(
         check_plan(prediction, result, f"task {number}")
     state = read_state(plan_gateway)
     repeated = apply_plan(plan_target, plan_path, BOX, step("sandbox", name="box", metadata={"team": "blue"}))
-    assert not repeated[0]["changed"] and "nothing of this task was done" in repeated[1]["msg"]
+    assert not repeated[0]["changed"] and "this task changed nothing" in repeated[1]["msg"]
     assert read_state(plan_gateway) == state
 
 
@@ -163,7 +163,7 @@ def test_a_snapshot_by_others_in_place_of_the_planned_one_stops_the_host(
 
 
 def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path) -> None:
-    """The hosts run in another order than in the check run. Afterwards, the callback ends the applied run."""
+    """The hosts run in a different order from the check run. Afterwards, the callback ends the applied run."""
     plan_target.play(BOX)
     hosts = ",".join(f"h{number}" for number in range(6))
     task = {"grove.sandbox.sandbox_snapshot": {"name": "by-{{ inventory_hostname }}", "sandbox": "box"}}
@@ -181,7 +181,7 @@ def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target:
 def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
 ) -> None:
-    """The host that comes first in the check run comes last in the run. All hosts use what it does not create."""
+    """The first host of the check run is the last one in the run, so it uses objects that the other host created."""
     last_host = "{{ ansible_check_mode | ternary('h2', 'h1') }}"
     wait = {
         "ansible.builtin.command": "sleep {{ 3 if inventory_hostname == last_host else 0 }}",
@@ -312,7 +312,7 @@ FAULTS = {
     "expired": "PLAN expired at 2020-01-02T00:00:00Z. Make a new plan",
     "newer": "PLAN has format 3, but this release reads only format 2. Use the release that made the plan",
     "incomplete": "the plan is incomplete (",
-    "for another gateway": "the plan was made for another gateway: nothing of this task was done",
+    "for another gateway": "the plan was made for another gateway: this task changed nothing",
 }
 """The beginning of the message, in which PLAN stands for the plan with its path."""
 

@@ -24,7 +24,7 @@ TASK_WITHOUT_RESULT: Task = {"ansible.builtin.meta": "noop"}
 
 
 def journal(name: str, line: int, *, removes: bool = False) -> Task:
-    """Return a task whose prediction is to create a sandbox or to remove it."""
+    """Return a task that predicts the creation or the removal of a sandbox."""
     entry = {
         "host": "target",
         "task": f"Declare {name}",
@@ -138,7 +138,7 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
 def test_the_lookup_knows_the_failures_of_earlier_plays(
     target: Target, tmp_path: Path, core: str, strategy: str
 ) -> None:
-    """Each host of the first plays has another fate. The last play, which publishes the plan, contains none of them."""
+    """Each host of the first plays ends differently. The last play publishes the plan, and has none of these hosts."""
 
     def on(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}

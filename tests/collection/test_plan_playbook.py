@@ -118,7 +118,7 @@ def test_a_run_does_exactly_what_the_published_plan_says(runner: Runner) -> None
 
 def test_another_winner_than_that_of_the_plan_is_refused(runner: Runner) -> None:
     runner.check()
-    check_refusal(runner.apply(plan_winner="small"), "nothing of this task was done")
+    check_refusal(runner.apply(plan_winner="small"), "this task changed nothing")
     assert runner.read_state()["snapshots"] == ["shop-start"]
 
 
@@ -218,7 +218,7 @@ def test_the_page_shows_the_playbook_and_its_plan(runner: Runner) -> None:
 def test_the_page_shows_the_plan_of_its_first_play(
     runner: Runner, gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway has the costs of recent captures, which differ between runs."""
+    """The costs of recent captures are fixed, because real ones differ between runs."""
     costs = CaptureCostsShape(pause_ms=6, memory_bytes_written=10 << 20, disk_bytes_unique=1 << 20)
     monkeypatch.setattr(plans, "_typical_costs", lambda session: costs)
     with gateway.client() as api:

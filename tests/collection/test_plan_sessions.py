@@ -109,7 +109,7 @@ def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_targ
 def test_asynchronous_tasks_are_part_of_the_plan(
     plan_gateway: MemoryGateway, plan_target: Target, opened_ids: set[str]
 ) -> None:
-    """The callback ends their sessions too: also that of a key which no other task uses."""
+    """The callback also ends their sessions, including the session of a key that no other task uses."""
     key = {"gateway_url": plan_gateway.url, "gateway_token": READ_KEY}
     tasks = (
         {**step("sandbox", name="box", template="base"), "async": 60, "poll": 1},
@@ -135,7 +135,7 @@ def test_asynchronous_tasks_are_part_of_the_plan(
 
 
 def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:
-    """In the query of the request, they come after an encoded character."""
+    """In the query string of the request, the ids follow an encoded character."""
     metadata = {"peer": "{{ sandbox.sandbox.id }}", "peers": "first,{{ sandbox.sandbox.id }}"}
     play = (
         step("sandbox", name="box", template="base"),
@@ -202,7 +202,7 @@ def opened_ids(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_the_callback_ends_the_sessions_of_a_run(
     plan_gateway: MemoryGateway, tmp_path: Path, opened_ids: set[str], core: str, fails: bool
 ) -> None:
-    """The second playbook needs the session of the first one, unless that fails."""
+    """The second playbook needs the session of the first playbook, unless the first one fails."""
     failing: Task = {"ansible.builtin.fail": {}}
     checks = (
         {"grove.sandbox.sandbox": {"name": "box", "template": "base", "gateway_url": plan_gateway.unix_url}},
@@ -261,7 +261,7 @@ def test_an_error_at_the_end_of_a_session_is_only_shown_in_verbose_output(
 def test_without_plan_sessions_each_task_is_predicted_alone(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """An older gateway does not know the route, and refuses it without looking for it if the key may only read."""
+    """An older gateway lacks the route. It refuses a read-only key before it looks for the route."""
     error = Forbidden("the key 'looker' has scope read") if status == 403 else NotFound("route", "POST /plans")
 
     def refuse(*_: Any) -> None:

@@ -199,7 +199,7 @@ def test_tasks_on_a_predicted_host_are_skipped(
 
 @each_release
 def test_a_real_host_beside_a_predicted_one_is_reached(core: str, gateway: MemoryGateway, tmp_path: Path) -> None:
-    """Check this also for a sandbox whose machine the plan leaves as it is, and for one that is created meanwhile."""
+    """This includes a sandbox whose machine the plan does not change, and one that is created during the check run."""
     for name in ("real", "updated"):
         create_sandbox(gateway, name)
     run = run_playbook(
@@ -255,10 +255,10 @@ def test_a_real_host_beside_a_predicted_one_is_reached(core: str, gateway: Memor
 
 
 CHANGES: dict[str, tuple[list[Task], str]] = {
-    "paused": ([{"sandbox": {"name": "paused", "state": "paused"}}], "the plan pauses sandbox paused, so that a run"),
+    "paused": ([{"sandbox": {"name": "paused", "state": "paused"}}], "the plan pauses sandbox paused, so a run"),
     "removed": (
         [{"sandbox": {"name": "removed", "state": "absent"}}],
-        "the plan removes sandbox removed, so that a run",
+        "the plan removes sandbox removed, so a run",
     ),
     "waking": (
         [{"sandbox": {"name": "waking", "state": "paused"}}],
@@ -322,7 +322,7 @@ def test_changes_of_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
 @each_release
 @pytest.mark.parametrize("has_plan", [False, True], ids=["without a plan", "with a plan"])
 def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: MemoryGateway, tmp_path: Path) -> None:
-    """Only a task that is to act on the real sandbox resumes it."""
+    """Only a task that must act on the real sandbox resumes it."""
     create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})
     create_sandbox(gateway, "stopped")
     sandbox_paths = ("/sandboxes/asleep", "/sandboxes/stopped")
@@ -374,7 +374,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
 def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_meanwhile(
     gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection plugin sees a sandbox that a request would not resume."""
+    """At the check of the connection plugin, the sandbox looks like one that a request would not resume."""
     original_shape = shapes.LifecycleShape
     monkeypatch.setattr(shapes, "LifecycleShape", lambda **fields: original_shape(**{**fields, "auto_resume": False}))
     create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})

@@ -50,7 +50,7 @@ SET_UP = (
 def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
     """Return tasks with all actions on objects that exist, and on others that only the plan contains.
 
-    The last task would run in a sandbox that only the plan contains. ``url``: that of the gateway. ``source``: the
+    The last task would run in a sandbox that only the plan contains. ``url``: the gateway's URL. ``source``: the
     directory from which a template is built.
     """
     web = {"name": "web", "from": "rootfs", "path": str(source)}
@@ -109,7 +109,7 @@ def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
 
 @contextmanager
 def stopped(pids: set[str]) -> Iterator[None]:
-    """Stop processes inside the context: a guest that runs writes to its files. A check run needs none of them."""
+    """Stop guests inside the context, because a running guest writes to its files. A check run needs no guests."""
     for pid in pids:
         os.kill(int(pid), signal.SIGSTOP)
     try:

@@ -99,9 +99,10 @@ def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -
 
 
 def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any, world: World) -> None:
-    """A saved plan relies on it: an object with the same generation is the same as when the plan was made.
+    """A saved plan relies on this count: an object with the same generation is the same as when the plan was made.
 
-    The removal of a snapshot gives its children another parent. Their contents stay the same, so it does not count.
+    The removal of a snapshot gives its children another parent. This is not a change, because their contents stay the
+    same.
     """
     live = make_live()
     engine = live.engine

@@ -134,7 +134,7 @@ class JailWorld:
         )
 
     def start_sending(self, *frames: bytes, interval: float = 0) -> subprocess.Popen[str]:
-        """Start to send frames from the attacker's jail, each after ``interval`` seconds."""
+        """Start sending frames from the attacker's jail, each after ``interval`` seconds."""
         words = [frame.hex() for frame in frames]
         return self.run_in_stack(
             f"sx{ATTACKER_NUMBER}", _SEND_PROGRAM, self.attacker.inner, str(interval), ",".join(words)
@@ -318,7 +318,7 @@ Attack = Callable[[JailWorld], Sequence[bytes]]
 
 
 def list_ethernet_targets(world: JailWorld) -> list[str]:
-    """Return the Ethernet addresses of frames that the host receives: from the bridge, from its member, and both."""
+    """Return target addresses of frames that the host receives: from the bridge, from its member, and from both."""
     return [bridge_mac(world), world.read_mac(world.attacker.outer), BROADCAST_MAC]
 
 
@@ -356,7 +356,7 @@ def send_ipv6(world: JailWorld) -> list[bytes]:
 
 
 def send_tagged(world: JailWorld) -> list[bytes]:
-    """Hosts ignore a tag with the number 0."""
+    """Return frames with VLAN tags. Hosts ignore a tag with the number 0."""
     payloads = [(IPV4, make_udp(world.victim.address, OUTSIDE_ADDRESS, PORT))]
     payloads += [
         (IPV4, make_udp(world.attacker.address, address, PORT)) for address in (OTHER_OUTSIDE_ADDRESS, "10.214.0.1")
@@ -372,7 +372,7 @@ def send_tagged(world: JailWorld) -> list[bytes]:
 
 
 def send_fragments(world: JailWorld) -> list[bytes]:
-    """Send complete packets in two fragments, with the second one first or last, and packets without a first one."""
+    """Send complete packets in two fragments, with the second one first or last, and second fragments alone."""
     frames = []
     datagram = struct.pack(">HHHH", 5000, PORT, 8 + 4 * len(MARK), 0) + MARK * 4
     routes = [(world.victim.address, OUTSIDE_ADDRESS), ("10.213.0.77", OUTSIDE_ADDRESS)]

@@ -1,4 +1,4 @@
-"""Start a gateway to which every running sandbox has diverged, as if all guests wrote all the time.
+"""Start a gateway that considers every running sandbox diverged, as if all guests wrote all the time.
 
 The plan for a sandbox depends on whether it has diverged, but real guests write to their disks at times that no test
 can foresee.

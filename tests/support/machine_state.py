@@ -35,9 +35,9 @@ def read_machine(world: World, config: Config) -> dict[str, Any]:
 
 
 def read_files(roots: Iterable[Path]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield ``(path, state)`` for everything below some directories, without other file systems that are mounted there.
+    """Yield ``(path, state)`` for everything below some directories. Omits other file systems that are mounted there.
 
-    The time is that of the last change of the contents, the owner, the mode or an extended attribute.
+    The state contains the time of the last change of the contents, the owner, the mode or an extended attribute.
     """
     for root in sorted(roots):
         device = root.lstat().st_dev
@@ -94,7 +94,7 @@ def _list_mounts(roots: Iterable[Path]) -> Iterator[list[str]]:
 
 
 def _read_start(pid: str) -> str:
-    """Return when a process started, so that another process with its number can be told from it."""
+    """Return when a process started, to distinguish it from a later process with the same pid."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

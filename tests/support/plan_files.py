@@ -46,7 +46,7 @@ def serialize(document: Any) -> bytes:
 
 
 def sign(document: dict[str, Any]) -> bytes:
-    """Return the contents of a file with the right digest, whatever the document contains."""
+    """Return the contents of a file with the correct digest, whatever the document contains."""
     return serialize({**document, "digest": hashlib.sha256(serialize(document)).hexdigest()}) + b"\n"
 
 
@@ -81,7 +81,7 @@ def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
 
 
 def _with(place: str, value: Any) -> Callable[[], bytes]:
-    """Return a function that makes a plan with another value at a place."""
+    """Return a function that makes a signed plan with ``value`` at ``place``."""
     return lambda: sign(set_value(make_plan(), place, value))
 
 
@@ -213,7 +213,7 @@ PLAN_FILES = (
         "negative pause",
         "entries/0/costs/pause_ms",
         -1,
-        f"entries[0].costs.pause_ms must be a number from 0 to {_LIMIT}, not -1",
+        f"entries[0].costs.pause_ms must be a number from 0 to less than {_LIMIT}, not -1",
     ),
     _field("verb", f"{_ACTION}/verb", "rm -rf", f"{_AT_ACTION}.verb must be a verb in lower case, not 'rm -rf'"),
     _field("request", f"{_ACTION}/request", [], f"{_AT_ACTION}.request must be an object, not []"),

@@ -23,8 +23,8 @@ def world_gateway(
 ) -> Iterator[Gateway]:
     """Run a gateway on ``world`` with the world's template. At the end, remove everything that it created.
 
-    ``scratch``: the directory for the gateway's files outside its state root. ``config``: where the gateway has its
-    state, if not in a new place.
+    ``scratch``: the directory for the gateway's files outside its state root. ``config``: a configuration from
+    ``world.config``, or None for a new one.
     """
     config = config or world.config()
     config_values = config.model_dump(mode="json")

@@ -110,7 +110,7 @@ def list_methods(engine: Engine) -> set[str]:
 
 
 def count(app: FastAPI, operation: str, memory: str, outcome: str) -> float:
-    """Return how often the histogram of an operation was observed."""
+    """Return the number of observations in the histogram of an operation."""
     labels = f'host="memory",memory="{memory}",operation="{operation}",outcome="{outcome}"'
     text = app.state.metrics.render().decode()
     found = re.search(rf"^sandbox_gateway_operation_seconds_count{{{re.escape(labels)}}} (\S+)$", text, re.MULTILINE)

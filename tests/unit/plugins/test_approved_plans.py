@@ -66,7 +66,7 @@ def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
 
 
 def apply(client: Client, task: Task, *entries: dict[str, Any], state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Run a task that may do only what ``entries`` contain. ``state``: that of a run, which is updated."""
+    """Run a task that may do only what ``entries`` contain. ``state``: the state of the run, which is updated."""
     kind, params = task
     state = new_state() if state is None else state
     run_client = Client(client.address.url)  # ``client`` stands for others
@@ -492,7 +492,7 @@ def test_a_rollback_to_a_snapshot_whose_volume_is_gone_is_refused(gateway: Memor
 
 
 def test_hosts_of_one_run_share_a_template_and_a_snapshot(gateway: MemoryGateway, client: Client) -> None:
-    """Which host of the run comes first makes no difference, and neither do sandboxes of others from the template."""
+    """The order of the hosts makes no difference, and neither do sandboxes that others created from the template."""
     tasks = [("sandbox", {"name": [f"box-{host}"], "template": "base"}) for host in ("a", "b", "c")] + [
         ("fork", {"snapshot": "golden", "names": [f"fork-{host}"]}) for host in ("a", "b", "c")
     ]
@@ -597,7 +597,7 @@ def test_a_snapshot_of_a_volume_that_others_replaced_is_not_used(
 def test_a_snapshot_of_a_volume_that_another_host_is_making_is_no_obstacle(
     gateway: MemoryGateway, client: Client
 ) -> None:
-    """The task of the other host has made it, but has not ended yet, so that the run does not know its id."""
+    """The other host's task has taken the snapshot, but has not ended yet, so the run does not know the id."""
     tasks = [("volume", {"name": ["data"], "snapshots": [f"of-{host}"]}) for host in "ab"]
     entries = make_plan(gateway, *tasks)
     state = new_state()

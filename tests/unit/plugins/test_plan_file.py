@@ -57,7 +57,7 @@ def make_document(
 
 
 def write_signed(path: Path, document: Any) -> str:
-    """Write a document with the right digest, whatever it contains."""
+    """Write a document with the correct digest, whatever it contains."""
     signed = {**document, "digest": _plan_file.digest(document)}
     path.write_text(json.dumps(signed, sort_keys=True, separators=(",", ":")) + "\n")
     return str(path)
@@ -184,7 +184,7 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     ("place", "value"), [(place, value) for place, values in WRONG_VALUES.items() for value in values]
 )
 def test_every_wrong_field_is_refused(tmp_path: Path, place: str, value: Any) -> None:
-    """The digest of these files is right."""
+    """The digest of these files is correct."""
     path = write_signed(tmp_path / "plan.json", set_value(make_document(), place, value))
     with pytest.raises(Failure) as caught:
         _plan_file.load(path)

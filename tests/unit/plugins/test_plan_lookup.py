@@ -121,7 +121,7 @@ def test_the_lookup_fails_outside_a_check_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_arguments_are_refused() -> None:
-    with pytest.raises(AnsibleError, match="has no arguments except plan_lifetime"):
+    with pytest.raises(AnsibleError, match="takes no arguments except plan_lifetime"):
         look_up("plan.json")
 
 

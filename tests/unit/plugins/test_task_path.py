@@ -1,4 +1,4 @@
-"""Test that the names of files of tasks depend on neither the place of the checkout nor links, and are unique."""
+"""Test that the names of files of tasks depend on neither the location of the checkout nor links, and are unique."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_another_role_of_the_same_name_has_another_name(checkout: Path, shared: 
 
 
 def test_a_link_to_a_file_has_its_own_name(checkout: Path) -> None:
-    """A mounted configuration map contains links to files in a directory whose name contains the time."""
+    """A mounted Kubernetes ConfigMap contains links to files in a directory whose name contains the time."""
     playbook = checkout / "plays/site.yml"
     playbook.symlink_to("tasks/2026_11_25.yml")
     assert portable_path(str(playbook), [str(playbook)]) == "site.yml"

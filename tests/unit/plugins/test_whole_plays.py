@@ -90,7 +90,7 @@ def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: P
     with pytest.raises(AssertionError, match="1 in part"):
         checks.check_shares()
     condition = "only if sandbox b has diverged by then"
-    on_snapshot, on_fork = (f"depends on {name}, which the run may not create" for name in ("n2", "z"))
+    on_snapshot, on_fork = (f"depends on {name}, which the run might not create" for name in ("n2", "z"))
     first_costs = "the pause and the size of the gateway's first snapshots"
     assert [[phrase for phrase in entry["unknown"] if phrase != first_costs] for entry in entries] == [
         [],

@@ -147,7 +147,7 @@ class Entry(_Part):
     @model_validator(mode="after")
     def _check_pause(self) -> Self:
         if self.costs.get("pause_ms", 0) < 0:
-            raise _wrong_field("costs.pause_ms", f"a number from 0 to {_MAX_NUMBER}", self.costs["pause_ms"])
+            raise _wrong_field("costs.pause_ms", f"a number from 0 to less than {_MAX_NUMBER}", self.costs["pause_ms"])
         return self
 
 
