@@ -31,11 +31,11 @@ class Answers:
         After a timeout, returns only the requests that have been answered.
         """
         deadline = time.perf_counter() + _TIMEOUT_SECONDS
-        while len(exchanges := self._answered_exchanges()) < count and time.perf_counter() < deadline:
+        while len(exchanges := self._find_answered_exchanges()) < count and time.perf_counter() < deadline:
             time.sleep(0.0005)
         return sorted(exchanges, key=lambda span: span.end)
 
-    def _answered_exchanges(self) -> list[Span]:
+    def _find_answered_exchanges(self) -> list[Span]:
         return self._timers.completed_calls("line") + self._timers.completed_calls("exchange", "/identity")
 
 

@@ -181,7 +181,7 @@ async def _collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
-def available_memory_bytes() -> int:
+def read_available_memory_bytes() -> int:
     """Return how many bytes of memory are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

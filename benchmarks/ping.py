@@ -83,16 +83,16 @@ def longest_wait(answers: list[Answer], start: float, end: float) -> float:
     return max([*waits, *gaps], default=end - start) * 1000
 
 
-def _checksum(data: bytes) -> int:
+def _compute_checksum(data: bytes) -> int:
     total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     total = (total >> 16) + (total & 0xFFFF)
     return ~(total + (total >> 16)) & 0xFFFF
 
 
-def _echo_request(now: float) -> bytes:
+def _encode_echo_request(now: float) -> bytes:
     payload = _TIMESTAMP.pack(now)
     header = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, _IDENTIFIER, 0)
-    return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _checksum(header + payload), _IDENTIFIER, 0) + payload
+    return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _compute_checksum(header + payload), _IDENTIFIER, 0) + payload
 
 
 def _main(address: str) -> None:
@@ -107,7 +107,7 @@ def _main(address: str) -> None:
         while True:
             now = time.monotonic()
             if now >= next_ping:
-                raw.sendto(_echo_request(now), (address, 0))
+                raw.sendto(_encode_echo_request(now), (address, 0))
                 next_ping = max(next_ping + _INTERVAL_SECONDS, now)
             ready, _, _ = select.select([raw, sys.stdin], [], [], max(0.0, next_ping - time.monotonic()))
             if raw in ready:

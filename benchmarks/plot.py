@@ -56,7 +56,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, lower_height), width_ratios=widths)
         for column, (name, measures) in enumerate(benches):
             _PLOTTERS[name](axes[0][column], axes[1][column], measures)
-        figure.text(0.005, -0.02, _caption(document), color=_MUTED_COLOUR, fontsize=8, va="top")
+        figure.text(0.005, -0.02, _format_caption(document), color=_MUTED_COLOUR, fontsize=8, va="top")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
 
@@ -245,7 +245,7 @@ def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.35), **_LEGEND)
 
 
-def _caption(document: dict[str, Any]) -> str:
+def _format_caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
     counts = [
         f"{scale['settings']['starts']} starts and {scale['settings']['rounds']} requests ({name})"

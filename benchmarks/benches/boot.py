@@ -55,10 +55,10 @@ def _measure_boot(host: KvmXfs, samples: dict[str, list[float]]) -> None:
     (sandbox,) = host.live.do(fork, timeout=300)
     samples["boot"].append((time.perf_counter() - start) * 1000)
     assert isinstance(sandbox, Sandbox)
-    samples["boot_cpu"].append(_cpu_ms(int(sandbox.host["pid"])))
+    samples["boot_cpu"].append(_read_cpu_ms(int(sandbox.host["pid"])))
     host.delete_sandboxes(sandbox)
 
 
-def _cpu_ms(pid: int) -> float:
+def _read_cpu_ms(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") * 1000

@@ -49,7 +49,7 @@ def _measure_memory(ctx: Context, rounds: int, program: Sequence[str]) -> list[f
         mixed_use = MixedUse(lambda: _create_client(gateway.socket), TEMPLATE, clients=_CLIENT_COUNT)
         for _ in range(rounds):
             mixed_use.run_rounds(_CLIENT_COUNT)
-            samples.append(_resident_bytes(gateway.process.pid))
+            samples.append(_read_resident_bytes(gateway.process.pid))
             steps.advance()
     return samples
 
@@ -58,6 +58,6 @@ def _create_client(path: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=600)
 
 
-def _resident_bytes(pid: int) -> int:
+def _read_resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096

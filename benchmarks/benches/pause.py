@@ -208,7 +208,7 @@ def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -
     """Return the size in bytes of the pages that differ between two snapshots. Reads only unshared blocks."""
     layout = Layout(host.config.host.state_root)
     old_image, new_image = (layout.snapshot(each).memory for each in (previous, snapshot))
-    ranges = sorted(_unshared_ranges(old_image) | _unshared_ranges(new_image))
+    ranges = sorted(_find_unshared_ranges(old_image) | _find_unshared_ranges(new_image))
     page_count = 0
     with old_image.open("rb") as old, new_image.open("rb") as new:
         position = 0
@@ -220,7 +220,7 @@ def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -
     return page_count * _PAGE_BYTES
 
 
-def _unshared_ranges(image: Path) -> set[tuple[int, int]]:
+def _find_unshared_ranges(image: Path) -> set[tuple[int, int]]:
     return {
         (extent.logical, extent.logical + extent.length)
         for extent in reflink.list_extents(image)

@@ -235,13 +235,13 @@ def collect_samples(gateway: Gateway, records: Records, *, starts: int, rounds: 
         _, elapsed = time_call(records.store.read_all)
         samples["floor_start"].append(elapsed)
         with _running_gateway(gateway) as pid:
-            samples["start"].append(_startup_ms(gateway))
-            samples["memory"].append(_resident_bytes(pid))
+            samples["start"].append(_read_startup_ms(gateway))
+            samples["memory"].append(_read_resident_bytes(pid))
             if number == starts - 1:
                 _measure_requests(gateway, records, rounds, samples)
                 time.sleep(1)
                 samples["idle"].append(_idle_cpu_ms(pid))
-                samples["memory_used"].append(_resident_bytes(pid))
+                samples["memory_used"].append(_read_resident_bytes(pid))
     return samples
 
 
@@ -256,7 +256,7 @@ def _running_gateway(gateway: Gateway) -> Iterator[int]:
             raise RuntimeError(f"the gateway exited with code {code}:\n{gateway.log_tail()}")
 
 
-def _startup_ms(gateway: Gateway) -> float:
+def _read_startup_ms(gateway: Gateway) -> float:
     """Return how many milliseconds the gateway took to open and scan its host and build its index, from its log."""
     lines = [line for line in gateway.log_file.read_text().splitlines() if line.startswith("{")]
     *_, last_entry = (entry for entry in map(json.loads, lines) if entry["event"] == "open")
@@ -293,18 +293,18 @@ def _request(gateway: Gateway, method: str, path: str, params: dict[str, Any]) -
     return lambda: gateway.client.request(method, path, params=params)
 
 
-def _resident_bytes(pid: int) -> float:
+def _read_resident_bytes(pid: int) -> float:
     return float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def _idle_cpu_ms(pid: int) -> float:
     """Return the CPU time in milliseconds that a process uses per second while nothing happens."""
-    start_cpu_seconds, start_time = _cpu_seconds(pid), time.monotonic()
+    start_cpu_seconds, start_time = _read_cpu_seconds(pid), time.monotonic()
     time.sleep(_IDLE_SECONDS)
-    return (_cpu_seconds(pid) - start_cpu_seconds) / (time.monotonic() - start_time) * 1000
+    return (_read_cpu_seconds(pid) - start_cpu_seconds) / (time.monotonic() - start_time) * 1000
 
 
-def _cpu_seconds(pid: int) -> float:
+def _read_cpu_seconds(pid: int) -> float:
     # The clock ticks of /proc/PID/stat are too coarse; this file is in nanoseconds, per thread.
     nanoseconds = sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
     return nanoseconds / 1e9

@@ -206,7 +206,7 @@ class Libvirt:
                 raise OSError(ctypes.get_errno(), "setns to the rivals' network")
 
 
-def domain_xml(
+def render_domain_xml(
     name: str,
     *,
     disk: Path,

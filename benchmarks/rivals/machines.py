@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.raw_qemu import Monitor
-from benchmarks.rivals.libvirt import Libvirt, domain_xml
+from benchmarks.rivals.libvirt import Libvirt, render_domain_xml
 from benchmarks.rivals.rival import FORK_COUNT, VirtualMachine
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_ADDRESS, GUEST_MAC
@@ -76,7 +76,7 @@ class Files:
     def write_domain(self, disk: Path, format: str, tap: str) -> Path:
         """Write the XML of the source's domain, and return its path."""
         guest = self.guest
-        xml = domain_xml(
+        xml = render_domain_xml(
             _SOURCE_NAME,
             disk=disk,
             format=format,
@@ -205,7 +205,7 @@ class VirshSave:
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _allocated_bytes(self._state_file)
+        return _measure_allocated_bytes(self._state_file)
 
     def remove_forks(self) -> None:
         self._domain.remove_forks()
@@ -265,7 +265,7 @@ class VirshExternal:
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _allocated_bytes(self._memory) + _allocated_bytes(self._overlay)
+        return _measure_allocated_bytes(self._memory) + _measure_allocated_bytes(self._overlay)
 
     def remove_forks(self) -> None:
         self._domain.remove_forks()
@@ -300,7 +300,7 @@ class VirshInternal:
         self._domain.wait()
 
     def bytes_written(self) -> float:
-        return _state_bytes(self._disk)
+        return _read_state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
         self._domain.virsh("snapshot-delete", _SOURCE_NAME, "snapshot")
@@ -356,7 +356,7 @@ class Savevm:
         self._wait()
 
     def bytes_written(self) -> float:
-        return _state_bytes(self._disk)
+        return _read_state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
         self._execute("delvm snapshot")
@@ -413,11 +413,11 @@ def rival_machine(
         shutil.rmtree(directory)
 
 
-def _allocated_bytes(path: Path) -> float:
+def _measure_allocated_bytes(path: Path) -> float:
     return path.stat().st_blocks * 512.0
 
 
-def _state_bytes(disk: Path) -> float:
+def _read_state_bytes(disk: Path) -> float:
     """Return the size in bytes of the machine state in the only snapshot of a qcow2 image, which may be in use."""
     info = json.loads(_run("qemu-img", "info", "--force-share", "--output=json", str(disk)))
     (snapshot,) = info["snapshots"]

@@ -67,14 +67,14 @@ def count(listener):
                 continue
         value += 1
         if value <= MAX_HISTORY:
-            history.append(make_stamp())
+            history.append(make_timestamp())
 
 
 def list_names(directory):
     return sorted(path.name for path in directory.glob("*"))
 
 
-def make_stamp():
+def make_timestamp():
     readings = [time.perf_counter_ns() for reading in range(64)]
     return f"{zlib.crc32(repr(readings).encode()):08x}"
 

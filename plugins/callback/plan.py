@@ -115,7 +115,7 @@ class CallbackModule(CallbackBase):
                 if not self._playbooks and _plan_journal.applied_plan() is not None:
                     # Every playbook of the run has its own statistics, and after a failure the others may not run.
                     atexit.register(self._end_sessions)
-                    atexit.register(self._print_unmade)
+                    atexit.register(self._print_omitted)
             self._playbooks.append(Path(playbook._file_name).name)
             return
         plan_path = self.get_option("plan_file")
@@ -173,16 +173,16 @@ class CallbackModule(CallbackBase):
         except Failure as failure:
             self._display.error(failure.message)
 
-    def _print_unmade(self) -> None:
+    def _print_omitted(self) -> None:
         """After a run that applied a plan, print the planned changes that the run has not made."""
         try:
             if (plan := _plan_journal.applied_plan()) is None:
                 return
-            unmade = _plan_journal.list_unmade(plan)
+            omitted = _plan_journal.list_omitted(plan)
         except Failure:
             return  # Each task has reported it.
-        self._display.display("\nAll changes of the plan were made." if not unmade else "\nNot made, but in the plan:")
-        for entry, names in unmade:
+        self._display.display("\nAll changes of the plan were made." if not omitted else "\nNot made, but in the plan:")
+        for entry, names in omitted:
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
             self._display.display(make_printable(text))
 

@@ -216,7 +216,7 @@ class Connection(ConnectionBase):
         """Set all options except those that decide where the key is sent, which ``_operator_settings`` returns."""
         self._initial_variables = dict(var_options or {})
         unguarded_variables = {
-            name: value for name, value in self._initial_variables.items() if name not in self._guarded_names()
+            name: value for name, value in self._initial_variables.items() if name not in self._find_guarded_names()
         }
         super().set_options(task_keys=task_keys, var_options=unguarded_variables, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
@@ -292,7 +292,7 @@ class Connection(ConnectionBase):
         may_resume = not (is_check_run() and self._check_mode)
         return Channel(sandbox, self.get_option("remote_user"), may_resume=may_resume, **gateway_options)
 
-    def _guarded_names(self) -> list[str]:
+    def _find_guarded_names(self) -> list[str]:
         return [
             name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in UNGUARDED_VARIABLES
         ]
@@ -327,7 +327,7 @@ class Connection(ConnectionBase):
         }
         address_options = self._compute_options(known_values)
         is_listed = find_gateway(address_options["sandbox"], address_options["gateway_url"]) is not None
-        names = GUARDED_VARIABLES_OF_LISTED_HOSTS if is_listed else self._guarded_names()
+        names = GUARDED_VARIABLES_OF_LISTED_HOSTS if is_listed else self._find_guarded_names()
         # With delegate_to, Ansible sets this variable by default.
         default_values = {"ansible_host": host}
         overridden_names = [

@@ -142,17 +142,17 @@ def new_state() -> dict[str, Any]:
     """Return the state of a run that has not applied anything yet.
 
     ``run``: the name by which a gateway finds the run. ``opened_at``: when each gateway first saw the run, by the ids
-    of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``unmade``: for each of
+    of the gateway and of the run there. ``used``: the numbers of the entries that it has used. ``omitted``: for each of
     these numbers, as text, the objects whose changes failed. ``swapped``: the hosts that have used each other's
     entries. ``bindings``: by the id of the gateway, see ``Approval``.
     """
-    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "unmade": {}, "swapped": [], "bindings": {}}
+    return {"run": secrets.token_hex(16), "opened_at": {}, "used": [], "omitted": {}, "swapped": [], "bindings": {}}
 
 
 def update_state(state: dict[str, Any], used: Mapping[str, Any]) -> None:
     """Add to the state of a run what a task has used; see ``_run.PLAN_KEY``."""
     state["used"].append(used["number"])
-    state["unmade"][str(used["number"])] = used["unmade"]
+    state["omitted"][str(used["number"])] = used["omitted"]
     # The plan sessions of different gateways can assign the same ids.
     state["bindings"].setdefault(used["gateway"], {}).update(used["bindings"])
     state["opened_at"].update(used["opened_at"])
@@ -165,16 +165,16 @@ def approved_option(entries: Sequence[Entry], task_key: Mapping[str, Any], state
     ``entries``: all entries of the plan. ``task_key``: the host and path of the task. ``state``: see ``new_state``.
     """
     bindings = state["bindings"]
-    host = _planned_host(task_key["host"], bindings.values()) if "host" in task_key else ""
-    entries_here = _entries_here(entries, task_key)
-    hosts = {host, *(state["swapped"] if host in state["swapped"] else ()), *_hosts_sharing_objects(entries_here, host)}
+    host = _find_planned_host(task_key["host"], bindings.values()) if "host" in task_key else ""
+    task_entries = _find_entries_of_task(entries, task_key)
+    hosts = {host, *(state["swapped"] if host in state["swapped"] else ()), *_hosts_sharing_objects(task_entries, host)}
     return {
         "run": state["run"],
         "opened_at": state["opened_at"],
         "host": host,
         "entries": [
             {**entry, "number": number}
-            for number, entry in entries_here
+            for number, entry in task_entries
             if number not in state["used"] and entry.get("host", "") in hosts
         ],
         "gateways": {
@@ -204,19 +204,19 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     }
 
 
-def _entries_here(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
+def _find_entries_of_task(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> list[tuple[int, Entry]]:
     """Return the entries of a task for all hosts, with their numbers."""
     place = [(key, value) for key, value in task_key.items() if key != "host"]
     return [(number, entry) for number, entry in enumerate(entries) if all(entry[key] == value for key, value in place)]
 
 
-def _hosts_by_object(entries_here: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
+def _hosts_by_object(task_entries: Sequence[tuple[int, Entry]]) -> list[tuple[set[str], set[str]]]:
     """Return, for each object of a task, the hosts that change it and the hosts that read it.
 
-    ``entries_here``: the entries of the task for all hosts.
+    ``task_entries``: the entries of the task for all hosts.
     """
     hosts: dict[str, tuple[set[str], set[str]]] = {}
-    for _number, entry in entries_here:
+    for _number, entry in task_entries:
         host = entry.get("host", "")
         for ref in (*_names_in(entry), *entry["created"].values()):
             hosts.setdefault(ref, (set(), set()))[0].add(host)
@@ -225,18 +225,18 @@ def _hosts_by_object(entries_here: Sequence[tuple[int, Entry]]) -> list[tuple[se
     return list(hosts.values())
 
 
-def _hosts_sharing_objects(entries_here: Sequence[tuple[int, Entry]], host: str) -> set[str]:
+def _hosts_sharing_objects(task_entries: Sequence[tuple[int, Entry]], host: str) -> set[str]:
     """Return the other hosts that declare the same objects in a task as a host, any of which can make the changes.
 
-    ``entries_here``: the entries of the task for all hosts.
+    ``task_entries``: the entries of the task for all hosts.
     """
-    sharing: set[str] = set()
-    for changing, reading in _hosts_by_object(entries_here):
+    sharing_hosts: set[str] = set()
+    for changing, reading in _hosts_by_object(task_entries):
         if host in changing:
-            sharing |= reading
+            sharing_hosts |= reading
         if host in reading:
-            sharing |= changing
-    return sharing - {host}
+            sharing_hosts |= changing
+    return sharing_hosts - {host}
 
 
 def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> bool:
@@ -244,11 +244,11 @@ def shares_objects(entries: Sequence[Entry], task_key: Mapping[str, Any]) -> boo
 
     ``entries``, ``task_key``: see ``approved_option``.
     """
-    objects = _hosts_by_object(_entries_here(entries, task_key))
+    objects = _hosts_by_object(_find_entries_of_task(entries, task_key))
     return any(changing and reading and len(changing | reading) > 1 for changing, reading in objects)
 
 
-def _planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
+def _find_planned_host(host: str, bindings: Iterable[Mapping[str, str]]) -> str:
     """Return the name that a host had in the check run, which may contain the planned id of a sandbox."""
     planned_ids = {real: planned_id for each in bindings for planned_id, real in each.items()}
     return _REAL_ID_PATTERN.sub(lambda match: planned_ids.get(match[0], match[0]), host)
@@ -299,10 +299,10 @@ class Approval:
         Raises Failure if no entry contains the actions, or if an object has changed since the plan was made. Returns
         None if the task has no actions, and no entry is about its objects.
         """
-        versions = self._with_planned_ids(reads)
+        versions = self._substitute_planned_ids(reads)
         candidates = self._entries
         if not actions:
-            paths = self._with_planned_ids(dict.fromkeys(own_paths, "")).keys()
+            paths = self._substitute_planned_ids(dict.fromkeys(own_paths, "")).keys()
             candidates = [entry for entry in candidates if paths <= entry["reads"].keys()]
             if not candidates:
                 return None
@@ -314,10 +314,10 @@ class Approval:
             try:
                 self._check_unchanged(entry, versions, matching)
                 if actions and not entry["actions"]:
-                    raise _not_planned(f"the plan does not contain this task's changes ({verbs})")
+                    raise _unplanned_error(f"the plan does not contain this task's changes ({verbs})")
                 planned_actions = entry["actions"]
                 if is_conditional:
-                    planned_actions = _without_unnecessary(planned_actions, actions, matching)
+                    planned_actions = _drop_unnecessary_actions(planned_actions, actions, matching)
                 if actions:
                     _match_actions(planned_actions, actions, matching)
                 elif planned_actions:
@@ -328,14 +328,14 @@ class Approval:
             else:
                 self.bindings = matching.bindings
                 return entry
-        raise failures[0] if failures else _not_planned(f"the plan does not contain this task's changes ({verbs})")
+        raise failures[0] if failures else _unplanned_error(f"the plan does not contain this task's changes ({verbs})")
 
     def check_unchanged(self, reads: Mapping[str, str]) -> None:
         """Raise Failure if a change since the plan was made explains why the task cannot be carried out.
 
         ``reads``: see ``find``.
         """
-        versions = self._with_planned_ids(reads)
+        versions = self._substitute_planned_ids(reads)
         candidates = [entry for entry in self._entries if entry["reads"].keys() & versions.keys()]
         failures = []
         for entry in self._sort(candidates, set(), versions.keys()):
@@ -362,14 +362,14 @@ class Approval:
             ),
         )
 
-    def _with_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
+    def _substitute_planned_ids(self, reads: Mapping[str, str]) -> dict[str, str]:
         """Return ``reads`` with planned ids in place of the real ids in its paths."""
         planned_ids = {real: planned_id for planned_id, real in self.bindings.items()}
         return {_REAL_ID_PATTERN.sub(lambda m: planned_ids.get(m[0], m[0]), path): reads[path] for path in reads}
 
     def _check_unchanged(self, entry: Entry, versions: Mapping[str, str], matching: _Matching) -> None:
         if entry["gateway"] != self._gateway_id:
-            raise _not_planned("the plan was made for another gateway")
+            raise _unplanned_error("the plan was made for another gateway")
         # The message is about the name of an object rather than its id.
         for path in sorted(entry["reads"], key=lambda path: bool(_ID_PATH_PATTERN.search(path))):
             if path in versions:
@@ -388,10 +388,10 @@ class Approval:
         if planned == actual:
             return
         if not planned:
-            raise _not_planned(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
+            raise _unplanned_error(f"{_describe_path(path)} did not exist when the plan was made, but exists now")
         if not actual:
             change = self._describe_disappearance(path, planned, matching)
-            raise _not_planned(f"{_describe_path(path)} has been {change} since the plan was made")
+            raise _unplanned_error(f"{_describe_path(path)} has been {change} since the plan was made")
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
         if "entries" in planned_parts:
             self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
@@ -402,10 +402,10 @@ class Approval:
         else:
             is_same = matching.text(planned_ident, actual_ident)
         if not is_same:
-            raise _not_planned(f"{_describe_path(path)} has been replaced by another one since the plan was made")
+            raise _unplanned_error(f"{_describe_path(path)} has been replaced by another one since the plan was made")
         planned_number, actual_number = planned_parts.get("generation", ""), actual_parts.get("generation", "")
         if planned_number != actual_number:
-            raise _not_planned(
+            raise _unplanned_error(
                 f"{_describe_path(path)} has changed since the plan was made (its generation is {actual_number}, not "
                 f"{planned_number})"
             )
@@ -435,9 +435,9 @@ class Approval:
             # The task of another host may be making this snapshot, and record its id only at the end.
             is_pending = name in pending_names
             if not is_pending and not matching.text(planned_snapshots[name], actual_snapshots[name]):
-                raise _not_planned(f"{what} have changed since the plan was made ({name})")
+                raise _unplanned_error(f"{what} have changed since the plan was made ({name})")
         if missing_names := used_names - actual_snapshots.keys():
-            raise _not_planned(f"{what} have changed since the plan was made ({', '.join(sorted(missing_names))})")
+            raise _unplanned_error(f"{what} have changed since the plan was made ({', '.join(sorted(missing_names))})")
         members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
         self._check_members(what, *members, {f"{volume}@{name}" for name in pending_names})
 
@@ -450,7 +450,7 @@ class Approval:
         removed = planned - actual - pending_names - self._removed_names
         # The snapshot of a volume that belongs to a sandbox's snapshot has the id of the latter.
         if others := sorted(name for name in added | removed if not is_planned_id(name.rpartition("@")[2])):
-            raise _not_planned(f"{what} have changed since the plan was made ({', '.join(others)})")
+            raise _unplanned_error(f"{what} have changed since the plan was made ({', '.join(others)})")
 
 
 def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
@@ -463,7 +463,7 @@ def _uses_snapshot(entry: Entry, volume: str, snapshot: str) -> bool:
     )
 
 
-def _without_unnecessary(
+def _drop_unnecessary_actions(
     planned: Iterable[Mapping[str, Any]], actual: Iterable[Action], matching: _Matching
 ) -> list[Mapping[str, Any]]:
     """Return the planned actions, except captures and rollbacks of objects for which the task has no actions."""
@@ -478,7 +478,7 @@ def _without_unnecessary(
 
 def _check_no_actions(entry: Entry) -> None:
     if names := ", ".join(sorted(_names_in(entry))):
-        raise _not_planned(f"the plan contains changes of this task ({names}), but others have already made them")
+        raise _unplanned_error(f"the plan contains changes of this task ({names}), but others have already made them")
 
 
 class _Matching:
@@ -523,24 +523,24 @@ class _Matching:
                 if key in ignored_keys:
                     continue
                 if key not in planned or key not in actual:
-                    raise _difference(f"{where}.{key}", planned.get(key), actual.get(key))
+                    raise _difference_error(f"{where}.{key}", planned.get(key), actual.get(key))
                 self.value(planned[key], actual[key], f"{where}.{key}")
         elif isinstance(planned, (list, tuple)) and isinstance(actual, (list, tuple)):
             if len(planned) != len(actual):
-                raise _difference(where, planned, actual)
+                raise _difference_error(where, planned, actual)
             for number, pair in enumerate(zip(planned, actual)):
                 self.value(*pair, f"{where}.{number}")
         elif isinstance(planned, str) and planned.startswith(_HASH_PREFIX):
             if not _matches_hash(planned, actual):
-                raise _not_planned(f"the secrets in {where} differ from those of the plan")
+                raise _unplanned_error(f"the secrets in {where} differ from those of the plan")
         elif isinstance(planned, str) and isinstance(actual, str):
             if not self.text(planned, actual):
-                raise _difference(where, planned, actual)
+                raise _difference_error(where, planned, actual)
         elif planned != actual:
-            raise _difference(where, planned, actual)
+            raise _difference_error(where, planned, actual)
 
 
-def _not_planned(reason: str) -> Failure:
+def _unplanned_error(reason: str) -> Failure:
     return Failure(f"{reason}: {_REMEDY}", "not_planned")
 
 
@@ -565,7 +565,7 @@ def _describe_path(path: str) -> str:
 def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action], matching: _Matching) -> None:
     planned_verbs, actual_verbs = [each["verb"] for each in planned], [each.verb for each in actual]
     if planned_verbs != actual_verbs:
-        raise _not_planned(
+        raise _unplanned_error(
             f"the task would now carry out actions ({', '.join(actual_verbs)}) other than those in the plan "
             f"({', '.join(planned_verbs)})"
         )
@@ -582,8 +582,8 @@ def _match_actions(planned: Sequence[Mapping[str, Any]], actual: Sequence[Action
         matching.value(planned_action["request"], action.request, f"{verb} request", _UNKNOWABLE_REQUEST_KEYS)
 
 
-def _difference(where: str, planned: Any, actual: Any) -> Failure:
-    return _not_planned(f"{where} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
+def _difference_error(where: str, planned: Any, actual: Any) -> Failure:
+    return _unplanned_error(f"{where} is {_shorten(actual)}, but {_shorten(planned)} in the plan")
 
 
 def _shorten(value: Any) -> str:

@@ -485,10 +485,10 @@ def _plan_surplus_removal(want: DesiredState, have: CurrentState) -> list[Action
         return []
     pattern = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
     surplus_names = [name for name in have.siblings if name not in want.names and pattern.fullmatch(name)]
-    return [plan_removal(name, have.resources[name]) for name in sorted(surplus_names, key=_natural_sort_key)]
+    return [plan_removal(name, have.resources[name]) for name in sorted(surplus_names, key=_make_natural_sort_key)]
 
 
-def _natural_sort_key(name: str) -> tuple[str, int, str]:
+def _make_natural_sort_key(name: str) -> tuple[str, int, str]:
     match = re.fullmatch(r"(.*?)(\d{1,9})", name)
     return (match.group(1), int(match.group(2)), name) if match else (name, 0, name)
 

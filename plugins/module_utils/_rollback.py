@@ -143,13 +143,13 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
                 raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
             check_running_for_capture(name, current)
         changes.append(
-            Change(backup_name, None, captured_view(backup_name, current, _backup_description(have)), SNAPSHOT)
+            Change(backup_name, None, captured_view(backup_name, current, _make_backup_description(have)), SNAPSHOT)
         )
-        request["backup"] = {"name": backup_name, "description": _backup_description(have)}
+        request["backup"] = {"name": backup_name, "description": _make_backup_description(have)}
     return [Action("rollback", tuple(changes), request, condition)]
 
 
-def _backup_description(have: CurrentState) -> str:
+def _make_backup_description(have: CurrentState) -> str:
     return f"before the rollback to {have.snapshot['name'] or have.snapshot['id']}"
 
 

@@ -148,7 +148,7 @@ class _Run:
         """Carry out the task. Starts again if another client creates an object of the task at the same time."""
         deadline = time.monotonic() + self.client.timeout
         while True:
-            result = self._try()
+            result = self._plan_and_apply()
             taken_ids = self._find_taken()
             # Otherwise, the object that has the name is not one that the task can use.
             if taken_ids is None or time.monotonic() > deadline or (taken_ids and taken_ids == self._taken_ids):
@@ -168,7 +168,7 @@ class _Run:
             return None
         return sorted(ident for failure in failures for ident in failure.blockers)
 
-    def _try(self) -> dict[str, Any]:
+    def _plan_and_apply(self) -> dict[str, Any]:
         self.client.forget_objects()
         try:
             have = self.resource_kind.observe(self.client, self.want)
@@ -204,7 +204,7 @@ class _Run:
         """Return the versions of the objects on which the task depends, by path. Call it before the plan is applied."""
         if not self.client.is_planning and self.approval is None:
             return {}
-        needed_paths = {*self._own_paths(), *self.resource_kind.named_paths(self.want, have)}
+        needed_paths = {*self._list_own_paths(), *self.resource_kind.named_paths(self.want, have)}
         removed_paths = set()
         mentioned_texts = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
         for action in plan.actions:
@@ -217,7 +217,7 @@ class _Run:
             if sandbox_id := action.request.get("sandbox"):
                 needed_paths.add(f"/sandboxes/{quote_segment(sandbox_id)}")
         objects_read = self.client.objects_read
-        for path in {*needed_paths, *removed_paths}.difference(objects_read, self._own_paths()):
+        for path in {*needed_paths, *removed_paths}.difference(objects_read, self._list_own_paths()):
             self.client.find(path)
         needed_paths.update(
             path
@@ -233,7 +233,7 @@ class _Run:
         """Return the version of an object that the task need not read, but that its plan depends on."""
         return object_version(path, self.client.find(path))
 
-    def _own_paths(self) -> list[str]:
+    def _list_own_paths(self) -> list[str]:
         """Return the paths of the objects that the task declares."""
         return [
             f"/{'snapshots' if key == 'backups' else key}/{quote_segment(name)}"
@@ -257,11 +257,11 @@ class _Run:
     ) -> dict[str, Any]:
         """Apply a plan if a saved plan contains the same actions on the same objects. Raises Failure if it does not."""
         is_conditional = any(getattr(self.want, option, False) for option in CONDITIONS)
-        entry = approval.find(plan.actions, reads, self._own_paths(), is_conditional=is_conditional)
+        entry = approval.find(plan.actions, reads, self._list_own_paths(), is_conditional=is_conditional)
         self._apply(plan)
         new_shapes = self._observe_again(shapes) if self.completed_actions or self.failures else shapes
         bindings = approval.bindings
-        real_ids = self._ids_of_created(new_shapes)
+        real_ids = self._find_created_ids(new_shapes)
         for name, planned_id in entry["created"].items() if entry is not None else ():
             if name in real_ids:
                 bindings[planned_id] = real_ids[name]
@@ -274,20 +274,20 @@ class _Run:
         if entry is None or (plan.actions and not self.completed_actions):
             return result
         made_changes = {id(change) for action in self.completed_actions for change in action.changes}
-        unmade_names = [
+        omitted_names = [
             change.name for action in plan.actions for change in action.changes if id(change) not in made_changes
         ]
         used = {
             "number": entry["number"],
             "swapped": [] if entry.get("host", "") == approval.host else [approval.host, entry["host"]],
-            "unmade": unmade_names,
+            "omitted": omitted_names,
             "gateway": self.client.gateway_id,
             "bindings": bindings,
             "opened_at": {_run_key(self.client): self.client.run_opened_at},
         }
         return {**result, PLAN_KEY: used}
 
-    def _ids_of_created(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def _find_created_ids(self, new_shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Return the ids of the objects that the completed actions have created, by name.
 
         A snapshot of a volume has the name VOLUME@SNAPSHOT. ``new_shapes``: the resources after the actions.
@@ -332,7 +332,7 @@ class _Run:
             ],
             mentions=self._list_mentions(plan_actions),
             reads=dict(reads),
-            created={name: id for name, id in self._ids_of_created(planned_shapes).items() if is_planned_id(id)},
+            created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
             unknown=[*dict.fromkeys(each.condition for each in conditional), *unknown],
             failure=result["msg"] if result.get("failed") else None,

@@ -223,7 +223,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
         return [] if current is None else [plan_removal(name, current)]
     if current is None:
         return [_plan_creation(want, have, name)]
-    differences = _fixed_differences(want, have, current)
+    differences = _find_fixed_differences(want, have, current)
     if differences and want.recreate:
         return [_plan_replacement(want, have, name, current)]
     if differences:
@@ -236,7 +236,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
     return _plan_changes(want, have, name, current)
 
 
-def _fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> list[str]:
+def _find_fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> list[str]:
     differences = []
     if have.source is not None and current["forked_from"] != have.source["id"]:
         differences.append(f"was created from {current['forked_from']}, not from {want.source_kind} {want.source!r}")

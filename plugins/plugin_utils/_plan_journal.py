@@ -191,7 +191,7 @@ def mark_used(used: dict[str, Any]) -> None:
         _write(_APPLIED_NAME, state)
 
 
-def list_unmade(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+def list_omitted(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     """Return the entries with changes that this run has not made, and the names of the objects of these changes.
 
     Raises Failure if the run has used another plan.
@@ -201,7 +201,7 @@ def list_unmade(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
     result = []
     for number, entry in enumerate(plan["entries"]):
         planned_names = [change["name"] for action in entry["actions"] for change in action["changes"]]
-        names = state["unmade"][str(number)] if number in state["used"] else planned_names
+        names = state["omitted"][str(number)] if number in state["used"] else planned_names
         if names:
             result.append((entry, list(dict.fromkeys(names))))
     return result

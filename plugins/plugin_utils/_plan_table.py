@@ -96,7 +96,7 @@ def _render_gateway(url: str, entries: list[Mapping[str, Any]], width: int, colo
     place_room = room - name_width - 2
     natural_place_width = max(_width(_place(row.task, row.path)) for row in rows)
     place_width = min(natural_place_width, place_room - costs_width - 2)
-    lines = [_shorten(f"Gateway {_one_line(url)}", width)]
+    lines = [_shorten(f"Gateway {_to_one_line(url)}", width)]
     for kind, kind_rows in rows_by_kind.items():
         lines.append(f"  {_PLURALS.get(kind, kind + 's')}")
         lines += [_render_row(row, name_width, place_width, place_room, color) for row in kind_rows]
@@ -112,7 +112,7 @@ def _make_rows(entries: list[Mapping[str, Any]]) -> dict[str, list[_Row]]:
             for sign, names in _group_changes(entry, kind):
                 costs = "" if number in entries_with_row else _describe_costs(entry["costs"])
                 entries_with_row.add(number)
-                row = _Row(sign, names, _one_line(entry["task"]), _one_line(entry["path"]), costs)
+                row = _Row(sign, names, _to_one_line(entry["task"]), _to_one_line(entry["path"]), costs)
                 rows_by_kind.setdefault(kind, []).append(row)
     return rows_by_kind
 
@@ -121,7 +121,7 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
     """Yield the sign and the names of each row for the changes to resources of this kind."""
     for action in entry["actions"]:
         changes = [change for change in action["changes"] if change["kind"] == kind]
-        signed_names = [(sign_of(action["verb"], change), _one_line(change["name"])) for change in changes]
+        signed_names = [(sign_of(action["verb"], change), _to_one_line(change["name"])) for change in changes]
         for sign, group in itertools.groupby(signed_names, key=lambda pair: pair[0]):
             names = tuple(name for _sign, name in group)
             if len(names) > _MAX_SHOWN_SIBLINGS:
@@ -142,7 +142,7 @@ def _render_row(row: _Row, name_width: int, place_width: int, place_room: int, c
 
 def _render_unknown(entries: Iterable[Mapping[str, Any]], width: int, color: bool) -> list[str]:
     unknown = {
-        (_one_line(phrase), _one_line(entry["task"]), _one_line(entry["path"])): None
+        (_to_one_line(phrase), _to_one_line(entry["task"]), _to_one_line(entry["path"])): None
         for entry in entries
         for phrase in entry["unknown"]
     }
@@ -159,10 +159,10 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
     lines = []
     for entry in entries:
         if entry["failure"] is not None:
-            host = _shorten(_one_line(entry["host"]), width // 3)
-            place = _place(_one_line(entry["task"]), _one_line(entry["path"]), width - _width(host) - 5)
+            host = _shorten(_to_one_line(entry["host"]), width // 3)
+            place = _place(_to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _width(host) - 5)
             lines.append(f"  {host}, {place}:")
-            message = _shorten(_one_line(entry["failure"]), _MAX_FAILURE_CHARACTERS)
+            message = _shorten(_to_one_line(entry["failure"]), _MAX_FAILURE_CHARACTERS)
             lines += textwrap.wrap(
                 message, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
             )
@@ -227,7 +227,7 @@ def _place(task: str, path: str, width: int | None = None) -> str:
     return f"{_shorten(task, task_width)} ({path})"
 
 
-def _one_line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     """Return text from a playbook, a gateway or a sandbox without anything that affects a terminal or the table."""
     return " ".join(make_printable(text).split())
 

@@ -212,14 +212,14 @@ def machine(requires_root, tmp_path, running, serial_line):
     assert socket.gethostname() == hostname_before
 
 
-def _namespace_command(agent) -> list[str]:
+def _build_namespace_command(agent) -> list[str]:
     return ["nsenter", f"--net=/proc/{agent.process.pid}/ns/net", "--"]
 
 
 def post_from(agent, path, body, *, source="192.0.2.1", token=""):
     """Send a POST request from the address ``source`` in the agent's network."""
     result = subprocess.run(
-        [*_namespace_command(agent), sys.executable, "-c", CLIENT_SCRIPT, str(agent.port), source, path, token],
+        [*_build_namespace_command(agent), sys.executable, "-c", CLIENT_SCRIPT, str(agent.port), source, path, token],
         input=json.dumps(body).encode(),
         capture_output=True,
         check=True,
@@ -372,7 +372,7 @@ def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
         client_script = CLIENT_SCRIPT.replace("192.0.2.2", "127.0.0.1")
         port = line.strip().rpartition(":")[2]
         result = subprocess.run(
-            [*_namespace_command(agent), sys.executable, "-c", client_script, port, "127.0.0.1", "/exec", ""],
+            [*_build_namespace_command(agent), sys.executable, "-c", client_script, port, "127.0.0.1", "/exec", ""],
             input=b"{}",
             capture_output=True,
             check=True,

@@ -109,7 +109,7 @@ def test_missing_mounts_are_added_and_existing_ones_kept(machine):
 
 
 @pytest.mark.parametrize("change", [{"readOnly": True}, {"source": "vol-other"}, {"options": "size=2m"}])
-def test_a_mount_with_other_options_is_replaced(machine, change):
+def test_a_mount_with_different_options_is_replaced(machine, change):
     a = make_mount("a")
     machine.request_mounts(a)
     assert machine.request_mounts({**a, **change}) == ([a["path"]], [a["path"]])

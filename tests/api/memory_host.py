@@ -27,7 +27,7 @@ AGENT_PORT = 49983
 _slots = itertools.count()
 
 
-def _next_address() -> str:
+def _choose_next_address() -> str:
     """Return a loopback address that no other concurrent test run on this machine uses."""
     slot, pid = next(_slots), os.getpid()
     return f"127.{64 + pid % 150}.{(pid // 150 + slot // 250) % 250}.{slot % 250 + 2}"
@@ -54,7 +54,7 @@ class Machine:
 
     async def start(self) -> None:
         while True:
-            self.address = _next_address()
+            self.address = _choose_next_address()
             try:
                 self._server = await asyncio.start_server(self._serve, self.address, AGENT_PORT)
                 return

@@ -81,7 +81,7 @@ def test_a_run_that_has_ended_cannot_continue(
     assert response.status_code == 410 and "Make a new plan" in response.json()["message"]
 
 
-def test_a_change_after_the_read_does_not_count() -> None:
+def test_a_change_after_the_read_is_not_counted() -> None:
     """A request reads a record, waits for the agent, and then describes the record, which has changed since."""
     changes = OwnChanges()
     changes.add("a", 3, 4, ["a"])
@@ -89,7 +89,7 @@ def test_a_change_after_the_read_does_not_count() -> None:
     assert [changes.count("a", generation) for generation in (3, 4, 6, 7, 8, 9)] == [0, 1, 1, 2, 3, 3]
 
 
-def test_the_counts_of_a_run_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_counted_changes_of_a_run_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_changes, "_MAX_SPANS", 3)
     changes = OwnChanges()
     for number in range(10_000):

@@ -244,17 +244,17 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
         assert client.get(f"/plans/{plan_id}").status_code == 404
 
 
-def test_a_thousand_sessions_at_once_are_limited_and_disturb_nobody(
+def test_a_thousand_sessions_at_once_are_limited_and_do_not_affect_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[weakref.ref[sessions.PlanSession]] = []
-    most_sessions = 0
+    peak_session_count = 0
     original_open = sessions.PlanSessions.open
 
     def open_session(self: sessions.PlanSessions, owner: str, run: str) -> sessions.PlanSession:
-        nonlocal most_sessions
+        nonlocal peak_session_count
         session = original_open(self, owner, run)
-        most_sessions = max(most_sessions, len(self._sessions))
+        peak_session_count = max(peak_session_count, len(self._sessions))
         opened.append(weakref.ref(session))
         return session
 
@@ -280,7 +280,7 @@ def test_a_thousand_sessions_at_once_are_limited_and_disturb_nobody(
                 assert other.post("/sandboxes", json={"templateID": "base", "name": name}).status_code == 201
                 assert other.delete(f"/sandboxes/{name}").status_code == 204
             responses = [response for future in futures for response in future.result()]
-            assert len(responses) == 1000 and most_sessions == sessions.MAX_SESSIONS
+            assert len(responses) == 1000 and peak_session_count == sessions.MAX_SESSIONS
             refusals = [response for response in responses if response.status_code != 200]
             assert bool(refusals) is bool(min_idle_seconds)
             for refusal in refusals:

@@ -273,7 +273,7 @@ def test_plans_that_differ_only_in_times_are_equal(run: Run, write: Write) -> No
     assert compare(run, write, make_example(), new) == nothing
 
 
-def test_changes_of_only_one_plan_are_found(run: Run, write: Write) -> None:
+def test_changes_in_only_one_plan_are_found(run: Run, write: Write) -> None:
     old, new = make_example(), make_example()
     new["entries"][1]["actions"][0]["changes"][1]["name"] = "try-9"
     comparison = compare(run, write, old, new)
@@ -328,7 +328,7 @@ def test_an_additional_change_does_not_make_the_later_ones_different(run: Run, w
     assert comparison["versions"] == [] and comparison["different"] == []
 
 
-def test_objects_with_another_version_are_found(run: Run, write: Write) -> None:
+def test_objects_with_a_different_version_are_found(run: Run, write: Write) -> None:
     old, new = make_example(), make_example()
     new["entries"][0]["reads"] = {"/snapshots/before": "abcdefabcdef g1 f2", "/sandboxes/web": "0123456789ab g8 f0"}
     comparison = compare(run, write, old, new)

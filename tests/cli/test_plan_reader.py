@@ -13,7 +13,7 @@ from tests.support.plan_files import PLAN_FILES, PlanFile
 
 
 @pytest.mark.parametrize("plan_file", PLAN_FILES, ids=lambda each: each.name)
-def test_the_command_line_judges_files_like_all_readers(plan_file: PlanFile, tmp_path: Path, run: Run) -> None:
+def test_the_command_line_accepts_the_same_files_as_all_readers(plan_file: PlanFile, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "plan.json"
     sentence = plan_file.write(path)
     if not sentence or plan_file.is_only_expired:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _next_address
+from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _choose_next_address
 from tests.support.session import REPOSITORY
 
 GATEWAY_SOURCE = REPOSITORY / "gateway" / "src"
@@ -28,7 +28,7 @@ class AgentMachine(Machine):
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        self.address = _next_address()
+        self.address = _choose_next_address()
         options = ("--unmanaged", "--bind", self.address, "--port", str(AGENT_PORT))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,

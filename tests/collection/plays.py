@@ -23,7 +23,7 @@ from tests.unit.plugins import test_plans
 from tests.unit.plugins.test_plans import SANDBOXES, attachments, task_options, volumes
 
 PLAYS_VARIABLE = "GROVE_PLAYS"
-"""The environment variable for the number of generated plays; see ``number_of_plays``."""
+"""The environment variable for the number of generated plays; see ``read_play_count``."""
 MAX_TASKS = 12
 MAX_PARTIAL_SHARE = 0.05
 """Bound for the share of plays that are not compared to the end. A hundred plays had none."""
@@ -148,9 +148,9 @@ def refer_by_id(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> di
     return params
 
 
-def number_of_plays(default: int, *, of_long_run: int) -> int:
-    """Return how many plays a test generates: ``default``, or ``of_long_run`` if GROVE_PLAYS is ``all``."""
-    return of_long_run if os.environ.get(PLAYS_VARIABLE) == "all" else default
+def read_play_count(default: int, *, long_run_count: int) -> int:
+    """Return how many plays a test generates: ``default``, or ``long_run_count`` if GROVE_PLAYS is ``all``."""
+    return long_run_count if os.environ.get(PLAYS_VARIABLE) == "all" else default
 
 
 class PlayChecks:

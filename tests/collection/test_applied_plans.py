@@ -103,18 +103,18 @@ def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, pla
         "loop": ["one", "two"],
         "register": "captures",
     }
-    as_module = {"grove.sandbox.sandbox": {"name": "box", "metadata": {"a": "b"}}, "environment": {"NOTHING": "x"}}
+    module_task = {"grove.sandbox.sandbox": {"name": "box", "metadata": {"a": "b"}}, "environment": {"NOTHING": "x"}}
     forks = {
         "grove.sandbox.sandbox_fork": {"snapshot": "{{ captures.results[1].snapshot.id }}", "names": ["fork"]},
         "register": "forks",
     }
-    retried = {
+    retried_task = {
         "grove.sandbox.sandbox": {"name": "{{ forks.sandbox.id }}", "state": "paused"},
         "retries": 3,
         "delay": 0,
         "until": "{{ true }}",
     }
-    play = (BOX, loop, as_module, forks, retried)
+    play = (BOX, loop, module_task, forks, retried_task)
     make_plan(plan_target, plan_path, *play)
     entries = json.loads(plan_path.read_text())["entries"]
     assert [[action["verb"] for action in entry["actions"]] for entry in entries] == [
@@ -220,7 +220,7 @@ def test_hosts_create_the_same_objects_at_the_same_time(plan_target: Target, pla
         assert sorted(result["changed"] for result in results) == [False] * 8 + [True] * 2, plan_target.output
 
 
-def test_a_plan_can_concern_several_gateways(plan_target: Target, plan_path: Path) -> None:
+def test_a_plan_can_cover_several_gateways(plan_target: Target, plan_path: Path) -> None:
     """Their plan sessions and applied runs have the same ids."""
     other = MemoryGateway(plan_path.parent, log={"level": "warning"})
     try:
@@ -321,9 +321,9 @@ FAULTS = {
 def test_a_faulty_plan_stops_every_task(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, tmp_path_factory: Any, fault: str
 ) -> None:
-    broken = step("sandbox", name="box", template="missing")
+    failing_task = step("sandbox", name="box", template="missing")
     environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
-    tasks = (BOX, {**broken, "ignore_errors": False}) if fault == "incomplete" else (BOX,)
+    tasks = (BOX, {**failing_task, "ignore_errors": False}) if fault == "incomplete" else (BOX,)
     plan_target.play(*tasks, options=("--check",), environment=environment)
     text = plan_path.read_text()
     document = {key: value for key, value in json.loads(text).items() if key != "digest"}
@@ -414,8 +414,8 @@ def test_a_module_without_its_action_plugin_changes_nothing(
     (result,) = plan_target.play(PACKAGE, options=options, environment=environment)
     assert "started without its action plugin" in result["msg"] and result["failure"]["kind"] == "invalid", result
     assert read_state(plan_gateway) == state
-    information = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox_info", "name": "box"}}
-    (result,) = plan_target.play(information, options=options, environment=environment)
+    info_task = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox_info", "name": "box"}}
+    (result,) = plan_target.play(info_task, options=options, environment=environment)
     assert result["sandboxes"] == [] and not result.get("failed"), result
 
 
@@ -464,7 +464,7 @@ def test_the_callback_loads_the_plan_for_all_tasks(plan_target: Target, plan_pat
     assert result["paths"] == [str(plan_path)] * has_callback
 
 
-def test_the_callback_lists_what_was_not_made_at_the_end_of_the_run(
+def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that fails for one of its objects has not made all of its changes."""
@@ -487,5 +487,5 @@ def test_the_callback_lists_what_was_not_made_at_the_end_of_the_run(
     monkeypatch.setattr(sandboxes, "update", update_one)
     plan_target.run_playbooks(*names, environment=environment)
     assert plan_target.output.count("in the plan:") == 1, plan_target.output
-    _, _, unmade = plan_target.output.partition("Not made, but in the plan:\n")
-    assert unmade.strip() == "target: grove.sandbox.sandbox (second.yml:1): two", plan_target.output
+    _, _, omitted = plan_target.output.partition("Not made, but in the plan:\n")
+    assert omitted.strip() == "target: grove.sandbox.sandbox (second.yml:1): two", plan_target.output

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
-from tests.collection.plays import PlayTask, make_tasks, number_of_plays
+from tests.collection.plays import PlayTask, make_tasks, read_play_count
 from tests.collection.runner import Result, Target, Task
 from tests.unit.plugins.test_whole_plays import BusyHost
 
@@ -93,7 +93,7 @@ def test_generated_playbooks_run_as_planned(
     results, states, outcomes = Counts(), Counts(), Counter[str]()
 
     @settings(
-        max_examples=number_of_plays(3, of_long_run=40),
+        max_examples=read_play_count(3, long_run_count=40),
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

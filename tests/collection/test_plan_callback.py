@@ -143,7 +143,7 @@ def test_the_lookup_knows_the_failures_of_earlier_plays(
     def on(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}
 
-    fates = [
+    outcome_tasks = [
         on("failed", FAILING_TASK),
         on("ignored", {**FAILING_TASK, "ignore_errors": True}),
         {"block": [on("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
@@ -167,7 +167,7 @@ def test_the_lookup_knows_the_failures_of_earlier_plays(
         "check_mode": False,
     }
     target.run(
-        {"hosts": "all:!last", "strategy": strategy, "tasks": fates},
+        {"hosts": "all:!last", "strategy": strategy, "tasks": outcome_tasks},
         {"hosts": "all:!last", "strategy": strategy, **handlers},
         {"hosts": "last", "tasks": [publish]},
         options=("-i", ",".join(hosts), "--check", "-e", f"ansible_python_interpreter={sys.executable}"),

@@ -116,7 +116,7 @@ def test_a_run_does_exactly_what_the_published_plan_says(runner: Runner) -> None
     assert runner.check()["entries"] and not any(entry["actions"] for entry in runner.check()["entries"])
 
 
-def test_another_winner_than_that_of_the_plan_is_refused(runner: Runner) -> None:
+def test_a_winner_other_than_that_of_the_plan_is_refused(runner: Runner) -> None:
     runner.check()
     check_refusal(runner.apply(plan_winner="small"), "this task changed nothing")
     assert runner.read_state()["snapshots"] == ["shop-start"]
@@ -184,7 +184,7 @@ def test_templates_in_a_plan_are_not_evaluated(target: Target, as_text: bool) ->
     assert result["changed"] and result["sandbox"]["metadata"] == {"odd": odd_text}
 
 
-def test_a_plan_without_a_failed_host_cannot_be_applied(target: Target) -> None:
+def test_a_plan_that_lacks_a_failed_host_cannot_be_applied(target: Target) -> None:
     box = {"grove.sandbox.sandbox": {"name": "box-{{ inventory_hostname }}", "template": "base"}}
     failing = {"ansible.builtin.fail": {}, "when": "inventory_hostname == 'target'", "ignore_errors": False}
     play = {"hosts": "all", "gather_facts": False, "tasks": [failing, box, PUBLISH]}

@@ -147,7 +147,7 @@ def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:
         assert [each["name"] for each in found["sandboxes"]] == ["other"], plan_target.output
 
 
-def test_sessions_of_ended_runs_make_place_for_new_ones(
+def test_sessions_of_ended_runs_make_room_for_new_ones(
     plan_gateway: MemoryGateway, plan_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)

@@ -198,7 +198,7 @@ def test_tasks_on_a_predicted_host_are_skipped(
 
 
 @each_release
-def test_a_real_host_beside_a_predicted_one_is_reached(core: str, gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: MemoryGateway, tmp_path: Path) -> None:
     """This includes a sandbox whose machine the plan does not change, and one that is created during the check run."""
     for name in ("real", "updated"):
         create_sandbox(gateway, name)
@@ -290,7 +290,7 @@ CHANGES: dict[str, tuple[list[Task], str]] = {
 """For each name of a sandbox, tasks that plan a change, and a part of the message of a task in the sandbox."""
 
 
-def test_changes_of_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_changes_to_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_path: Path) -> None:
     for name in CHANGES:
         create_sandbox(gateway, name, **({"lifecycle": {"autoResume": True}} if name == "waking" else {}))
     changes = [
@@ -371,7 +371,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         assert client.get("/sandboxes/asleep").json()["state"] == "running"
 
 
-def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_meanwhile(
+def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_in_the_meantime(
     gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the check of the connection plugin, the sandbox looks like one that a request would not resume."""
@@ -406,7 +406,7 @@ def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_
     assert len(run.of("guest")) == 3 and not opened_sessions
 
 
-def test_a_connection_with_another_key_is_unreachable(
+def test_a_connection_with_a_different_key_is_unreachable(
     gateway: MemoryGateway, tmp_path: Path, opened_sessions: list[str]
 ) -> None:
     create_sandbox(gateway, "real")

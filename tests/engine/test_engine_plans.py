@@ -204,7 +204,7 @@ def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
         lambda root: os.link(root / "file", root / "second name"),
     ],
 )
-def test_each_change_of_a_file_is_seen(tmp_path: Path, change: Any) -> None:
+def test_every_change_to_a_file_is_detected(tmp_path: Path, change: Any) -> None:
     (tmp_path / "file").write_bytes(b"A")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("file")
@@ -216,7 +216,7 @@ def test_each_change_of_a_file_is_seen(tmp_path: Path, change: Any) -> None:
     assert before != dict(read_files([tmp_path]))
 
 
-def test_written_data_is_seen_without_the_time_of_its_change(tmp_path: Path) -> None:
+def test_written_data_is_detected_without_its_modification_time(tmp_path: Path) -> None:
     """The digest of a sparse file covers every block that contains data."""
     path, digests = tmp_path / "image", set()
     for offset in (None, 0, (1 << 20) - 1, 5 << 20, (8 << 20) - 1):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.plays import PlayChecks, PlayTask, empty, make_plays, make_tasks, number_of_plays
+from tests.collection.plays import PlayChecks, PlayTask, empty, make_plays, make_tasks, read_play_count
 from tests.engine.conftest import HOST_KINDS
 from tests.support import session
 from tests.support.busy_gateway import BUSY_PROGRAM
@@ -49,7 +49,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
         return named_tasks
 
     @settings(
-        max_examples=number_of_plays(1, of_long_run=40),
+        max_examples=read_play_count(1, long_run_count=40),
         deadline=None,
         phases=[Phase.generate],  # no attempts to find a shorter play, which would take hours
         report_multiple_bugs=False,

@@ -52,7 +52,7 @@ class JailGateway(Gateway):
         """Return the names of the snapshots that the gateway lists."""
         return [name for item in self.call("GET", "/snapshots", params=params) for name in item["names"]]
 
-    def zfs_snapshot_ids(self) -> set[str]:
+    def list_zfs_snapshot_ids(self) -> set[str]:
         """Return the ids of the snapshots in ZFS, except for the template's."""
         tree = zfs.get_tree(self.dataset, ("defer_destroy",))
         names = {name for name, facts in tree.items() if "@" in name and not facts["defer_destroy"].is_on}
@@ -88,7 +88,7 @@ def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
     snapshot = gateway.call("POST", "/sandboxes/source/snapshots", body, status=201)
     assert (snapshot["status"], snapshot["memory"], snapshot["names"]) == ("ready", "none", ["mark"])
     assert snapshot["zfsSnapshot"].startswith(f"{gateway.dataset}/sandboxes/")
-    assert gateway.zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs.lzc_exists(snapshot["zfsSnapshot"])
+    assert gateway.list_zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs.lzc_exists(snapshot["zfsSnapshot"])
     gateway.sh("source", f"echo second >{_WORD_FILE}")
     later_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
     assert later_snapshot["parentSnapshotID"] == snapshot["snapshotID"]
@@ -112,7 +112,7 @@ def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
         gateway.call("DELETE", f"/sandboxes/{name}", status=204)
     gateway.call("DELETE", "/snapshots/mark", status=204)
     assert "not found" in gateway.call("GET", "/snapshots/mark", status=404)["message"]
-    assert gateway.snapshot_names() == ["later"] and gateway.zfs_snapshot_ids() == {later_snapshot["snapshotID"]}
+    assert gateway.snapshot_names() == ["later"] and gateway.list_zfs_snapshot_ids() == {later_snapshot["snapshotID"]}
     assert read_word(gateway, "source") == "second"
 
 
@@ -132,7 +132,7 @@ def test_a_snapshot_survives_its_source_and_a_restart(gateway: JailGateway) -> N
     assert "late" in gateway.call("DELETE", "/snapshots/mark", status=409)["message"]
     gateway.call("DELETE", "/sandboxes/late", status=204)
     gateway.call("DELETE", "/snapshots/mark", status=204)
-    assert gateway.zfs_snapshot_ids() == set()
+    assert gateway.list_zfs_snapshot_ids() == set()
     assert zfs.list_datasets(f"{gateway.dataset}/sandboxes", depth=1)[1:] == []
 
 
@@ -148,9 +148,9 @@ def test_snapshots_can_be_managed_with_sandboxctl(gateway: JailGateway) -> None:
     deletion = gateway.run_sandboxctl("snapshot", "delete", "mark", "--when-unused")
     assert deletion.returncode == 0 and "is hidden" in deletion.stderr
     assert gateway.run_sandboxctl("snapshot", "show", "mark").returncode == 3
-    assert gateway.zfs_snapshot_ids(), "the forks of the snapshot still need it"
+    assert gateway.list_zfs_snapshot_ids(), "the forks of the snapshot still need it"
     assert gateway.run_sandboxctl("kill", "left", "right", "source").returncode == 0
-    assert gateway.zfs_snapshot_ids() == set(), "the snapshot was not removed with its last user"
+    assert gateway.list_zfs_snapshot_ids() == set(), "the snapshot was not removed with its last user"
 
 
 def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: JailGateway) -> None:
@@ -164,7 +164,7 @@ def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: Ja
     gateway.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
     assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
     recreated_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
-    assert recreated_snapshot["snapshotID"] in gateway.zfs_snapshot_ids(), (
+    assert recreated_snapshot["snapshotID"] in gateway.list_zfs_snapshot_ids(), (
         "the name of the lost snapshot cannot be used again"
     )
 

@@ -48,7 +48,7 @@ def test_opening_the_bridge_twice_creates_it_once(bridge: Bridge) -> None:
     assert bridge.name not in run_shim("ifconfig", "-l").split()
 
 
-def test_a_bridge_with_another_address_is_refused_and_not_changed(bridge: Bridge) -> None:
+def test_a_bridge_with_a_different_address_is_refused_and_not_changed(bridge: Bridge) -> None:
     run_shim("ifconfig", "bridge", "create", "name", bridge.name)
     run_shim("ifconfig", bridge.name, "inet", "10.9.8.7/24")
     with pytest.raises(BackendFailed, match=r"has the address 10\.9\.8\.7/24, not .*\[jail_zfs\] bridge"):

@@ -113,7 +113,7 @@ def test_uncommitted_datasets_are_found() -> None:
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
     findings = Tree().add(dataset_name(VOLUME)).add_snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
     assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
-    assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.to_mark == {}
+    assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.pending_marks == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
@@ -144,7 +144,7 @@ def test_damaged_records_are_quarantined() -> None:
     assert (
         set(findings.marks.quarantined)
         == {dataset_name(VOLUME), dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
-        == set(findings.marks.to_mark)
+        == set(findings.marks.pending_marks)
     )
     recovered_findings = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
     assert (recovered_findings.marks.recovered, [volume.id for volume in recovered_findings.volumes]) == (

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 
 def _change_owner(root: str, **changes: object) -> None:
-    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, json.dumps(json.loads(host_lock._own_identity()) | changes))
+    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, json.dumps(json.loads(host_lock._read_own_identity()) | changes))
 
 
 def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, lock_directory: Path) -> None:

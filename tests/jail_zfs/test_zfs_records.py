@@ -157,7 +157,7 @@ def test_damaged_properties_never_prevent_a_scan(local: dict[str, dict[str, str]
     assert len(ids) == len(set(ids))
     removed_instances = {*findings.uncommitted, *findings.superseded}
     assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
-    assert not set(findings.to_move) & set(findings.empty)
-    for name, reason in findings.marks.to_mark.items():
+    assert not set(findings.pending_moves) & set(findings.empty)
+    for name, reason in findings.marks.pending_marks.items():
         format_property_assignment(QUARANTINE, reason or "x")
         assert name.rpartition("/")[2] not in removed_instances

@@ -127,7 +127,7 @@ def test_auto_probes_once_and_caches_the_result(
 
 def test_without_a_kernel_earlier_results_are_used(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
-    monkeypatch.setattr(accel, "_host_kernel", lambda: None)
+    monkeypatch.setattr(accel, "_find_host_kernel", lambda: None)
     version = probe(cache_file).qemu_version
     assert probe(cache_file).name == "tcg"
     for host_kernel, has_booted, expected_name in (("other", True, "tcg"), (os.uname().release, False, "tcg")):

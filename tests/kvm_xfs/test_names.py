@@ -25,7 +25,7 @@ SERVICE, OTHER_SERVICE = "192.31.196.1", "192.175.48.1"
 """Public addresses of the outside machine. Port 80 accepts connections."""
 
 
-def names_only(*names: str) -> NetworkPolicy:
+def make_names_only_policy(*names: str) -> NetworkPolicy:
     return NetworkPolicy(allow_internet=False, allow_out=[*names])
 
 
@@ -66,7 +66,7 @@ async def test_a_guest_reaches_the_addresses_of_allowed_names_and_no_others() ->
         guest = w.add_guest(slot)
         # A slot of an older release has neither this chain nor this set.
         run_nft(slot, "delete chain inet sandbox resolver; delete set inet sandbox name_addresses")
-        await w.pool.apply(slot, names_only(API))
+        await w.pool.apply(slot, make_names_only_policy(API))
         assert not guest.can_reach(SERVICE, 80)
         assert await ask(guest, API) == (dns.rcode.NOERROR, [SERVICE])
         connection = w.close_at_end(guest.connect(SERVICE, 80))
@@ -79,7 +79,7 @@ async def test_a_guest_reaches_the_addresses_of_allowed_names_and_no_others() ->
         pool = SlotPool(w.network)
         await pool.open({slot.number})
         try:
-            await pool.adopt(slot.number, names_only(API))
+            await pool.adopt(slot.number, make_names_only_policy(API))
             assert guest.can_reach(SERVICE, 80, timeout=20)
             assert await ask(guest, API) == (dns.rcode.NOERROR, [SERVICE])
             assert await ask(guest, "other.example.com") == (dns.rcode.REFUSED, [])
@@ -92,7 +92,7 @@ async def test_a_guest_reaches_the_addresses_of_allowed_names_and_no_others() ->
 
             # A new policy also applies to them.
             server.records["other.example.com"] = [f"300 A {OTHER_SERVICE}"]
-            await pool.apply(slot, names_only("*.example.com"))
+            await pool.apply(slot, make_names_only_policy("*.example.com"))
             outside_end.settimeout(0.6)
             with contextlib.suppress(OSError):
                 connection.sendall(b"secret")
@@ -101,7 +101,7 @@ async def test_a_guest_reaches_the_addresses_of_allowed_names_and_no_others() ->
             assert await ask(guest, "other.example.com") == (dns.rcode.NOERROR, [OTHER_SERVICE])
             assert guest.can_reach(OTHER_SERVICE, 80, timeout=20)
 
-            await pool.apply(slot, names_only(API))
+            await pool.apply(slot, make_names_only_policy(API))
             assert not guest.can_reach(OTHER_SERVICE, 80)
             await pool.apply(slot, NetworkPolicy(allow_internet=False))
             with pytest.raises(OSError, match="No route to host"):

@@ -712,7 +712,7 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
     await create_incomplete_slot(1, namespaces, "set_sysctl")
     await create_incomplete_slot(2, links, "_create_tap")
     await create_incomplete_slot(3, links, "in_namespace")
-    await create_incomplete_slot(4, links, "_interface_index")
+    await create_incomplete_slot(4, links, "_find_interface_index")
     uncommitted_slot = SlotPool(network)._make_slot(5)
     run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted_slot))
     assert len([name for name in list_slot_objects(network.prefix) if "/" not in name]) >= 6

@@ -201,7 +201,7 @@ def test_missing_files_of_a_tree_are_reported(tree: Path, tmp_path: Path, patter
     assert {path.name for path in tmp_path.iterdir()} == {"tree"}
 
 
-def test_trees_with_another_init_or_an_old_python_are_refused(tree: Path, tmp_path: Path) -> None:
+def test_trees_with_a_different_init_or_an_old_python_are_refused(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/bin/python3").unlink()
     (tree / "usr/bin/python3").symlink_to("python3.11")
     (tree / "usr/bin/python3.11").rename(tree / "usr/bin/python3.8")

@@ -14,7 +14,7 @@ def test_a_machine_that_accepts_no_connection_does_not_block(tmp_path: Path) -> 
     """Otherwise, one QEMU process that hangs would stop the whole gateway."""
     outcomes: list[str] = []
 
-    def connect_often(connections: contextlib.ExitStack) -> None:
+    def connect_repeatedly(connections: contextlib.ExitStack) -> None:
         for _ in range(20):
             try:
                 connection = connections.enter_context(connect_to(tmp_path / "socket"))
@@ -25,7 +25,7 @@ def test_a_machine_that_accepts_no_connection_does_not_block(tmp_path: Path) -> 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listen_at(listener, tmp_path / "socket")
-        thread = threading.Thread(target=connect_often, args=(stack,), daemon=True)
+        thread = threading.Thread(target=connect_repeatedly, args=(stack,), daemon=True)
         thread.start()
         thread.join(30)
         assert not thread.is_alive(), outcomes

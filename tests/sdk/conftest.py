@@ -19,7 +19,7 @@ from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 KEY = "e2b_0123456789abcdef0123456789abcdef01234567"
 DOMAIN = "sandbox.test"
 HERE = Path(__file__).parent
-ON_BOTH_KINDS = ("test_cubesandbox.py", "test_load.py")
+SHARED_FILES = ("test_cubesandbox.py", "test_load.py")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Test one client on jail hosts in complete runs. The engine suite runs on both kinds of host."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if parameters.get("server") == "jail_zfs" and item.path.parent == HERE and item.path.name not in ON_BOTH_KINDS:
+        if parameters.get("server") == "jail_zfs" and item.path.parent == HERE and item.path.name not in SHARED_FILES:
             item.add_marker(pytest.mark.slow)
 
 

@@ -260,7 +260,7 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
     eventually(lambda: not output._unsent_bytes)
 
 
-def test_requests_whose_responses_are_unread_do_not_hold_their_bodies(
+def test_requests_with_unread_responses_do_not_keep_their_bodies_in_memory(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     """Otherwise, the clients would use up the limit for the bodies of all requests."""

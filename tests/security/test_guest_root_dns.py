@@ -15,7 +15,7 @@ import dns.message
 import dns.rcode
 import pytest
 
-from tests.kvm_xfs.test_names import SERVICE, ask, names_only, world_with_names
+from tests.kvm_xfs.test_names import SERVICE, ask, make_names_only_policy, world_with_names
 from tests.kvm_xfs.test_netns import METADATA_SERVICES, OPEN_POLICY, Guest, run_inside
 
 pytestmark = pytest.mark.usefixtures("need_root")
@@ -29,7 +29,7 @@ async def test_allowed_names_open_neither_denied_addresses_nor_other_name_server
         neighbour = w.add_guest(neighbour_slot := await w.pool.take(OPEN_POLICY))
         w.close_at_end(neighbour.listen(80))
         w.close_at_end(machine.listen(53))
-        guest = w.add_guest(await w.pool.take(names_only(ATTACKER, "*.example.com")))
+        guest = w.add_guest(await w.pool.take(make_names_only_policy(ATTACKER, "*.example.com")))
         # The name moves to addresses that are denied.
         denied_addresses = [*METADATA_SERVICES, machine.address, machine.host_address, neighbour_slot.host_address]
         for address in denied_addresses:

@@ -135,13 +135,13 @@ async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, mon
         eventually(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
         original_function = process_checks.identify_namespace
 
-        def look_late(path: Path) -> tuple[int, int]:
+        def identify_late(path: Path) -> tuple[int, int]:
             deadline = time.monotonic() + 0.5
             while path.is_relative_to(f"/proc/{pid}") and path.exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
             return original_function(path)
 
-        monkeypatch.setattr(process_checks, "identify_namespace", look_late)
+        monkeypatch.setattr(process_checks, "identify_namespace", identify_late)
         async with s.restarted_gateway([]) as (_, scan):
             assert was_killed(pid)
             assert scan.repaired == ["stopped an unknown machine, which belonged to no sandbox"]

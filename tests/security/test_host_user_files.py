@@ -160,7 +160,7 @@ def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     assert "s3cret" not in command.run(["env"], timeout=10, env={"MORE": "x"}).stdout
     assert not SECRETS.keys() & process._build_environment().keys()
-    assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
+    assert command.read_proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
 
 
 def find_processes(path: str) -> list[tuple[int, str]]:

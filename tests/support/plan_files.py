@@ -80,7 +80,7 @@ def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
     return edit
 
 
-def _with(place: str, value: Any) -> Callable[[], bytes]:
+def _edit_value(place: str, value: Any) -> Callable[[], bytes]:
     """Return a function that makes a signed plan with ``value`` at ``place``."""
     return lambda: sign(set_value(make_plan(), place, value))
 
@@ -102,7 +102,7 @@ def set_value(plan: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     return changed_plan
 
 
-def _nested(depth: int) -> Any:
+def _nest(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):
         value = [value]
@@ -110,7 +110,7 @@ def _nested(depth: int) -> Any:
 
 
 def _field(name: str, place: str, value: Any, problem: str) -> PlanFile:
-    return PlanFile(name, _with(place, value), f"PLAN is invalid: {problem}")
+    return PlanFile(name, _edit_value(place, value), f"PLAN is invalid: {problem}")
 
 
 _ACTION, _CHANGE = "entries/0/actions/0", "entries/0/actions/0/changes/0"
@@ -159,7 +159,7 @@ PLAN_FILES = (
         lambda: b" " * ((64 << 20) + 1),
         f"PLAN is longer than {64 << 20} bytes, so it is not a plan",
     ),
-    _field("too deep", f"{_ACTION}/request", {"x": _nested(60)}, "it is nested more than 40 levels deep"),
+    _field("too deep", f"{_ACTION}/request", {"x": _nest(60)}, "it is nested more than 40 levels deep"),
     _field("format 0", "format", 0, "format must be a positive integer, not 0"),
     _field("format true", "format", True, "format must be a positive integer, not True"),
     _field("time", "created_at", "today", "created_at must be a time such as 2026-11-24T17:40:00Z, not 'today'"),

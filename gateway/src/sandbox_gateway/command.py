@@ -18,7 +18,7 @@ _INHERITED_VARIABLES = ("PATH", "TMPDIR")
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
-def child_environment(**variables: str) -> dict[str, str]:
+def build_child_environment(**variables: str) -> dict[str, str]:
     """Return the environment for a child process: a few inherited variables, the C locale, and ``variables``.
 
     The rest of the gateway's environment is not passed on, because it may contain keys and proxy passwords, and a
@@ -28,7 +28,7 @@ def child_environment(**variables: str) -> dict[str, str]:
     return {**inherited, "LC_ALL": "C", **variables}
 
 
-def proxy_settings() -> dict[str, str]:
+def read_proxy_settings() -> dict[str, str]:
     """Return the proxy variables from the gateway's environment, for a child that downloads packages."""
     names = [*_PROXY_VARIABLES, *map(str.upper, _PROXY_VARIABLES)]
     return {name: os.environ[name] for name in names if name in os.environ}
@@ -43,7 +43,7 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` extends ``child_environment``.
+    """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` extends ``build_child_environment``.
 
     Raises BackendFailed if the program is not installed, times out, or (with ``check``) exits with a nonzero code.
     """
@@ -56,14 +56,14 @@ def run(
             text=True,
             errors="replace",
             timeout=timeout,
-            env=child_environment(**(env or {})),
+            env=build_child_environment(**(env or {})),
             pass_fds=pass_fds,
             check=False,
         )
     except FileNotFoundError:
         raise BackendFailed(missing_program_message(argv[0])) from None
     except subprocess.TimeoutExpired:
-        raise BackendFailed(_timeout_message(argv, timeout)) from None
+        raise BackendFailed(_format_timeout_message(argv, timeout)) from None
     return _check_status(argv, result, check)
 
 
@@ -83,7 +83,7 @@ async def run_async(
             stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=child_environment(**(env or {})),
+            env=build_child_environment(**(env or {})),
             pass_fds=pass_fds,
             start_new_session=True,
         )
@@ -100,7 +100,7 @@ async def run_async(
             async with asyncio.timeout(_KILL_WAIT_SECONDS):
                 await process.wait()
         if isinstance(error, TimeoutError):
-            raise BackendFailed(_timeout_message(argv, timeout)) from None
+            raise BackendFailed(_format_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
     result = CompletedProcess(
@@ -120,5 +120,5 @@ def missing_program_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 
-def _timeout_message(argv: Sequence[str], timeout: float) -> str:
+def _format_timeout_message(argv: Sequence[str], timeout: float) -> str:
     return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not finish within {timeout:g} s and was killed"

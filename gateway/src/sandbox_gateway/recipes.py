@@ -82,7 +82,7 @@ def source_digest(recipe: Recipe) -> str:
     path = Path(recipe.path)
     try:
         if path.is_dir():
-            return _tree_digest(path)
+            return _compute_tree_digest(path)
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
@@ -92,7 +92,7 @@ def source_digest(recipe: Recipe) -> str:
         ) from None
 
 
-def _tree_digest(root: Path) -> str:
+def _compute_tree_digest(root: Path) -> str:
     hasher = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         stat = path.lstat()

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 KVM = Path("/dev/kvm")
-BOOT_MARKS = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
-KERNEL_START_MARK = b"Linux version"
+BOOT_MARKERS = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
+KERNEL_START_MARKER = b"Linux version"
 MAX_SILENT_SECONDS = 8.0  # A kernel that prints nothing for this long is considered hung.
 
 
@@ -90,9 +90,9 @@ def boot_guest(arguments, kernel):
     finally:
         process.kill()
         process.wait()
-    if any(mark in output for mark in BOOT_MARKS):
+    if any(mark in output for mark in BOOT_MARKERS):
         return arguments.accelerator, f"{kernel.name} booted on {arguments.accelerator}"
-    if KERNEL_START_MARK in output:
+    if KERNEL_START_MARKER in output:
         return "tcg", f"{KVM} opens, but a guest kernel on it stopped after its first lines"
     last_lines = output.decode(errors="replace").strip().splitlines()[-1:] or [""]
     last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last_lines[0])[:200] or "nothing"
@@ -109,7 +109,7 @@ def read_console(process, seconds):
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while not any(mark in output for mark in BOOT_MARKS):
+        while not any(mark in output for mark in BOOT_MARKERS):
             if not selector.select(min(MAX_SILENT_SECONDS, max(0.0, deadline - time.monotonic()))):
                 return output, False
             chunk = os.read(process.stdout.fileno(), 65536)

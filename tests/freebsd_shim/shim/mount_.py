@@ -232,7 +232,7 @@ def resolve_options(words: list[str], fstype_options: tuple[str, ...]) -> tuple[
     return effective_options, ""
 
 
-def cover_errno(node: str, options: list[str]) -> int:
+def check_cover(node: str, options: list[str]) -> int:
     """Return an errno if the options forbid covering this mount point, else 0. See vfs_domount() in vfs_mount.c."""
     if "nocover" in options and any(each.current_path == node for each in list_mounts()):
         return errno.EBUSY
@@ -250,7 +250,7 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
     options, unknown_option = resolve_options(words, ("cache", "nocache"))
     if unknown_option:
         raise base.err(1, f"{node}: mount option <{unknown_option}> is unknown", errno.EINVAL)
-    error_number = cover_errno(node, options)
+    error_number = check_cover(node, options)
     if not error_number and any(
         each.fstype == "nullfs" and each.current_path == node and each.special == source for each in list_mounts()
     ):
@@ -289,7 +289,7 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
             raise base.unsupported(f"devfs ruleset {text}")
     if not rulesets:
         raise base.unsupported("devfs without a ruleset")
-    error_number = cover_errno(node, mount_options)
+    error_number = check_cover(node, mount_options)
     if error_number:
         raise base.err(1, special, error_number)
     source = f"devfs-{os.getpid()}-{time.monotonic_ns()}"

@@ -34,7 +34,7 @@ _NOT_OPERATIONS = {
     "Sandboxes.usage",
     "Templates.guest_digest",
     "Volumes.state",
-    "RoomKeeper.report",
+    "RoomMonitor.report",
     # steps of operations
     "Agents.identify",
     "Agents.mount_volumes",
@@ -43,14 +43,14 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.fork",
     "MachineLifecycle.mark_stopped",
     "MachineLifecycle.stop_paused",
-    "RoomKeeper.require_for_capture",
-    "RoomKeeper.require_for_machines",
+    "RoomMonitor.require_for_capture",
+    "RoomMonitor.require_for_machines",
     # background work
     "Loads.history",
     "Loads.watch",
     "PrewarmPool.discard_all",
     "PrewarmPool.keep_ready",
-    "RoomKeeper.watch",
+    "RoomMonitor.watch",
 }
 
 _Call = Callable[[Engine], Awaitable[Any]]

@@ -14,7 +14,7 @@ from tests.support.memory_engine import create, open_engine
 pytestmark = pytest.mark.anyio
 
 
-async def test_whether_a_sandbox_has_diverged_is_measured_without_its_agent(
+async def test_divergence_is_measured_without_the_agent_of_the_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_engine(tmp_path) as engine:

@@ -189,7 +189,7 @@ async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
     await operation(engine)
 
 
-async def test_reserves_of_zero_refuse_nothing(tmp_path: Path, host: _Host) -> None:
+async def test_reserves_of_zero_cause_no_refusal(tmp_path: Path, host: _Host) -> None:
     async with open_engine(tmp_path, host, limits={"free_disk_mb": 0, "free_memory_mb": 0}) as engine:
         host.set_free_space(disk_mb=0, memory_mb=0)
         await create(engine, "a")

@@ -14,7 +14,7 @@ MODULES_DIRECTORY = "/lib/modules/6.1.0/kernel/drivers"
 
 
 @pytest.mark.parametrize("name", ["KERNEL_ARGUMENTS", "TCG_KERNEL_ARGUMENTS"])
-def test_other_kernel_arguments_make_templates_outdated(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_different_kernel_arguments_make_templates_outdated(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     digest_before = guest_files.guest_digest()
     monkeypatch.setattr(guest_files, name, "other")
     assert guest_files.guest_digest() != digest_before
@@ -53,7 +53,7 @@ def run_hook(tmp_path: Path, *modules: str) -> Path:
     return tree
 
 
-def test_the_initrd_contains_only_what_mounts_the_disk(tmp_path: Path) -> None:
+def test_the_initrd_contains_only_the_files_that_mount_the_disk(tmp_path: Path) -> None:
     ring, block = f"{MODULES_DIRECTORY}/virtio_ring.ko", f"{MODULES_DIRECTORY}/virtio_blk.ko"
     tree = run_hook(tmp_path, ring, ring, block)
     init = (tree / "init").read_text()

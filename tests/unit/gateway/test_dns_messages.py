@@ -33,7 +33,7 @@ _HEADER = b"\x12\x34\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00"
 @example(_HEADER + b"\xc0\x00\x00\x01\x00\x01")  # The name is a pointer to the header.
 @example(_HEADER + b"\x01a\xc0\x0c\x00\x01\x00\x01")  # The name never ends.
 @example(_HEADER + b"\x3f" + b"a" * 63 + b"\x00\x00\x01")
-def test_any_bytes_are_a_query_or_nothing(data: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_ignored(data: bytes) -> None:
     if (query := parse_query(data)) is not None:
         reply = encode_reply(query, dns.rcode.REFUSED)
         assert len(reply) <= MAX_MESSAGE_BYTES
@@ -41,7 +41,7 @@ def test_any_bytes_are_a_query_or_nothing(data: bytes) -> None:
 
 
 @given(st.integers(0, len(QUERY) - 1), st.integers(0, 255))
-def test_a_damaged_query_is_a_query_or_nothing(index: int, byte: int) -> None:
+def test_a_damaged_query_is_parsed_or_ignored(index: int, byte: int) -> None:
     if (query := parse_query(QUERY[:index] + bytes([byte]) + QUERY[index + 1 :])) is not None:
         encode_reply(query, dns.rcode.NOERROR, [ipaddress.IPv4Address("1.1.1.1")], 60)
 
@@ -52,10 +52,10 @@ def test_other_messages_are_not_queries() -> None:
     update.set_opcode(dns.opcode.UPDATE)
     two_questions = dns.message.make_query("a.example.com", "A")
     two_questions.question += dns.message.make_query("b.example.com", "A").question
-    chaos = dns.message.make_query("version.bind", "TXT", "CH").to_wire()
+    chaos_query = dns.message.make_query("version.bind", "TXT", "CH").to_wire()
     long_query = dns.message.make_query("api.example.com", "A", use_edns=0, pad=1000).to_wire()
     assert len(long_query) > MAX_MESSAGE_BYTES
-    for data in (b"", QUERY[:12], response, update.to_wire(), two_questions.to_wire(), chaos, long_query):
+    for data in (b"", QUERY[:12], response, update.to_wire(), two_questions.to_wire(), chaos_query, long_query):
         assert parse_query(data) is None
     assert parse_query(QUERY) is not None
 

@@ -30,7 +30,7 @@ def template_directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("input_file", INPUT_FILES)
-def test_a_change_of_any_input_changes_the_digest(template_directory: Path, input_file: str) -> None:
+def test_a_change_to_any_input_changes_the_digest(template_directory: Path, input_file: str) -> None:
     digest_before = Recipe().digest(digest_guest(template_directory))
     with (template_directory / input_file).open("a") as file:
         file.write("#")

@@ -49,7 +49,7 @@ def test_names_and_wildcards_match_whole_labels(name: str, is_allowed: bool) -> 
     assert policy.allows_name(dns.name.from_text(name)) is is_allowed
 
 
-def test_a_policy_without_names_is_false() -> None:
+def test_a_policy_without_names_is_falsy() -> None:
     assert not name_policy("1.1.1.1") and name_policy("a.example.com") and name_policy("*.example.com")
 
 

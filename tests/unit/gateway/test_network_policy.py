@@ -86,7 +86,7 @@ def test_errors_name_the_field_and_the_text() -> None:
         assert error_info.value.message.startswith(f"{field}: {text!r} is not an IPv4 address or CIDR block. ")
 
 
-def test_names_are_normalised() -> None:
+def test_names_are_normalized() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", " API.Example.com. ", "*.xn--bcher-kva.example"])
     assert allowed_names(policy) == ["api.example.com", "*.xn--bcher-kva.example"]
     assert can_reach(policy, "1.1.1.1") and not can_reach(policy, "1.1.1.2")
@@ -101,7 +101,7 @@ def test_names_are_normalised() -> None:
         ".".join(["a" * 63] * 4),
     ],
 )
-def test_texts_that_are_not_names_are_refused(text: str) -> None:
+def test_text_that_is_not_a_name_is_refused(text: str) -> None:
     with pytest.raises(Invalid, match=r"or a domain name such as 'api\.example\.com'"):
         egress_rules(NetworkPolicy(allow_internet=False, allow_out=[text]), [])
 

@@ -126,7 +126,7 @@ async def test_denied_addresses_are_neither_opened_nor_returned() -> None:
 @pytest.mark.parametrize(
     ("ttl", "reply_ttl", "seconds"), [(0, 0, 120), (1, 1, 120), (2**31 - 1, MAX_OPEN_SECONDS, 3660)]
 )
-async def test_the_time_is_bounded(ttl: int, reply_ttl: int, seconds: int) -> None:
+async def test_the_time_for_which_an_address_is_open_is_bounded(ttl: int, reply_ttl: int, seconds: int) -> None:
     async with slot() as s:
         s.upstream.ttl = ttl
         assert await s.ask(API) == (dns.rcode.NOERROR, ["1.1.1.1"], reply_ttl)
@@ -209,7 +209,7 @@ async def test_invalid_messages_get_no_reply() -> None:
         assert (await s.ask(API))[1] == ["1.1.1.1"]
 
 
-async def test_no_resolver_remains_for_a_slot_that_is_removed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_resolver_remains_for_a_slot_that_is_removed_in_the_meantime(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = slots.SlotPool(Network(dns=["9.9.9.9"]))
     removed_slot = pool._all[0] = pool._make_slot(0)
     endpoint = bind()
@@ -269,8 +269,8 @@ async def test_forged_and_malformed_responses_are_ignored() -> None:
         return [b"", b"\xff" * 40, valid[:-3], query.to_wire(), other_id, other_question, valid]
 
     async with name_server(answer) as upstream:
-        answer_1 = await upstream.look_up(dns.name.from_text(API))
-    assert answer_1 == Answer(dns.rcode.NOERROR, (ipaddress.IPv4Address("1.1.1.1"),), 300)
+        first_answer = await upstream.look_up(dns.name.from_text(API))
+    assert first_answer == Answer(dns.rcode.NOERROR, (ipaddress.IPv4Address("1.1.1.1"),), 300)
 
 
 async def test_loops_and_failures_are_servfail_and_missing_names_are_nxdomain(monkeypatch: pytest.MonkeyPatch) -> None:

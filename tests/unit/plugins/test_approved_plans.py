@@ -221,7 +221,7 @@ def test_nothing_is_done_with_a_template_that_others_changed(
         ),
     ],
 )
-def test_a_change_that_others_made_in_place_of_the_run_stops_it(
+def test_a_change_that_others_made_instead_of_the_run_stops_it(
     gateway: MemoryGateway, client: Client, tasks: list[Task], drift: Callable[[Client], Any]
 ) -> None:
     entries = make_plan(gateway, *tasks)
@@ -319,7 +319,7 @@ def test_an_object_that_was_replaced_is_not_changed(gateway: MemoryGateway, clie
         UPDATE,
     ],
 )
-def test_other_actions_than_the_planned_ones_are_refused(
+def test_actions_other_than_the_planned_ones_are_refused(
     gateway: MemoryGateway, client: Client, other_task: Task
 ) -> None:
     (entry,) = make_plan(gateway, FORK)
@@ -337,8 +337,8 @@ def test_an_action_outside_the_plan_is_refused(gateway: MemoryGateway, client: C
     result = apply(client, UPDATE, {**entry, "gateway": "0" * 16})
     assert "another gateway" in result["msg"]
     assert read_state(client) == before
-    unchanged = ("sandbox", {"name": ["web"], "state": "running"})
-    assert apply(client, unchanged)["changed"] is False, "a task without changes needs no plan"
+    unnecessary_task = ("sandbox", {"name": ["web"], "state": "running"})
+    assert apply(client, unnecessary_task)["changed"] is False, "a task without changes needs no plan"
 
 
 def test_secrets_are_compared_but_not_stored(gateway: MemoryGateway, client: Client) -> None:
@@ -362,8 +362,8 @@ def test_equal_secrets_are_hashed_once(gateway: MemoryGateway, client: Client, m
     monkeypatch.setattr(hashlib, "pbkdf2_hmac", count_hash)
     secret = f"unique-{uuid.uuid4()}"
     create = ("sandbox", {"name": ["one", "two", "three"], "template": "base", "env": {"TOKEN": secret}})
-    again = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
-    entries = make_plan(gateway, create, again)
+    second_create = ("sandbox", {"name": ["four"], "template": "base", "env": {"TOKEN": secret}})
+    entries = make_plan(gateway, create, second_create)
     assert len(hashed_texts) == 1 and secret.encode() in hashed_texts[0]
     assert apply(client, create, *entries)["changed"]
     assert len(hashed_texts) == 1
@@ -404,7 +404,7 @@ def test_planned_ids_stand_for_the_ids_of_the_run(gateway: MemoryGateway, client
         (("volume", {"name": ["box"], "size_mb": 64}), ("volume", {"name": ["box"], "state": "absent"})),
     ],
 )
-def test_an_object_that_others_created_in_place_of_the_run_is_kept(
+def test_an_object_that_others_created_instead_of_the_run_is_kept(
     gateway: MemoryGateway, client: Client, create: Task, remove: Task
 ) -> None:
     entries = make_plan(gateway, create, remove)
@@ -417,7 +417,7 @@ def test_an_object_that_others_created_in_place_of_the_run_is_kept(
     assert read_state(client) == before
 
 
-def test_values_of_users_are_compared_whatever_their_keys(gateway: MemoryGateway, client: Client) -> None:
+def test_values_of_users_are_compared_regardless_of_their_keys(gateway: MemoryGateway, client: Client) -> None:
     def create(value: str, timeout: int) -> Task:
         metadata = {"address": value, "end": value, "serial": "000000001234"}
         return ("sandbox", {"name": ["box"], "template": "base", "metadata": metadata, "timeout": timeout})
@@ -429,7 +429,7 @@ def test_values_of_users_are_compared_whatever_their_keys(gateway: MemoryGateway
     assert result["changed"], result
 
 
-def test_objects_are_compared_however_they_are_named(gateway: MemoryGateway, client: Client) -> None:
+def test_objects_are_compared_regardless_of_how_they_are_named(gateway: MemoryGateway, client: Client) -> None:
     ids = [client.get(f"/sandboxes/{name}")["sandboxID"] for name in ("web", "other")]
     remove = ("sandbox", {"name": ids, "state": "absent"})
     (entry,) = make_plan(gateway, remove)
@@ -464,7 +464,7 @@ def test_snapshots_of_a_volume_are_compared(gateway: MemoryGateway, client: Clie
     assert read_state(client) == before
 
 
-def test_snapshots_of_a_volume_that_the_run_itself_makes_are_known(gateway: MemoryGateway, client: Client) -> None:
+def test_snapshots_of_a_volume_that_the_run_itself_creates_are_known(gateway: MemoryGateway, client: Client) -> None:
     mount = ("sandbox", {"name": ["web"], "volumes": [{"name": "data", "path": "/srv/data"}]})
     assert run_task(client, *mount)["changed"]
     tasks = [

@@ -303,7 +303,7 @@ def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory:
 
 
 @pytest.mark.parametrize("plan_file", PLAN_FILES, ids=lambda each: each.name)
-def test_the_collection_judges_files_like_all_readers(plan_file: PlanFile, tmp_path: Path) -> None:
+def test_the_collection_accepts_the_same_files_as_all_readers(plan_file: PlanFile, tmp_path: Path) -> None:
     sentence = plan_file.write(tmp_path / "plan.json")
     if not sentence:
         _plan_file.load(str(tmp_path / "plan.json"))

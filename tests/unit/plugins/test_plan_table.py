@@ -144,7 +144,7 @@ def test_three_siblings_are_listed_one_by_one() -> None:
     assert names(4) == ["s0 … s3 (4)"]
 
 
-def test_siblings_of_different_signs_are_listed_apart() -> None:
+def test_siblings_with_different_signs_are_listed_separately() -> None:
     changes = [("sandbox", f"s{number}", number > 3, True) for number in range(8)]
     text = _plan_table.render(make_document(make_entry("Fork", 1, "fork", *changes)), 79, color=False)
     assert "+ s0 … s3 (4)" in text and "~ s4 … s7 (4)" in text
@@ -192,8 +192,8 @@ def test_long_text_is_shortened(width: int) -> None:
     )
     document = {**make_document(entry), "gateways": {EAST: "https://" + "e" * 200}}
     lines = _plan_table.render(document, width, color=False).splitlines()
-    too_long = [line for line in lines if _plan_table._width(line) > max(width, 79)]
-    assert not too_long
+    long_lines = [line for line in lines if _plan_table._width(line) > max(width, 79)]
+    assert not long_lines
     rows = [line for line in lines if ".yml:12)" in line]
     assert len(rows) == 4, "each place keeps its line number"
     assert "(5)" in rows[0] and "2.0 GiB memory, 1.0 MiB disk, 5 ms pause" in rows[0]

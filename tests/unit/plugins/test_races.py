@@ -42,7 +42,7 @@ class LateClient(Client):
         ("volume", {"name": ["data"], "size_mb": 64}),
     ],
 )
-def test_an_object_that_another_client_creates_meanwhile_is_used(
+def test_an_object_that_another_client_creates_in_the_meantime_is_used(
     gateway: MemoryGateway, kind: str, params: dict[str, Any]
 ) -> None:
     client, late_client = Client(gateway.unix_url), LateClient(gateway.unix_url)

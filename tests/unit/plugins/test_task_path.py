@@ -60,9 +60,9 @@ def test_names_do_not_depend_on_the_checkout(checkout: Path, shared: Path) -> No
     assert portable_path(str(collection_file), playbooks, "mk") == "collection://some.tools/roles/mk/tasks/main.yml"
 
 
-def test_another_role_of_the_same_name_has_another_name(checkout: Path, shared: Path) -> None:
-    hidden = name_role_file(checkout, shared / "vendor/mk")
-    assert hidden.endswith(f"shared/vendor/mk/{ROLE_FILE}") and "role:" not in hidden
+def test_another_role_of_the_same_name_has_a_different_name(checkout: Path, shared: Path) -> None:
+    name_below_vendor = name_role_file(checkout, shared / "vendor/mk")
+    assert name_below_vendor.endswith(f"shared/vendor/mk/{ROLE_FILE}") and "role:" not in name_below_vendor
 
 
 def test_a_link_to_a_file_has_its_own_name(checkout: Path) -> None:

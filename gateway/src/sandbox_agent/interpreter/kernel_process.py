@@ -337,7 +337,7 @@ class _CellRun:
         """Forward an event. Returns False if ``line`` is not an event."""
         if self._client_gone:
             return True
-        is_event = self._response.handle_event(line, self._timeout_message() if self._overdue else "")
+        is_event = self._response.handle_event(line, self._format_timeout_message() if self._overdue else "")
         self._flush_response(limit=child.PIECE_SIZE)
         return is_event
 
@@ -350,11 +350,11 @@ class _CellRun:
     def _finish(self, status: bytes) -> None:
         self._status = int(status)
         if self._overdue and not self._response.has_failed:
-            self._response.handle_error("TimeoutError", self._timeout_message())
+            self._response.handle_error("TimeoutError", self._format_timeout_message())
         elif self._status and not self._overdue:
             self._response.handle_error("ExitError", f"exit code {self._status}")
 
-    def _timeout_message(self) -> str:
+    def _format_timeout_message(self) -> str:
         return f"the code ran longer than {self._seconds:g} s"
 
     def _read_last_output(self) -> None:

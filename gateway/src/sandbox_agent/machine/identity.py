@@ -328,12 +328,12 @@ def _is_equal(expected: bytes, token: str) -> bool:
     return compare_digest(expected, token.encode("latin-1"))
 
 
-def _check_text(message: dict[str, Any], key: str, letters: str, max_length: int) -> str:
+def _check_text(message: dict[str, Any], key: str, alphabet: str, max_length: int) -> str:
     value = message.get(key)
     if value is None:
         return ""
-    if not isinstance(value, str) or len(value) > max_length or not set(value) <= set(letters):
-        raise invalid(f"the field '{key}' is not valid: use at most {max_length} characters from {letters!r}")
+    if not isinstance(value, str) or len(value) > max_length or not set(value) <= set(alphabet):
+        raise invalid(f"the field '{key}' is not valid: use at most {max_length} characters from {alphabet!r}")
     return value
 
 

@@ -80,7 +80,7 @@ def spawn(
             bufsize=0,
             start_new_session=True,
             preexec_fn=_set_controlling_terminal if terminal else None,
-            **_user_arguments(user),
+            **_build_user_arguments(user),
         )
     except OSError as error:
         if error.filename == (program or argv[0]):
@@ -90,7 +90,7 @@ def spawn(
         raise Failure("internal", f"cannot run {argv[0]!r}: {error}") from None
 
 
-def _user_arguments(user: User) -> dict[str, Any]:
+def _build_user_arguments(user: User) -> dict[str, Any]:
     if user.uid == os.geteuid():
         return {}
     if os.geteuid() != 0:

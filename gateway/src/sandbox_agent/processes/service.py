@@ -114,7 +114,7 @@ class ProcessService:
                     else min(keepalive_interval, max(0.0, stream.deadline - time.monotonic()))
                 )
                 chunks, end_event = follower.take(timeout)
-                frames = b"".join([_data_frame(kind, data) for kind, data in chunks])
+                frames = b"".join([_make_data_frame(kind, data) for kind, data in chunks])
                 is_past_deadline = stream.deadline is not None and time.monotonic() >= stream.deadline
                 if is_past_deadline and (end_event is None or process.overdue):
                     if frames:
@@ -201,7 +201,7 @@ def _describe_config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[st
     return {"cmd": cmd, "args": args, "envs": variables, **({"cwd": make_displayable(cwd)} if cwd else {})}
 
 
-def _data_frame(kind: str, data: bytes) -> bytes:
+def _make_data_frame(kind: str, data: bytes) -> bytes:
     encoded = binascii.b2a_base64(data, newline=False)
     return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded))
 

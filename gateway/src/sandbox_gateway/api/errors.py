@@ -203,7 +203,7 @@ class ErrorMiddleware:
             log.error("bug", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"])
             if status:
                 raise ConnectionError(f"incident {incident_id}") from error
-            await _incident_response(incident_id)(scope, receive, send_and_record)
+            await _make_incident_response(incident_id)(scope, receive, send_and_record)
         finally:
             self._record_request(scope, status, time.perf_counter() - started_at)
 
@@ -237,7 +237,7 @@ def _method_of(scope: Scope) -> str:
     return method
 
 
-def _incident_response(incident_id: str) -> JSONResponse:
+def _make_incident_response(incident_id: str) -> JSONResponse:
     return error_response(
         500,
         "internal",

@@ -35,7 +35,7 @@ bytes.
 _PIECE_BYTES = 32 << 10
 _MAX_UNSPLIT_BYTES = 16 << 10
 """Maximum size of a body that is sent in one piece and never counts as unsent: even thousands of them are small."""
-_HANDOVER = "sandbox_gateway.large_response"
+_LARGE_RESPONSE_TYPE = "sandbox_gateway.large_response"
 """The type of the ASGI message with which a response passes itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
 """The size of the responses that count as unsent, by the owner of a limit as error messages name it."""
@@ -71,7 +71,7 @@ class _LargeResponse(StreamingResponse):
         return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": _HANDOVER, "response": self})
+        await send({"type": _LARGE_RESPONSE_TYPE, "response": self})
 
 
 class LargeResponseMiddleware:
@@ -94,9 +94,9 @@ class LargeResponseMiddleware:
 
         async def send_unless_large(message: Message) -> None:
             nonlocal response, start
-            if message["type"] == _HANDOVER:
+            if message["type"] == _LARGE_RESPONSE_TYPE:
                 response = message["response"]
-            elif message["type"] == "http.response.start" and _declared_length(message) > _MAX_UNSPLIT_BYTES:
+            elif message["type"] == "http.response.start" and _read_declared_length(message) > _MAX_UNSPLIT_BYTES:
                 start = message
             elif start is not None:
                 bodies.append(message["body"])
@@ -111,7 +111,7 @@ class LargeResponseMiddleware:
                 await response.stream_response(send)
 
 
-def _declared_length(start: Message) -> int:
+def _read_declared_length(start: Message) -> int:
     return int(Headers(raw=start["headers"]).get("content-length", 0))
 
 

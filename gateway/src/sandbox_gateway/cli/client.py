@@ -129,7 +129,7 @@ class Client:
             connection.request(method, target, content, sent_headers)
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise self._lost_connection_failure(error) from None
+            raise self._connection_lost_failure(error) from None
         except ValueError:  # A header must be Latin-1 text without line breaks.
             raise Failure(
                 "the API key contains characters that are not allowed in a header",
@@ -156,9 +156,9 @@ class Client:
         try:
             return response.readline() if line else response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._lost_connection_failure(error) from None
+            raise self._connection_lost_failure(error) from None
 
-    def _lost_connection_failure(self, error: Exception) -> Failure:
+    def _connection_lost_failure(self, error: Exception) -> Failure:
         return Failure(
             f"the connection to the gateway at {self.url} was lost: {error or type(error).__name__}",
             ExitCode.UNREACHABLE,
@@ -194,7 +194,7 @@ class _Address:
     def create_connection(self) -> http.client.HTTPConnection:
         if self._socket_path:
             return _UnixConnection(self._socket_path)
-        create = _tls_connection if self._is_tls else http.client.HTTPConnection
+        create = _create_tls_connection if self._is_tls else http.client.HTTPConnection
         if not self._proxy:
             return create(self._host, self._port, timeout=CONNECT_SECONDS)
         proxy = urlsplit(self._proxy if "//" in self._proxy else f"//{self._proxy}")
@@ -219,7 +219,7 @@ class _UnixConnection(http.client.HTTPConnection):
             raise
 
 
-def _tls_connection(host: str, port: int | None, *, timeout: float) -> http.client.HTTPSConnection:
+def _create_tls_connection(host: str, port: int | None, *, timeout: float) -> http.client.HTTPSConnection:
     """Create a connection that trusts the certificate authorities in SSL_CERT_FILE or SSL_CERT_DIR, or the system's."""
     return http.client.HTTPSConnection(host, port, timeout=timeout, context=ssl.create_default_context())
 

@@ -51,12 +51,12 @@ def failure_from_response(status: int, body: Any) -> Failure:
         )
     kind, message = body.get("kind", ""), str(body["message"])
     code = _EXIT_CODE_BY_KIND.get(kind) or _EXIT_CODE_BY_STATUS.get(status, ExitCode.FAILED)
-    return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
+    return Failure(message, code, _find_hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 
-def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str:
+def _find_hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str:
     if kind == "in_use":
-        return _in_use_hint(blockers, details)
+        return _find_in_use_hint(blockers, details)
     if kind == "not_found":
         return f"`sandboxctl {_list_command(details)}` shows the existing ones"
     hint_by_kind = {
@@ -70,7 +70,7 @@ def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str
     return hint_by_kind.get(kind, "")
 
 
-def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
+def _find_in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
     """Return the hint for an object in use. ``details`` is empty in responses from older gateways."""
     user_kinds = {user["kind"] for user in details.get("users", [])}
     if details and not user_kinds:

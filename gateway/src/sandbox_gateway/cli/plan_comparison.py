@@ -70,7 +70,7 @@ class Comparison:
 def compare(old: Plan, new: Plan) -> Comparison:
     """Return all differences between two plans, except those that this module ignores."""
     old_entries, new_entries = _replace_planned_ids(old), _replace_planned_ids(new)
-    versions = tuple(_compare_versions(_first_versions(old_entries), _first_versions(new_entries)))
+    versions = tuple(_compare_versions(_find_first_versions(old_entries), _find_first_versions(new_entries)))
     old_tasks, new_tasks = _identify(old_entries, _identify_task), _identify(new_entries, _identify_task)
     properties = [name for name in ("problems", "playbooks", "gateways") if getattr(old, name) != getattr(new, name)]
     if [key for key in old_tasks if key in new_tasks] != [key for key in new_tasks if key in old_tasks]:
@@ -184,7 +184,7 @@ def _is_different(old: Any, new: Any) -> bool:
     return json.dumps(old, sort_keys=True) != json.dumps(new, sort_keys=True)
 
 
-def _first_versions(entries: Iterable[Entry]) -> dict[tuple[str, str], str]:
+def _find_first_versions(entries: Iterable[Entry]) -> dict[tuple[str, str], str]:
     """Return the version in which the plan found each object. Later versions are results of the plan itself."""
     versions: dict[tuple[str, str], str] = {}
     for entry in entries:

@@ -97,7 +97,7 @@ Cost = Annotated[float, PlainValidator(_check_cost)]
 CostKey = Literal["memory_mb", "disk_bytes", "pause_ms"]
 
 
-def _wrong_field(field: str, expected: str, value: object) -> PydanticCustomError:
+def _field_error(field: str, expected: str, value: object) -> PydanticCustomError:
     """Return an error about a field whose allowed values depend on other fields."""
     return PydanticCustomError("wrong_field", "{expected}", {"field": field, "expected": expected, "value": value})
 
@@ -117,7 +117,7 @@ class Change(_Part):
     @model_validator(mode="after")
     def _check_views(self) -> Self:
         if self.before is None and self.after is None:
-            raise _wrong_field("after", "an object if before is null", None)
+            raise _field_error("after", "an object if before is null", None)
         return self
 
 
@@ -147,7 +147,7 @@ class Entry(_Part):
     @model_validator(mode="after")
     def _check_pause(self) -> Self:
         if self.costs.get("pause_ms", 0) < 0:
-            raise _wrong_field("costs.pause_ms", f"a number from 0 to less than {_MAX_NUMBER}", self.costs["pause_ms"])
+            raise _field_error("costs.pause_ms", f"a number from 0 to less than {_MAX_NUMBER}", self.costs["pause_ms"])
         return self
 
 
@@ -165,10 +165,10 @@ class Plan(_Part):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         if parse_time(self.expires_at) <= parse_time(self.created_at):
-            raise _wrong_field("expires_at", "after created_at", self.expires_at)
+            raise _field_error("expires_at", "after created_at", self.expires_at)
         for number, entry in enumerate(self.entries):
             if entry.gateway not in self.gateways:
-                raise _wrong_field(f"entries[{number}].gateway", "one of the keys in gateways", entry.gateway)
+                raise _field_error(f"entries[{number}].gateway", "one of the keys in gateways", entry.gateway)
         return self
 
     @property

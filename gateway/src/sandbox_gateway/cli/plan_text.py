@@ -32,7 +32,7 @@ def print_plan(plan: Plan) -> None:
     for gateway, url in plan.gateways.items():
         rows = [_change_row(planned) for planned in changes if planned.entry.gateway == gateway]
         if rows:
-            _print_section(f"Gateway {_one_line(url)}:", ("KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST"), rows)
+            _print_section(f"Gateway {_to_one_line(url)}:", ("KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST"), rows)
     print(f"Plan: {_format_totals(plan)}." if changes else "The plan changes nothing.")
     _print_list(
         "Unknown until the run:", (f"{text}: {_place(entry)}" for entry in plan.entries for text in entry.unknown)
@@ -61,7 +61,7 @@ def print_comparison(comparison: Comparison, old: Plan, new: Plan) -> None:
     if comparison.is_equal:
         print("The plans are equal.")
         return
-    urls = {gateway: _one_line(url) for gateway, url in (*old.gateways.items(), *new.gateways.items())}
+    urls = {gateway: _to_one_line(url) for gateway, url in (*old.gateways.items(), *new.gateways.items())}
     _print_section(
         "Changes:",
         ("PLAN", "DIFFERENT", "KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST", "GATEWAY"),
@@ -133,7 +133,7 @@ def _print_section(title: str, headings: tuple[str, ...], rows: Iterable[tuple[s
 
 def _print_list(title: str, lines: Iterable[str]) -> None:
     """Print a title and the lines below it, each once. Print nothing if there are no lines."""
-    if unique_lines := dict.fromkeys(map(_one_line, lines)):
+    if unique_lines := dict.fromkeys(map(_to_one_line, lines)):
         print(f"\n{title}")
         for line in unique_lines:
             print(f"  {line}")
@@ -141,7 +141,7 @@ def _print_list(title: str, lines: Iterable[str]) -> None:
 
 def _print_status(plan: Plan) -> None:
     playbooks = f" of {', '.join(plan.playbooks)}" if plan.playbooks else ""
-    subject = _one_line(f"The plan {plan.digest[:_DIGEST_DIGITS]}{playbooks}, made at {plan.created_at},")
+    subject = _to_one_line(f"The plan {plan.digest[:_DIGEST_DIGITS]}{playbooks}, made at {plan.created_at},")
     if plan.is_applicable:
         time_left = formats.format_time_left(plan.expires_at).removeprefix("ends ")
         print(f"{subject} can be applied until {plan.expires_at} ({time_left}).")
@@ -150,18 +150,18 @@ def _print_status(plan: Plan) -> None:
     if plan.is_expired:
         print(f"  it expired at {plan.expires_at} ({formats.format_age(plan.expires_at)} ago)")
     for problem in plan.problems:
-        print(f"  {_one_line(problem)}")
+        print(f"  {_to_one_line(problem)}")
     print("To get a plan that can be applied, run `ansible-playbook --check` again.")
 
 
 def _change_row(planned: PlannedChange) -> tuple[str, ...]:
     change, entry = planned.change, planned.entry
     cells = (change.kind, planned.sign, change.name, planned.verb, _place(entry), entry.host)
-    return tuple(map(_one_line, cells))
+    return tuple(map(_to_one_line, cells))
 
 
 def _change_difference_row(difference: ChangeDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
-    properties = _one_line(", ".join(difference.properties))
+    properties = _to_one_line(", ".join(difference.properties))
     return (
         difference.side,
         properties or "-",
@@ -171,14 +171,14 @@ def _change_difference_row(difference: ChangeDifference, urls: Mapping[str, str]
 
 
 def _version_difference_row(difference: VersionDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
-    versions = (_one_line(version) or "does not exist" for version in (difference.old, difference.new))
-    return (_one_line(difference.path), *versions, urls[difference.gateway])
+    versions = (_to_one_line(version) or "does not exist" for version in (difference.old, difference.new))
+    return (_to_one_line(difference.path), *versions, urls[difference.gateway])
 
 
 def _task_difference_row(difference: TaskDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
     entry = difference.entry
     properties = ", ".join(difference.properties)
-    return (difference.side, properties or "-", _place(entry), _one_line(entry.host), urls[entry.gateway])
+    return (difference.side, properties or "-", _place(entry), _to_one_line(entry.host), urls[entry.gateway])
 
 
 def _list_changes(plan: Plan) -> list[PlannedChange]:
@@ -222,9 +222,9 @@ def _format_amount(text: str, amount: float) -> str:
 
 
 def _place(entry: Entry) -> str:
-    return _one_line(f"{entry.task} ({entry.path})" if entry.path else entry.task)
+    return _to_one_line(f"{entry.task} ({entry.path})" if entry.path else entry.task)
 
 
-def _one_line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     """Return text from the file without anything that affects the terminal, and without line breaks."""
     return " ".join(remove_control_characters(text).split())

@@ -124,7 +124,7 @@ class AgentClient:
             reader, writer = await self._connect_when_ready(deadline, end_reason)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    await self._exchange(reader, writer, "/identity", _with_current_time(body))
+                    await self._exchange(reader, writer, "/identity", _add_current_time(body))
                 return
             except TimeoutError:
                 raise Timeout(
@@ -315,7 +315,7 @@ class AgentClient:
                 async for event in self._start_shell(command):
                     for stream, data in _get_object(event, "data").items():
                         if stream in ("stdout", "stderr"):
-                            await _pass_on(await guest_json.decode_base64(data), output)
+                            await _forward(await guest_json.decode_base64(data), output)
                     if "end" in event:
                         return guest_json.require_integer(
                             _get_object(event, "end").get("exitCode", 0), *_EXIT_CODE_RANGE
@@ -448,13 +448,13 @@ class AgentClient:
         return BackendFailed(f"the sandbox's agent refused {path} ({status}): {_clean_reason(text)}")
 
 
-def _with_current_time(body: dict[str, Any]) -> dict[str, Any]:
+def _add_current_time(body: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the body of an identity request with the current time."""
     return body | {"time": time.time()}
 
 
 def _encode_line_message(body: dict[str, Any]) -> bytes:
-    return b"=" + json.dumps(_with_current_time(body)).encode()
+    return b"=" + json.dumps(_add_current_time(body)).encode()
 
 
 def _require_string(value: object) -> str:
@@ -470,7 +470,7 @@ def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-async def _pass_on(data: bytes, output: Callable[[bytes], None]) -> None:
+async def _forward(data: bytes, output: Callable[[bytes], None]) -> None:
     """Pass ``data`` to ``output`` in pieces, so that a guest cannot delay other requests with millions of lines."""
     for start in range(0, len(data), _READ_BYTES):
         output(data[start : start + _READ_BYTES])

@@ -90,14 +90,14 @@ class Attachments:
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
             await self._unmount(sandbox, mount)
-        await save_sandbox(self._context, sandbox.id, mounts=_without_mount(sandbox, mount).mounts)
+        await save_sandbox(self._context, sandbox.id, mounts=_copy_without_mount(sandbox, mount).mounts)
 
     async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
         """Unmount a volume in the sandbox, and then on the host, even if the agent fails.
 
         This order prevents programs in the sandbox from seeing a dead mount.
         """
-        updated_sandbox = _without_mount(sandbox, mount)
+        updated_sandbox = _copy_without_mount(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
                 await self._agents.mount_volumes(
@@ -116,5 +116,5 @@ class Attachments:
                 await self._agents.mount_volumes(sandbox)
 
 
-def _without_mount(sandbox: Sandbox, mount: Mount) -> Sandbox:
+def _copy_without_mount(sandbox: Sandbox, mount: Mount) -> Sandbox:
     return sandbox.model_copy(update={"mounts": [each for each in sandbox.mounts if each.volume != mount.volume]})

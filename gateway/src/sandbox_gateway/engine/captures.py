@@ -11,7 +11,7 @@ from sandbox_gateway.engine.durations import note_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.removal import Removal
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.volume_records import add_volume_snapshot
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.log import Logger
@@ -25,7 +25,7 @@ log = Logger("engine")
 
 
 class Captures:
-    def __init__(self, context: Context, locking: Locking, agents: Agents, removal: Removal, room: RoomKeeper) -> None:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, removal: Removal, room: RoomMonitor) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index

@@ -23,7 +23,7 @@ from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.replacement import Replacement
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
@@ -66,7 +66,7 @@ class Engine:
         removal = Removal(context)
         collector = Collector(context, references, removal)
         self.agents = agents = agents_class(context)
-        self.room = room = RoomKeeper(context, locking)
+        self.room = room = RoomMonitor(context, locking)
         self.prewarm = prewarm = PrewarmPool(context, agents, room)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.

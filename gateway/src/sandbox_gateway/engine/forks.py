@@ -18,7 +18,7 @@ from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.log import Logger
@@ -38,7 +38,7 @@ class Forks:
         mount_planner: MountPlanner,
         machines: MachineLifecycle,
         captures: Captures,
-        room: RoomKeeper,
+        room: RoomMonitor,
     ) -> None:
         self._context = context
         self._host = context.host

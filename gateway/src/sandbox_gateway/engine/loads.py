@@ -116,16 +116,16 @@ class Loads:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         earliest_time = time.time() - _MAX_AGE_SECONDS
         for sandbox in self._index.running_sandboxes():
-            newest_sample = self._newest_sample(sandbox)
+            newest_sample = self._find_newest_sample(sandbox)
             if newest_sample is not None and newest_sample.at >= earliest_time:
                 yield sandbox, newest_sample
 
-    def _newest_sample(self, sandbox: Sandbox) -> Sample | None:
+    def _find_newest_sample(self, sandbox: Sandbox) -> Sample | None:
         history = self._histories.get(sandbox.id)
         return history.newest_sample if history else None
 
     def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
-        newest_sample = self._newest_sample(sandbox)
+        newest_sample = self._find_newest_sample(sandbox)
         return newest_sample is not None and abs(time.time() - newest_sample.at) < _MIN_INTERVAL_SECONDS
 
     async def _measure(self, sandboxes: Iterable[Sandbox]) -> None:

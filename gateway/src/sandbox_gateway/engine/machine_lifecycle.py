@@ -16,7 +16,7 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import note_memory_mode
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import PrewarmPool
-from sandbox_gateway.engine.record_changes import changed_copy, save_sandbox
+from sandbox_gateway.engine.record_changes import copy_with_changes, save_sandbox
 from sandbox_gateway.engine.start_slots import StartSlots
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
@@ -131,7 +131,7 @@ class MachineLifecycle:
             # after a restart the gateway detects it again.
             log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
-            index.put(changed_copy(index.sandbox(sandbox.id), **changes))
+            index.put(copy_with_changes(index.sandbox(sandbox.id), **changes))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def mark_if_stopped(self, sandbox: Sandbox) -> None:

@@ -25,7 +25,7 @@ from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.record_changes import save_snapshot
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
@@ -51,7 +51,7 @@ class Level:
 class PrewarmPool:
     """The pool of forks that are ready to be claimed."""
 
-    def __init__(self, context: Context, agents: Agents, room: RoomKeeper) -> None:
+    def __init__(self, context: Context, agents: Agents, room: RoomMonitor) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index

@@ -34,7 +34,7 @@ async def save_snapshot(
     return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes, is_counted))
 
 
-def changed_copy(record: AnyRecord, *, is_counted: bool = True, **changes: Any) -> AnyRecord:
+def copy_with_changes(record: AnyRecord, *, is_counted: bool = True, **changes: Any) -> AnyRecord:
     """Return a copy of a record with ``changes``, as its next generation if ``is_counted``."""
     return record.model_copy(update={**changes, "generation": record.generation + is_counted}, deep=True)
 
@@ -53,7 +53,7 @@ async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fie
         current_record = context.index.sandbox(id)
         if not _has_values(current_record, only_if):
             return current_record
-        new_record = changed_copy(current_record, is_counted=is_counted, **changes)
+        new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)
         await context.host.save(new_record)
         context.index.put(new_record)
         return new_record
@@ -64,7 +64,7 @@ async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fi
         current_record = context.index.any_snapshot(id)
         if not _has_values(current_record, only_if):
             return current_record
-        new_record = changed_copy(current_record, is_counted=is_counted, **changes)
+        new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)
         await context.host.save_snapshot(new_record)
         if id in context.index.snapshots:  # it may have been removed during the save
             context.index.put(new_record)

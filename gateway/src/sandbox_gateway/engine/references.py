@@ -54,7 +54,7 @@ class References:
         return SnapshotUsers(
             sandboxes=sandboxes,
             blocking_sandboxes=blocking_sandboxes,
-            blocking_volumes=self._blocking_volumes(volume_snapshots),
+            blocking_volumes=self._find_blocking_volumes(volume_snapshots),
             is_busy=self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, volume_snapshots)),
         )
 
@@ -93,7 +93,7 @@ class References:
         ``with_snapshots``: the volume's own snapshots are removed too, so they do not count as users.
         """
         snapshots = self._index.snapshots_of(volume)
-        sandbox_snapshots = self._blocking_snapshots(snapshots)
+        sandbox_snapshots = self._find_blocking_snapshots(snapshots)
         contained_ids = {
             capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes
         }
@@ -103,7 +103,7 @@ class References:
             mounting_sandboxes=[sandbox for sandbox, _ in self._index.mounts_of(volume)],
             sandbox_snapshots=sandbox_snapshots,
             own_snapshots=own_snapshots,
-            clones=self._blocking_volumes(snapshots),
+            clones=self._find_blocking_volumes(snapshots),
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
@@ -112,8 +112,8 @@ class References:
         return volume_snapshot_in_use_error(
             snapshot,
             volume,
-            sandbox_snapshots=self._blocking_snapshots([snapshot]),
-            clones=self._blocking_volumes([snapshot]),
+            sandbox_snapshots=self._find_blocking_snapshots([snapshot]),
+            clones=self._find_blocking_volumes([snapshot]),
             busy=self._index.is_pinned(snapshot),
         )
 
@@ -125,14 +125,14 @@ class References:
         writers = [sandbox for sandbox, mount in self._index.mounts_of(volume) if not (mount.read_only or force)]
         return volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
 
-    def _blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+    def _find_blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the clones that prevent the deletion of ``snapshots``."""
         ids = {snapshot.id for snapshot in snapshots}
         if self._host.abilities.independent_snapshots or not ids:
             return []
         return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
 
-    def _blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
+    def _find_blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
         """Return the sandbox snapshots that include one of ``snapshots``, except transient ones."""
         ids = {snapshot.id for snapshot in snapshots}
         return [

@@ -45,7 +45,7 @@ class RoomReport:
     """Ids of the sandboxes that are stopped because the disk has no space left."""
 
 
-class RoomKeeper:
+class RoomMonitor:
     def __init__(self, context: Context, locking: Locking) -> None:
         self._context = context
         self._host = context.host

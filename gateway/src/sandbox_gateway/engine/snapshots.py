@@ -121,9 +121,9 @@ class Snapshots:
     @measured("snapshot.branch")
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
         """Create a snapshot of a sandbox. Its default name is `branch-ID-N`, where N increases with each call."""
-        return await self.create(ref, name=name or await self._next_branch_name(ref))
+        return await self.create(ref, name=name or await self._choose_next_branch_name(ref))
 
-    async def _next_branch_name(self, ref: str) -> str:
+    async def _choose_next_branch_name(self, ref: str) -> str:
         """Return the next generated name. Its number is saved before use, so that it is never reused."""
         async with self._locking.running_sandbox(ref) as sandbox:
             number = sandbox.branches + 1

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.builds import Build, LogWriter
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
@@ -28,7 +28,7 @@ log = Logger("templates")
 
 class TemplateBuilder:
     def __init__(
-        self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures, room: RoomKeeper
+        self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures, room: RoomMonitor
     ) -> None:
         self._host = context.host
         self._agents = agents

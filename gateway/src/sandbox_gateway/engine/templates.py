@@ -77,7 +77,7 @@ class Templates:
             name=name,
             digest=digest,
             source_digest=digest_of_source,
-            recipe=_canonical_recipe(recipe),
+            recipe=_canonicalize_recipe(recipe),
             description=description,
             prewarm=prewarm or 0,
         )
@@ -226,5 +226,5 @@ def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
     return recipe.digest(guest_digest, template.source_digest) != template.recipe_digest
 
 
-def _canonical_recipe(recipe: Recipe) -> dict[str, Any]:
+def _canonicalize_recipe(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.model_dump(mode="json"), "packages": sorted(set(recipe.packages))}

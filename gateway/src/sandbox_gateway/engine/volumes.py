@@ -11,7 +11,7 @@ from sandbox_gateway.engine.durations import measured
 from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.record_changes import changed_copy
+from sandbox_gateway.engine.record_changes import copy_with_changes
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.removal import Removal
 from sandbox_gateway.engine.volume_records import add_volume_snapshot, create_volume
@@ -89,7 +89,7 @@ class Volumes:
             return volume
 
     async def _grow(self, volume: Volume, size_mb: int) -> Volume:
-        grown_volume = changed_copy(volume)
+        grown_volume = copy_with_changes(volume)
         await self._host.grow_volume(grown_volume, size_mb)
         self._index.put(grown_volume)
         self._events.publish("volume.grown", volumeID=volume.name, sizeMB=size_mb)
@@ -157,7 +157,7 @@ class Volumes:
             return await finish_despite_cancellation(self._rollback(volume, snapshot))
 
     async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> Volume:
-        rolled_back_volume = changed_copy(volume)
+        rolled_back_volume = copy_with_changes(volume)
         await self._host.rollback_volume(rolled_back_volume, snapshot)
         self._index.put(rolled_back_volume)
         self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)

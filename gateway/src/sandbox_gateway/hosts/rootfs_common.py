@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import child_environment, missing_program_message, run_async
+from sandbox_gateway.command import build_child_environment, missing_program_message, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
@@ -234,7 +234,7 @@ async def run_logged(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=child_environment(**(env or {})),
+            env=build_child_environment(**(env or {})),
             start_new_session=True,
         )
     except FileNotFoundError:

@@ -94,7 +94,7 @@ class Connections:
 
     def admit(self, address: str) -> bool:
         """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
-        key = _counting_key(address)
+        key = _make_counting_key(address)
         if self._open.total() >= self._limit:
             self.record_end("too many connections", address)
         elif self._open[key] >= self._limit_per_address:
@@ -105,7 +105,7 @@ class Connections:
         return False
 
     def release(self, address: str) -> None:
-        key = _counting_key(address)
+        key = _make_counting_key(address)
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
@@ -123,7 +123,7 @@ class Connections:
         log.warning("connections closed", first_address=address, **counts_by_reason)
 
 
-def _counting_key(address: str) -> str:
+def _make_counting_key(address: str) -> str:
     """Return the key by which connections from an address are counted.
 
     An IPv6 address is counted by its /64 network, the smallest network that a client is usually assigned.

@@ -187,13 +187,13 @@ async def _serve(
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
             unix_listener = stack.enter_context(unix_socket(config.server.socket, config.server.socket_group))
-            listeners.append((_DaemonServer(_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
+            listeners.append((_DaemonServer(_make_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
             tcp_listener = stack.enter_context(
                 contextlib.closing(_create_tcp_socket(connections, address, config.server.listen))
             )
-            listeners.append((_TcpServer(_uvicorn_config(app, tls), connections), tcp_listener))
+            listeners.append((_TcpServer(_make_uvicorn_config(app, tls), connections), tcp_listener))
         await _listen(listeners, app, stop_event)
 
 
@@ -255,7 +255,7 @@ class _TcpServer(_DaemonServer):
         return HttpConnection(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
 
-def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
+def _make_uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         http="h11",
@@ -293,7 +293,7 @@ def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
 
     Its mode is 0660 if ``group`` is set, and 0600 otherwise.
     """
-    gid = _group_id(group) if group else -1
+    gid = _find_group_id(group) if group else -1
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -321,7 +321,7 @@ def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
         path.unlink(missing_ok=True)
 
 
-def _group_id(group: str) -> int:
+def _find_group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:

@@ -35,7 +35,7 @@ async def watchdog_notified() -> AsyncIterator[None]:
     If the event loop hangs, the process prints the stack of each thread and ends, because the service manager sends it
     SIGABRT. If ``WATCHDOG_USEC`` is set but ``NOTIFY_SOCKET`` is not, a thread of this process ends it, with status 1.
     """
-    seconds = _watchdog_seconds()
+    seconds = _read_watchdog_seconds()
     if not seconds:
         yield
         return
@@ -62,7 +62,7 @@ async def start_timeout_extended() -> AsyncIterator[None]:
         yield
 
 
-def _watchdog_seconds() -> float:
+def _read_watchdog_seconds() -> float:
     """Return the watchdog timeout in seconds, or 0 if the service manager does not request a watchdog."""
     microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not (microseconds.isascii() and microseconds.isdigit()) or pid not in ("", str(os.getpid())):

@@ -9,7 +9,7 @@ import subprocess
 import threading
 from typing import IO
 
-from sandbox_gateway.command import child_environment
+from sandbox_gateway.command import build_child_environment
 from sandbox_gateway.zfs.causes import Cause, cause_of, find_listed_datasets, join_lines
 from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from sandbox_gateway.zfs.outcome import Outcome
@@ -50,7 +50,7 @@ def execute(
             stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.PIPE,
             env=_build_environment(),
-            pass_fds=_inherited_fds(),
+            pass_fds=_list_inherited_fds(),
         )
     except FileNotFoundError:
         raise ZFSInitializationFailed(name).with_details(
@@ -80,7 +80,7 @@ def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=_build_environment(),
-        pass_fds=_inherited_fds(),
+        pass_fds=_list_inherited_fds(),
     )
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
@@ -107,12 +107,12 @@ def stop_inheriting(file: IO[str]) -> None:
     _inherited_files -= {file}
 
 
-def _inherited_fds() -> list[int]:
+def _list_inherited_fds() -> list[int]:
     return [file.fileno() for file in _inherited_files if not file.closed]
 
 
 def _build_environment() -> dict[str, str]:
-    return child_environment(PATH=f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"))
+    return build_child_environment(PATH=f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"))
 
 
 def _read(stream: IO[bytes], count: int) -> bytes:

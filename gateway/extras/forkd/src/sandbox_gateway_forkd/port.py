@@ -91,7 +91,7 @@ class Port:
         try:
             if self._connections > MAX_CONNECTIONS:
                 await _send_response(
-                    writer, _error_response(f"the limit of {MAX_CONNECTIONS} connections is reached: try again later")
+                    writer, _make_error(f"the limit of {MAX_CONNECTIONS} connections is reached: try again later")
                 )
             else:
                 await self._serve_requests(reader, writer)
@@ -111,7 +111,7 @@ class Port:
                 line = end.partial
             except asyncio.LimitOverrunError:
                 await _send_response(
-                    writer, _error_response(f"the request is longer than {MAX_LINE_BYTES} bytes: send less at a time")
+                    writer, _make_error(f"the request is longer than {MAX_LINE_BYTES} bytes: send less at a time")
                 )
                 return
             if not line:
@@ -119,7 +119,7 @@ class Port:
             if not line.lstrip().startswith(b"{"):
                 # It may be HTTP from a web page in someone's browser: its body must not be parsed as a request.
                 await _send_response(
-                    writer, _error_response("the request is not a line with a JSON object: send one object per line")
+                    writer, _make_error("the request is not a line with a JSON object: send one object per line")
                 )
                 return
             await _send_response(writer, await self.handle_line(line))
@@ -134,13 +134,13 @@ class Port:
             if not isinstance(request, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            return _error_response(f"the request is not a line with a JSON object ({error}): send one object per line")
+            return _make_error(f"the request is not a line with a JSON object ({error}): send one object per line")
         try:
             return await self._perform(request)
         except Failure as failure:
-            return _error_response(str(failure))
+            return _make_error(str(failure))
         except (KeyError, TypeError, ValueError):
-            return _error_response(
+            return _make_error(
                 "the gateway's response has an unexpected format: check that FORKD_URL is the address of a gateway"
             )
 
@@ -170,12 +170,12 @@ def _timeout_of(seconds: object) -> float:
     return DEFAULT_TIMEOUT_SECONDS
 
 
-def _reject_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number")
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
 
 
-def _error_response(sentence: str) -> dict[str, Any]:
-    return {"error": sentence, "exit_code": 1}
+def _make_error(message: str) -> dict[str, Any]:
+    return {"error": message, "exit_code": 1}
 
 
 async def _send_response(writer: asyncio.StreamWriter, response: dict[str, Any]) -> None:

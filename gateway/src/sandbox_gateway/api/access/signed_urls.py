@@ -126,7 +126,7 @@ class SignerFinder:
         """Return the sandbox whose token signed ``url``, or None. Raises Unauthorized if the signature has expired."""
         id = self._cached_ids.get(url, "")
         if id not in self._engine.index.sandboxes:
-            id = next(iter(url.find_signers(self._current_tokens())), "")
+            id = next(iter(url.find_signers(self._list_current_tokens())), "")
             if not id:
                 return None
             self._cached_ids[url] = id
@@ -135,7 +135,7 @@ class SignerFinder:
         url.check_expiration(time.time())
         return self._engine.index.sandboxes[id]
 
-    def _current_tokens(self) -> dict[str, bytes]:
+    def _list_current_tokens(self) -> dict[str, bytes]:
         ids = self._engine.index.sandboxes.keys()
         if self._tokens.keys() != ids:
             self._tokens = {id: self._tokens.get(id) or self._engine.secret.derive(id).encode() for id in ids}

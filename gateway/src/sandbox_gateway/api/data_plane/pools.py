@@ -31,7 +31,7 @@ class MachineConnections:
     """The connections to one machine, which are closed when the machine ends."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
-        self.key = _machine_key(sandbox)
+        self.key = _make_machine_key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
         self.transport = Transport(tls, max_idle=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
@@ -83,7 +83,7 @@ class Pools:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         connections = self._connections_by_sandbox.get(sandbox.id)
-        if connections is not None and connections.key == _machine_key(sandbox):
+        if connections is not None and connections.key == _make_machine_key(sandbox):
             return connections
         self._drop(sandbox.id)
         self._connections_by_sandbox[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
@@ -106,7 +106,7 @@ class Pools:
             sandbox = self._engine.sandboxes.get(id)
         except NotFound:
             return False
-        return sandbox.state is SandboxState.RUNNING and _machine_key(sandbox) == connections.key
+        return sandbox.state is SandboxState.RUNNING and _make_machine_key(sandbox) == connections.key
 
     def _drop(self, id: str) -> None:
         connections = self._connections_by_sandbox.pop(id, None)
@@ -123,7 +123,7 @@ class Pools:
         await asyncio.gather(*self._closing_tasks, return_exceptions=True)
 
 
-def _machine_key(sandbox: Sandbox) -> tuple[str, datetime]:
+def _make_machine_key(sandbox: Sandbox) -> tuple[str, datetime]:
     """Return a key that identifies the machine on which a sandbox runs.
 
     The machine's name is not sufficient: after a stop and a boot from the disk, a new machine has the same name.

@@ -186,7 +186,7 @@ class DataPlane:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
             raise NotRunning.from_error(error) from None
-        host = _host_for_service(target, sandbox)
+        host = _choose_host_for_service(target, sandbox)
         incoming_request = ServiceRequest(
             scope,
             receive,
@@ -195,7 +195,7 @@ class DataPlane:
             sandbox,
             address,
             host,
-            _path_with_query(scope, admission.query),
+            _join_path_and_query(scope, admission.query),
             self._headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
         )
         with self.pools.use(sandbox) as machine:
@@ -230,7 +230,7 @@ class DataPlane:
 
         Host becomes ``host``. A request to a port of the agent also gets the access token of that port.
         """
-        dropped_names = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
+        dropped_names = _DROPPED_REQUEST_HEADERS | _parse_connection_options(headers)
         # A signed URL is valid only for the user it names.
         if signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
@@ -245,7 +245,7 @@ class DataPlane:
         return scheme.lower() == "bearer" and self.keys.find(secret.strip()) is not None
 
 
-def _host_for_service(target: Target, sandbox: Sandbox) -> str:
+def _choose_host_for_service(target: Target, sandbox: Sandbox) -> str:
     """Return the Host header for the service: the sandbox's ``mask_request_host``, or else the target's."""
     host_mask = sandbox.network.mask_request_host
     return (
@@ -259,7 +259,7 @@ def _require_forwardable(scope: Scope, headers: Headers) -> None:
         raise ForwardingUnsupported("the method CONNECT is not supported: use another method or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
         raise Invalid("the request target must be a path that begins with '/'")
-    if scope["type"] == "http" and "upgrade" in _connection_options(headers):
+    if scope["type"] == "http" and "upgrade" in _parse_connection_options(headers):
         protocol = headers.get("upgrade", "").strip()
         # A client that offers an upgrade to HTTP/2 accepts a response in HTTP/1.1.
         if protocol and protocol.lower() != "h2c":
@@ -492,7 +492,7 @@ def _headers_for_client(
     The response to a signed URL also gets headers that isolate it from other pages at the gateway's address.
     """
     headers = Headers(raw=[(name.lower(), value) for name, value in raw])
-    dropped_names = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), unwanted_names)
+    dropped_names = _DROPPED_RESPONSE_HEADERS.union(_parse_connection_options(headers), unwanted_names)
     if not target.by_host:
         dropped_names |= _HOST_WIDE_HEADERS
     if target.signed:
@@ -522,7 +522,7 @@ def _lower_name(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 
-def _connection_options(headers: Headers) -> set[str]:
+def _parse_connection_options(headers: Headers) -> set[str]:
     """Return the header names that `Connection` lists, which must not be forwarded (RFC 9110, 7.6.1)."""
     return {word.strip().lower() for value in headers.getlist("connection") for word in value.split(",")}
 
@@ -531,7 +531,7 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _path_with_query(scope: Scope, signed_query: bytes | None) -> bytes:
+def _join_path_and_query(scope: Scope, signed_query: bytes | None) -> bytes:
     path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
     query: bytes = scope.get("query_string", b"") if signed_query is None else signed_query
     return path + b"?" + query if query else path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import json_name
-from sandbox_gateway.engine.own_changes import generation_by_others
+from sandbox_gateway.engine.own_changes import generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -457,7 +457,7 @@ def sandbox_shape(
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
-        generation=generation_by_others(sandbox),
+        generation=generation_without_own_changes(sandbox),
         **extra,
     )
 
@@ -504,7 +504,7 @@ def snapshot_shape(
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
-        generation=generation_by_others(snapshot),
+        generation=generation_without_own_changes(snapshot),
         **extra,
     )
 
@@ -520,7 +520,7 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         mounts=mounts,
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
-        generation=generation_by_others(volume),
+        generation=generation_without_own_changes(volume),
         stuck=state.stuck if state else [],
         **extra,
     )
@@ -560,7 +560,7 @@ def template_shape(
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
-        generation=generation_by_others(template),
+        generation=generation_without_own_changes(template),
         cpu_count=sizes.cpus,
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,

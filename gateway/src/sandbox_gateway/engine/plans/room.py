@@ -25,7 +25,7 @@ class _Stop:
 class PlannedRoom:
     """The real room, minus what the session would use, plus what it would free.
 
-    Only the run can know the sizes of new objects. A machine counts as much as ``RoomKeeper`` assumes, and a memory
+    Only the run can know the sizes of new objects. A machine counts as much as ``RoomMonitor`` assumes, and a memory
     image as much as those of ``recent_captures``.
     """
 

@@ -51,7 +51,7 @@ class AppliedRuns:
                 raise Gone(
                     f"the gateway has forgotten this run, because it sent no request for a long time: {_REMEDY.lower()}"
                 )
-            self._make_place(owner)
+            self._make_room(owner)
             run = AppliedRun(id, owner)
         return self._runs.touch(run)
 
@@ -78,7 +78,7 @@ class AppliedRuns:
             )
         return run
 
-    def _make_place(self, owner: str) -> None:
+    def _make_room(self, owner: str) -> None:
         """At a limit, end the least recently used run of ``owner``, or of the key with the most runs. Raises Busy."""
         counts = Counter(each.owner for each in self._runs)
         if counts[owner] >= MAX_RUNS_PER_KEY:

@@ -84,7 +84,7 @@ class PlanSessions:
                 "the plan session of this run has ended, because it was idle or was closed to make room for other "
                 "runs: start the check run again"
             )
-        self._make_place(owner, count=1)
+        self._make_room(owner, count=1)
         recent_captures = [*islice(self._engine.index.walk_snapshots([SnapshotKind.SNAPSHOT], backwards=True), 20)]
         session = PlanSession(id, owner, recent_captures=recent_captures)
         session.engine = self._copy_engine(recent_captures, lambda size: self.charge(session, size))
@@ -97,10 +97,10 @@ class PlanSessions:
                 f"the plan would take more than {MAX_BYTES_PER_SESSION >> 20} MiB of the gateway's memory: split the "
                 "play, run parts of it with --limit, or shorten metadata and other long values"
             )
-        self._make_place(session.owner, size=size)
+        self._make_room(session.owner, size=size)
         session.size += size
 
-    def _make_place(self, owner: str, *, count: int = 0, size: int = 0) -> None:
+    def _make_room(self, owner: str, *, count: int = 0, size: int = 0) -> None:
         """End the least recently used sessions until there is room for more. Raises Busy.
 
         If all keys together have too many or too large sessions, a session of the key with the most ends, so that a key
@@ -111,14 +111,14 @@ class PlanSessions:
             owned_sessions = self._sessions.owned_by(owner)
             if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
                 self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
-            elif _total_size(owned_sessions) + size > MAX_BYTES_PER_KEY:
+            elif _sum_sizes(owned_sessions) + size > MAX_BYTES_PER_KEY:
                 limit = f"{MAX_BYTES_PER_KEY >> 20} MiB for the plan sessions of the key {owner!r}"
                 self._end_oldest(owned_sessions, limit)
             elif len(sessions) + count > MAX_SESSIONS:
                 largest_owner = find_largest_owner(Counter(each.owner for each in sessions), owner)
                 limit = f"{MAX_SESSIONS} plan sessions for this gateway"
                 self._end_oldest(self._sessions.owned_by(largest_owner), limit)
-            elif _total_size(sessions) + size > MAX_BYTES:
+            elif _sum_sizes(sessions) + size > MAX_BYTES:
                 sizes: Counter[str] = Counter()
                 for each in sessions:
                     sizes[each.owner] += each.size
@@ -191,5 +191,5 @@ class PlanSessions:
         return self._engine.background.start(session.engine.background.cancel())
 
 
-def _total_size(sessions: Sequence[PlanSession]) -> int:
+def _sum_sizes(sessions: Sequence[PlanSession]) -> int:
     return sum(each.size for each in sessions)

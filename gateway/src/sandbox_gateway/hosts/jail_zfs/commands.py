@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class CommandRunner:
-    """Runs commands with the environment variables of ``child_environment`` and those in ``environment``."""
+    """Runs commands with the environment variables of ``build_child_environment`` and those in ``environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})

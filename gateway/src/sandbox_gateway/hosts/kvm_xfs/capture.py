@@ -119,7 +119,7 @@ class Capture:
         # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return total_bytes(tracking.list_since_take(self._ram))
+        return total_bytes(tracking.list_since_last_take(self._ram))
 
     async def _take_pages(self, tracking: WriteTracking) -> Runs:
         only_new, self._rounds = self._rounds > 0, self._rounds + 1

@@ -180,7 +180,7 @@ class Machines:
         try:
             if mounts := self._volumes.available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
-            machine = await Machine.spawn(self._machine_spec(sandbox, slot), files, state=state, hold=hold)
+            machine = await Machine.spawn(self._make_machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:
             await self._release_slot(sandbox.instance, slot)
             raise
@@ -246,7 +246,7 @@ class Machines:
         memory_limit_mb = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
         self._cgroups.limit(sandbox.instance, pid, memory_mb=memory_limit_mb, cpus=sandbox.resources.cpus)
 
-    def _machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
+    def _make_machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
         return MachineSpec(
             label=f"{self._config.network.prefix}-{slot.number}-{sandbox.instance}",
             qemu=self._config.kvm_xfs.qemu,

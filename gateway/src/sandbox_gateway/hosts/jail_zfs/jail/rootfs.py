@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sandbox_gateway.command import proxy_settings, run_async
+from sandbox_gateway.command import read_proxy_settings, run_async
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
@@ -89,7 +89,7 @@ async def _unpack(source: Path, root: Path, log: Log) -> None:
 
 
 async def _install_packages(root: Path, packages: list[str], log: Log) -> None:
-    env = {**proxy_settings(), "ASSUME_ALWAYS_YES": "yes"}
+    env = {**read_proxy_settings(), "ASSUME_ALWAYS_YES": "yes"}
     await run_logged(["pkg", "-r", str(root), "install", "-y", *packages], log, env=env)
 
 

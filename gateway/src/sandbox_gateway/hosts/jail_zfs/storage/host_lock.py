@@ -46,7 +46,7 @@ class HostLock:
         self._lock()
         try:
             notes = self._take_over()
-            identity = _own_identity()
+            identity = _read_own_identity()
             zfs.lzc_set_prop(self._root, OWNER_PROPERTY, identity)
             if self._read_owner() != identity:
                 raise Conflict(f"another gateway took over {self._root} at the same time: stop one of the two gateways")
@@ -101,8 +101,8 @@ class HostLock:
             return True
         with contextlib.suppress(ValueError, KeyError, TypeError):
             owner = json.loads(owner_text)
-            is_on_this_machine = (owner["host"], owner["kernel"]) == (socket.gethostname(), _boot_identity())
-            return is_on_this_machine and _process_start_time(int(owner["pid"])) != owner["started"]
+            is_on_this_machine = (owner["host"], owner["kernel"]) == (socket.gethostname(), _read_boot_identity())
+            return is_on_this_machine and _read_process_start_time(int(owner["pid"])) != owner["started"]
         return False
 
     def _unlock(self) -> None:
@@ -125,14 +125,14 @@ class HostLock:
         except (ValueError, KeyError, AttributeError):
             return [f"{self._root}: replaced the recorded owner {owner_text[:80]!r}, which is not valid"]
         owner_description = f"process {pid} of host {host}"
-        if kernel != _boot_identity():
+        if kernel != _read_boot_identity():
             return [f"{self._root}: taken over from {owner_description}, which ended when its machine stopped"]
         if host != socket.gethostname():
             raise Conflict(
                 f"{self._root} belongs to a gateway in another container on this machine ({owner_description}): stop "
                 f"it. If it no longer exists, run `zfs inherit {OWNER_PROPERTY} {self._root}`"
             )
-        if _process_start_time(pid) == start_time and pid != os.getpid():
+        if _read_process_start_time(pid) == start_time and pid != os.getpid():
             raise Conflict(
                 f"{self._root} belongs to a gateway that is still running ({owner_description}): stop it first"
             )
@@ -147,18 +147,18 @@ def _try_to_lock(file: IO[str]) -> bool:
     return True
 
 
-def _own_identity() -> str:
+def _read_own_identity() -> str:
     return json.dumps(
         {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": _process_start_time(os.getpid()),
-            "kernel": _boot_identity(),
+            "started": _read_process_start_time(os.getpid()),
+            "kernel": _read_boot_identity(),
         }
     )
 
 
-def _process_start_time(pid: int) -> str:
+def _read_process_start_time(pid: int) -> str:
     """Return a string that identifies the process's start time, or "" if the process does not exist."""
     stat_path = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
@@ -169,7 +169,7 @@ def _process_start_time(pid: int) -> str:
     return command.run(["ps", "-o", "lstart=", "-p", str(pid)], timeout=10, check=False).stdout.strip()
 
 
-def _boot_identity() -> str:
+def _read_boot_identity() -> str:
     boot_id_path = Path("/proc/sys/kernel/random/boot_id")
     if boot_id_path.exists():
         return boot_id_path.read_text().strip()

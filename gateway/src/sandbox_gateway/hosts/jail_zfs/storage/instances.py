@@ -178,7 +178,7 @@ class InstanceStorage:
         for name in findings.empty:
             self.tree.destroy_if_unused(name)
             notes.append(f"{name}: removed, because it no longer had snapshots")
-        return notes + [note for name in findings.to_move if (note := self._retry_move(name))]
+        return notes + [note for name in findings.pending_moves if (note := self._retry_move(name))]
 
     def _remove(self, instance: str, reason: str, teardown: Callable[[str], None]) -> str:
         dataset = self.dataset(instance)

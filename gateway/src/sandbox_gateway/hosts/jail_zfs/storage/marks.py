@@ -26,7 +26,7 @@ class Marks:
     """Datasets and snapshots whose records only a newer release can read, with the reason."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
-    to_mark: dict[str, str] = field(default_factory=dict)
+    pending_marks: dict[str, str] = field(default_factory=dict)
     """Quarantined datasets and snapshots that are not marked with their reason yet, with this reason."""
     recovered: list[str] = field(default_factory=list)
     """Datasets and snapshots that are marked as quarantined, but can be read again."""
@@ -38,7 +38,7 @@ class Marks:
         text = " ".join(ascii_reason.split())[:500] or "damaged"
         self.quarantined[name] = text
         if props.get(QUARANTINE) != text:
-            self.to_mark[name] = text
+            self.pending_marks[name] = text
 
     def note_readable(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""

@@ -72,7 +72,7 @@ class PropertyStore:
     def mark(self, marks: Marks) -> None:
         """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
         with suppress(zfs.exceptions.ZFSError):
-            for name, reason in marks.to_mark.items():
+            for name, reason in marks.pending_marks.items():
                 zfs.lzc_set_prop(name, QUARANTINE, reason)
             for name in marks.recovered:
                 zfs.lzc_inherit_prop(name, QUARANTINE)

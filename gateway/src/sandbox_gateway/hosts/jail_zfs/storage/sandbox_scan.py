@@ -38,7 +38,7 @@ class SandboxFindings:
     """Instances whose sandbox has a newer instance, with the reason for removing them."""
     empty: list[str] = field(default_factory=list)
     """Retired datasets and datasets of templates that have no snapshots."""
-    to_move: list[str] = field(default_factory=list)
+    pending_moves: list[str] = field(default_factory=list)
     """Retired datasets with snapshots that have not been moved from ``sandboxes/`` yet."""
 
 
@@ -190,4 +190,4 @@ class _Reader:
         datasets_with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
         disposable_datasets = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
         self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
-        self.findings.to_move = sorted(self._retired_in_place & datasets_with_snapshots)
+        self.findings.pending_moves = sorted(self._retired_in_place & datasets_with_snapshots)

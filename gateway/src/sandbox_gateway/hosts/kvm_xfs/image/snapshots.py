@@ -69,7 +69,7 @@ class Snapshots:
         partial_files = self.partial_files(snapshot)
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
-            commit_protocol.sync_files(_existing_images(partial_files))
+            commit_protocol.sync_files(_find_existing_images(partial_files))
             sync_image_directory(partial_files)
         else:
             partial_files.unsynced.write_text(_BOOT_ID_FILE.read_text())
@@ -110,13 +110,13 @@ class Snapshots:
         return paths
 
 
-def _existing_images(files: SnapshotFiles) -> list[Path]:
+def _find_existing_images(files: SnapshotFiles) -> list[Path]:
     return [path for path in (files.disk, files.memory, files.device_state) if path.exists()]
 
 
 def _sync(files: SnapshotFiles) -> None:
     directory = files.directory
-    commit_protocol.sync_files([*_existing_images(files), directory / record_files.MANIFEST])
+    commit_protocol.sync_files([*_find_existing_images(files), directory / record_files.MANIFEST])
     sync_image_directory(files)
     commit_protocol.sync_directory(directory)
     commit_protocol.sync_directory(directory.parent)

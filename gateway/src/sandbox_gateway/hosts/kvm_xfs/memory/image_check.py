@@ -27,7 +27,7 @@ def compute_check(image: Path) -> ImageCheck:
     descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        offsets = {_next_data_offset(descriptor, random.randrange(0, size, PAGE_BYTES)) for _ in range(_SAMPLE_COUNT)}
+        offsets = {_find_next_data(descriptor, random.randrange(0, size, PAGE_BYTES)) for _ in range(_SAMPLE_COUNT)}
         return ImageCheck(size=size, samples={each: _digest(descriptor, each) for each in offsets if each is not None})
     finally:
         os.close(descriptor)
@@ -52,7 +52,7 @@ def find_damage(image: Path, expected: ImageCheck) -> str:
     return ""
 
 
-def _next_data_offset(descriptor: int, offset: int) -> int | None:
+def _find_next_data(descriptor: int, offset: int) -> int | None:
     """Return the offset of the first page with data at or after ``offset``, or None if there is none."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA) // PAGE_BYTES * PAGE_BYTES

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Area, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, from_mask, no_runs
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, from_mask, make_empty_runs
 
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_ARGUMENT = struct.Struct("=12Q")
@@ -107,7 +107,7 @@ def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
             start = _SCAN_ARGUMENT.unpack(argument)[4]
     finally:
         os.close(descriptor)
-    return concatenate(parts) if parts else no_runs()
+    return concatenate(parts) if parts else make_empty_runs()
 
 
 def _list_matching_pages(pid: int, area: Area, matches: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> Runs:

@@ -11,12 +11,12 @@ Runs = NDArray[np.uint64]
 """An array of shape (n, 2): start and length of each run of pages in bytes. Runs are ascending and disjoint."""
 
 
-def no_runs() -> Runs:
+def make_empty_runs() -> Runs:
     return np.empty((0, 2), dtype=np.uint64)
 
 
 def concatenate(parts: Iterable[Runs]) -> Runs:
-    return np.concatenate([no_runs(), *parts])
+    return np.concatenate([make_empty_runs(), *parts])
 
 
 def from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandbox_gateway.command import child_environment
+from sandbox_gateway.command import build_child_environment
 from sandbox_gateway.hosts.kvm_xfs.memory import tracker
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Area
 
@@ -76,7 +76,7 @@ def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", tracker.__name__, str(listener.fileno())],
         stdin=subprocess.PIPE,
         pass_fds=[listener.fileno()],
-        env=child_environment(),
+        env=build_child_environment(),
         cwd="/",
         start_new_session=True,
     )

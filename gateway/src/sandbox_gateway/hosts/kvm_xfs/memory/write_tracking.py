@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, MemoryDire
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, no_runs, union
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, make_empty_runs, union
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode
@@ -69,7 +69,7 @@ class WriteTracking:
         self._boot_check = boot_check
         self._marks_are_complete = not self._taken_marker.exists()
         """Whether the marks and ``_unsaved`` cover every page that differs from the latest image."""
-        self._unsaved = no_runs()
+        self._unsaved = make_empty_runs()
         """Pages whose marks were taken by a capture that has not completed."""
         self._marks: MemoryMode | None = None
         """The kind of marks in use."""
@@ -136,7 +136,7 @@ class WriteTracking:
         self._unsaved = union(self._unsaved, runs)
         return runs if only_new else self._unsaved
 
-    def list_since_take(self, ram: Ram) -> Runs:
+    def list_since_last_take(self, ram: Ram) -> Runs:
         """Return the pages written since the last ``take``, without taking their marks. This requires marks."""
         assert self._marks is not None
         return _LISTERS[self._marks](ram, take=False)
@@ -153,7 +153,7 @@ class WriteTracking:
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
-        self._unsaved, self._marks_are_complete = no_runs(), True
+        self._unsaved, self._marks_are_complete = make_empty_runs(), True
         return check
 
     def _is_allowed(self, mode: MemoryMode) -> bool:
@@ -213,7 +213,7 @@ class WriteTracking:
         return image_check.find_damage(self._last, check)
 
     def _list_pages(self, ram: Ram, *, take: bool) -> Runs:
-        marked_runs = no_runs()
+        marked_runs = make_empty_runs()
         if self._marks is not None and (take or self._can_trust_marks):
             marked_runs = _LISTERS[self._marks](ram, take=take)
         if self._can_trust_marks:

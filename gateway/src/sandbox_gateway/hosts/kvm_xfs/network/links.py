@@ -79,12 +79,12 @@ def create_slot(slot: Slot) -> None:
     inner_name = f"{slot.name}v"
     _link_to_host(slot.veth, slot.veth_address, inner_name, slot.name)
     with IPRoute() as route:
-        route.link("set", index=_interface_index(route, "lo"), state="up")
-        tap_index = _interface_index(route, TAP_NAME)
+        route.link("set", index=_find_interface_index(route, "lo"), state="up")
+        tap_index = _find_interface_index(route, TAP_NAME)
         route.link("set", index=tap_index, address=TAP_MAC, state="up")
         route.addr("add", index=tap_index, address=GATEWAY_ADDRESS, prefixlen=GUEST_PREFIX_LENGTH)
         route.neigh("replace", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap_index, state=_NUD_PERMANENT)
-        veth_index = _interface_index(route, inner_name)
+        veth_index = _find_interface_index(route, inner_name)
         route.link("set", index=veth_index, state="up")
         route.addr("add", index=veth_index, address=slot.host_address, prefixlen=30)
         route.route("add", dst="default", gateway=slot.veth_address, oif=veth_index)
@@ -94,7 +94,7 @@ def _link_to_host(outer_name: str, address: str, inner_name: str, namespace: str
     """Create a veth: the end ``outer_name`` on the host (``address``/30, down), ``inner_name`` in ``namespace``."""
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
         host.link("add", ifname=outer_name, kind="veth", peer={"ifname": inner_name, "net_ns_fd": namespace})
-        host.addr("add", index=_interface_index(host, outer_name), address=address, prefixlen=30)
+        host.addr("add", index=_find_interface_index(host, outer_name), address=address, prefixlen=30)
         set_sysctl(f"net/ipv6/conf/{outer_name}/disable_ipv6", "1", required=False)
         set_sysctl(f"net/ipv4/conf/{outer_name}/rp_filter", "1")
 
@@ -110,21 +110,21 @@ def create_volume_namespace(network: Network) -> None:
         )
     if is_committed and path.name in list_mounted_namespaces():
         with in_namespace(path), IPRoute() as route:  # It may be from an earlier release, in which `lo` was up.
-            route.link("set", index=_interface_index(route, "lo"), state="down")
+            route.link("set", index=_find_interface_index(route, "lo"), state="down")
         return
     remove_volume_namespace(network)
     enter_new_namespace(path)
     _link_to_host(outer_name, volume_gateway(network), inner_name, path.name)
     with IPRoute() as route:
         # `lo` stays down: the servers' packets to each other would pass through it.
-        inner_index = _interface_index(route, inner_name)
+        inner_index = _find_interface_index(route, inner_name)
         route.link("set", index=inner_index, state="up")
         route.addr("add", index=inner_index, address=volume_address(network), prefixlen=30)
         # The servers have routes only to slots.
         for destination in (network.subnet, str(ALIAS_NETWORK)):
             route.route("add", dst=destination, gateway=volume_gateway(network), oif=inner_index)
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
-        host.link("set", index=_interface_index(host, outer_name), state="up")
+        host.link("set", index=_find_interface_index(host, outer_name), state="up")
 
 
 def remove_volume_namespace(network: Network) -> None:
@@ -148,7 +148,7 @@ def _create_tap(slot: Slot) -> None:
 def commit_slot(slot: Slot) -> None:
     """Bring up the host's end of the veth. This last step marks the slot as complete."""
     with IPRoute() as route:
-        route.link("set", index=_interface_index(route, slot.veth), state="up")
+        route.link("set", index=_find_interface_index(route, slot.veth), state="up")
 
 
 def remove_slot(slot: Slot) -> None:
@@ -171,12 +171,12 @@ def _remove_links(*names: str) -> None:
 def remove_loopback_address(address: str) -> None:
     """Remove an address from the loopback interface, if the interface has it."""
     with IPRoute() as route:
-        loopback_index = _interface_index(route, "lo")
+        loopback_index = _find_interface_index(route, "lo")
         for _ in route.get_addr(family=socket.AF_INET, index=loopback_index, address=address):
             route.addr("del", index=loopback_index, address=address, prefixlen=32)
 
 
-def _interface_index(route: IPRoute, name: str) -> int:
+def _find_interface_index(route: IPRoute, name: str) -> int:
     indexes = route.link_lookup(ifname=name)
     if not indexes:
         raise BackendFailed(f"the interface {name} disappeared while its network slot was being created: try again")

@@ -186,8 +186,8 @@ def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IP
     has_names = bool(allowed_names(policy))
     rules_by_chain = {
         "resolver": [f'iifname "{TAP_NAME}" udp dport 53 redirect to :53'] if has_names else [],
-        "input": _input_rules(with_resolver=has_names),
-        "outside": _outside_rules(policy, dns, subnet),
+        "input": _build_input_rules(with_resolver=has_names),
+        "outside": _build_outside_rules(policy, dns, subnet),
     }
     lines = [
         f"add set inet {_TABLE} {_NAME_ADDRESSES} {{ type ipv4_addr; flags timeout; size {MAX_NAME_ADDRESSES}; }}",
@@ -199,7 +199,7 @@ def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IP
     return "".join(f"{line}\n" for line in lines)
 
 
-def _input_rules(*, with_resolver: bool) -> list[str]:
+def _build_input_rules(*, with_resolver: bool) -> list[str]:
     """Return the rules for packets that a guest sends to its slot itself."""
     from_guest = f'iifname "{TAP_NAME}"'
     query = f"{from_guest} ip daddr {GATEWAY_ADDRESS} udp dport 53"
@@ -216,7 +216,7 @@ def _input_rules(*, with_resolver: bool) -> list[str]:
     ]
 
 
-def _outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> list[str]:
+def _build_outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> list[str]:
     """Return the rules for packets from a guest to addresses outside the slot."""
     # Connections continue after the timeout of their address. Those of an earlier policy have another mark.
     connection_mark = f"{1 + secrets.randbelow(0xFFFFFFFF):#x}"

@@ -207,7 +207,7 @@ class SlotPool:
 
     async def _create(self) -> Slot:
         """Create a slot. If the caller is cancelled, the slot is added to the pool."""
-        slot = self._make_slot(self._next_free_number())
+        slot = self._make_slot(self._find_next_free_number())
         self._busy.add(slot.number)
         task = asyncio.ensure_future(self._set_up(slot))
         try:
@@ -268,7 +268,7 @@ class SlotPool:
                 await asyncio.sleep(_REFILL_RETRY_SECONDS)
                 self._refill_wanted.set()
 
-    def _next_free_number(self) -> int:
+    def _find_next_free_number(self) -> int:
         """Return the number that has been free for longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next + step) % self._capacity

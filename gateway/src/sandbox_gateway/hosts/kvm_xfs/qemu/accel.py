@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sandbox_gateway.command import child_environment, run_async
+from sandbox_gateway.command import build_child_environment, run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.log import Logger
@@ -66,7 +66,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
         return Accel("tcg", "max", version, problem)
     results = await asyncio.to_thread(_load_results, cache)
     key_prefix = f"{version} {os.uname().release} "
-    kernel = kernel or await asyncio.to_thread(_host_kernel)
+    kernel = kernel or await asyncio.to_thread(_find_host_kernel)
     if kernel is None:
         if any(booted for key, booted in results.items() if key.startswith(key_prefix)):
             return Accel("kvm", "host", version, "a kernel has booted on KVM before")
@@ -95,7 +95,7 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=child_environment(),
+        env=build_child_environment(),
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -186,7 +186,7 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _host_kernel() -> Path | None:
+def _find_host_kernel() -> Path | None:
     """Return the path of the host's own kernel in /boot, or None if it is missing there or QEMU cannot load it."""
     for name in (f"vmlinuz-{os.uname().release}", "vmlinuz"):
         with contextlib.suppress(OSError), (Path("/boot") / name).open("rb") as file:

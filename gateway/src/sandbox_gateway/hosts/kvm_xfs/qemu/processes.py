@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sandbox_gateway.command import child_environment
+from sandbox_gateway.command import build_child_environment
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs import process_checks
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS
@@ -51,7 +51,7 @@ def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
                 slots[process_checks.identify_namespace(path)] = int(number)
 
     def identify(pid: int, pidfd: int) -> tuple[Path | None, int | None] | None:
-        directory = _claimed_directory(pid, root)
+        directory = _find_claimed_directory(pid, root)
         slot_number = slots.get(process_checks.network_namespace(pid, pidfd))
         return None if directory is None and slot_number is None else (directory, slot_number)
 
@@ -59,7 +59,7 @@ def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
         yield MachineProcess(pid, pidfd, directory, slot_number)
 
 
-def _claimed_directory(pid: int, root: Path) -> Path | None:
+def _find_claimed_directory(pid: int, root: Path) -> Path | None:
     """Return the directory below ``root`` that contains the memory file in the command line of a process, if any."""
     for argument in process_checks.read_arguments(pid):
         if f"mem-path={root}/" in argument:
@@ -78,7 +78,7 @@ def start_in_namespace(namespace: Path, argv: list[str], pass_fds: list[int], ou
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,
-                env=child_environment(),
+                env=build_child_environment(),
                 start_new_session=True,
                 cwd="/",
             )

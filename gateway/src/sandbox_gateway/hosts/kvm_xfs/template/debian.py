@@ -14,7 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
-from sandbox_gateway.command import proxy_settings
+from sandbox_gateway.command import read_proxy_settings
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
@@ -37,7 +37,7 @@ async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_
     mirrors = _mirrors(recipe, work_directory)
     packages = _packages(recipe)
     options = await apt_options()
-    digest = _digest(recipe.suite, packages, options, [_mirror_text(mirror) for mirror in mirrors])
+    digest = _digest(recipe.suite, packages, options, [_read_mirror_text(mirror) for mirror in mirrors])
     cached_tarball = cache_root / f"rootfs-{digest}.tar"
     async with _build_locks.setdefault(cached_tarball, asyncio.Lock()):
         if cached_tarball.is_file():
@@ -83,7 +83,7 @@ def _dpkg_options() -> list[str]:
     return guest_files.read_lines("dpkg.cfg")
 
 
-def _mirror_text(mirror: str) -> str:
+def _read_mirror_text(mirror: str) -> str:
     return Path(mirror).read_text() if mirror.startswith("/") else mirror
 
 
@@ -113,13 +113,13 @@ async def build_tarball(
         f"--include={','.join(packages)}",
         *(f"--dpkgopt={option}" for option in _dpkg_options()),
         *_apt_arguments(options, work_directory),
-        *_keyring_hooks(mirrors),
+        *_build_keyring_hooks(mirrors),
         f"--essential-hook=copy-in {shlex.quote(str(initramfs_directory))} /etc",
         *("--", suite, str(work_directory / "rootfs.tar"), *mirrors),
     ]
     if shutil.which("mmdebstrap") is None:
         raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
-    env = {**proxy_settings(), "TMPDIR": str(temporary_directory), "DEBIAN_FRONTEND": "noninteractive"}
+    env = {**read_proxy_settings(), "TMPDIR": str(temporary_directory), "DEBIAN_FRONTEND": "noninteractive"}
     await run_logged(argv, log, should_log=_is_worth_logging, env=env)
 
 
@@ -140,12 +140,12 @@ def _apt_arguments(options: list[str], work_directory: Path) -> list[str]:
     return arguments
 
 
-def _keyring_hooks(mirrors: list[str]) -> list[str]:
+def _build_keyring_hooks(mirrors: list[str]) -> list[str]:
     """Return mmdebstrap hooks that copy the mirrors' keyrings into the tree, unless a Debian package installs them."""
     keyrings = {
         path
         for mirror in mirrors
-        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _mirror_text(mirror), re.IGNORECASE)
+        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _read_mirror_text(mirror), re.IGNORECASE)
         if not path.startswith("/usr/share/keyrings/debian-") and Path(path).is_file()
     }
     hooks = []

@@ -40,7 +40,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
             "creating the disk image failed because the host's disk is full: free some space and build the template "
             "again"
         )
-    needed_mb = await asyncio.to_thread(_tree_size_mb, tree)
+    needed_mb = await asyncio.to_thread(_measure_tree_size_mb, tree)
     if "populating" in output or needed_mb > disk_mb:
         raise Invalid(
             f"the root file system ({needed_mb} MiB) does not fit on a disk of {disk_mb} MiB: "
@@ -49,7 +49,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     raise BackendFailed(f"mke2fs failed with exit code {result.returncode}: {output}")
 
 
-def _tree_size_mb(tree: Path) -> int:
+def _measure_tree_size_mb(tree: Path) -> int:
     """Return how many MiB a tree needs on a file system with 4 KiB blocks."""
     size = 0
     inodes: set[int] = set()

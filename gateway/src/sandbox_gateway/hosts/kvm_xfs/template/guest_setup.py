@@ -36,7 +36,7 @@ def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
 
 def _find_boot_files(tree: Tree) -> tuple[Path, Path]:
     versions = [name.removeprefix("vmlinuz-") for name in tree.list_directory("/boot") if name.startswith("vmlinuz-")]
-    for version in sorted(versions, key=_natural_key, reverse=True):
+    for version in sorted(versions, key=_make_natural_key, reverse=True):
         kernel = tree.resolve(f"/boot/vmlinuz-{version}")
         for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
             initrd = tree.resolve(f"/boot/{name}")
@@ -50,7 +50,7 @@ def _find_boot_files(tree: Tree) -> tuple[Path, Path]:
     raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
 
 
-def _natural_key(text: str) -> list[tuple[int, int, str]]:
+def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
     return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|\D+", text)]
 
 

@@ -161,7 +161,7 @@ def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
         servers_namespace = process_checks.identify_namespace(namespace)
 
     def identify(pid: int, pidfd: int) -> tuple[str, bool] | None:
-        if claim := _claimed_volume(pid, root):
+        if claim := _find_claimed_volume(pid, root):
             return claim
         return ("", False) if process_checks.network_namespace(pid, pidfd) == servers_namespace else None
 
@@ -169,7 +169,7 @@ def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
         yield FoundServer(pid, pidfd, volume, is_serving)
 
 
-def _claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
+def _find_claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
     """Return the volume and whether the process is serving, if it is the gateway's according to its command line."""
     arguments = process_checks.read_arguments(pid)
     path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME

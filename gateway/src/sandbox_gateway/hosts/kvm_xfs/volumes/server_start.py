@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from sandbox_gateway.command import child_environment
+from sandbox_gateway.command import build_child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log
@@ -85,7 +85,7 @@ class ServerStarter:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
-            env=child_environment(),
+            env=build_child_environment(),
             start_new_session=True,
             cwd="/",
         )
