@@ -1,5 +1,5 @@
 """The HTTP API of the gateway.
 
-access/ authorises requests, native/ and forkd/ translate them into calls to the engine, and data_plane/ forwards
+access/ authorizes requests, native/ and forkd/ translate them into calls to the engine, and data_plane/ forwards
 them to sandboxes.
 """

@@ -1,4 +1,4 @@
-"""Authorise control-plane requests that carry an API key or arrive over the Unix socket."""
+"""Authorize control-plane requests that carry an API key or arrive over the Unix socket."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def identify(scope: Scope, keys: Keys) -> Caller | None:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the caller of an authorised request."""
+    """Return the caller of an authorized request."""
     caller: Caller = scope[_CALLER_KEY]
     return caller
 

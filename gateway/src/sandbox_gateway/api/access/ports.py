@@ -1,4 +1,4 @@
-"""Authorise requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
+"""Authorize requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
 a secret if the ports are public.
 
 The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox was removed. A

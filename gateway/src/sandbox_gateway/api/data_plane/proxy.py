@@ -1,7 +1,7 @@
 """The data plane: stream requests to ports inside sandboxes, and their responses.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
-`E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorises requests. This module
+`E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorizes requests. This module
 uses no proxy library: such libraries trust the service and pool connections by address, but here services are
 untrusted, and connections end with the machine.
 """
