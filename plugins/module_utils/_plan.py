@@ -141,9 +141,11 @@ def fill_from_session(
             key: planned_shape.get(key) for key, value in shape.items() if value is None and key not in _MEASURED_KEYS
         }
         result[name] = {**shape, **values}
-        if "diverged" in planned_shape and "diverged" in shape:
-            # The prediction assumes that the guest does not write between the action and the end of the task.
-            result[name]["diverged"] = planned_shape["diverged"]
+        # The prediction assumes that the guest does not write between the action and the end of the task, and that the
+        # volumes of a snapshot remain: the gateway removes a clone that no sandbox mounts any more.
+        result[name].update(
+            (key, planned_shape[key]) for key in ("diverged", "mounts") if key in shape.keys() & planned_shape
+        )
     return result
 
 

@@ -104,6 +104,16 @@ def test_a_plan_marks_what_depends_on_whether_a_sandbox_has_diverged(tmp_path: P
     ]
 
 
+def test_a_plan_knows_that_a_rollback_removes_the_clone_of_a_volume(gateway: MemoryGateway) -> None:
+    gateway.clear()
+    clone = {"name": "data", "path": "/srv/data", "clone": True}
+    play: list[PlayTask] = [
+        ("fork", {"snapshot": "s", "names": ["user"], "volumes": [clone]}),
+        ("rollback", {"sandbox": ["user"], "snapshot": "s", "backup_name": ["backup"]}),
+    ]
+    PlayChecks().check(gateway.unix_url, [], play)
+
+
 class SlowBuildHost(BusyHost):
     """A host on which the builds of templates wait until ``may_build`` is set."""
 
