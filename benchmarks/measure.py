@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Measure:
-    """Samples of one quantity. ``floor`` is the key of the measure in the same result that is the lower bound."""
+    """Samples of one quantity. ``floor`` is the key of another measure in the result: a lower bound."""
 
     key: str
     title: str

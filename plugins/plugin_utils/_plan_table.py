@@ -93,13 +93,13 @@ def _render_gateway(url: str, entries: list[Mapping[str, Any]], width: int, colo
     costs_width = max(len(row.costs) for row in rows)
     name_room = min(room * 2 // 5, room - costs_width - _MIN_PLACE_WIDTH - 4)
     name_width = min(max(_width(row.name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
-    place_room = room - name_width - 2
+    place_column_width = room - name_width - 2
     natural_place_width = max(_width(_place(row.task, row.path)) for row in rows)
-    place_width = min(natural_place_width, place_room - costs_width - 2)
+    place_width = min(natural_place_width, place_column_width - costs_width - 2)
     lines = [_shorten(f"Gateway {_to_one_line(url)}", width)]
     for kind, kind_rows in rows_by_kind.items():
         lines.append(f"  {_PLURALS.get(kind, kind + 's')}")
-        lines += [_render_row(row, name_width, place_width, place_room, color) for row in kind_rows]
+        lines += [_render_row(row, name_width, place_width, place_column_width, color) for row in kind_rows]
     return [*lines, ""]
 
 
@@ -130,11 +130,11 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
                 yield from ((sign, (name,)) for name in names)
 
 
-def _render_row(row: _Row, name_width: int, place_width: int, place_room: int, color: bool) -> str:
+def _render_row(row: _Row, name_width: int, place_width: int, place_column_width: int, color: bool) -> str:
     """Return a line. The costs begin after ``place_width`` columns, or later if a longer place leaves enough room."""
     name = row.name(name_width)
     signed_name = _colored(f"{row.sign} {name}", _colors()[row.sign], color)
-    room = max(place_room - len(row.costs) - 2, _MIN_PLACE_WIDTH) if row.costs else place_room
+    room = max(place_column_width - len(row.costs) - 2, _MIN_PLACE_WIDTH) if row.costs else place_column_width
     place = _place(row.task, row.path, room)
     padding = " " * (place_width - _width(place)) if row.costs else ""
     return f"{_INDENT}{signed_name}{' ' * (name_width - _width(name))}  {place}{padding}  {row.costs}".rstrip()

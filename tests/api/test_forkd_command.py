@@ -229,7 +229,7 @@ def test_startup_errors_are_reported(
     assert list_sandboxes(api) == []
 
 
-def test_the_option_remote_allows_all_addresses(api: httpx.Client, start_command: StartCommand, target: str) -> None:
+def test_the_remote_option_allows_all_addresses(api: httpx.Client, start_command: StartCommand, target: str) -> None:
     start_command("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
 

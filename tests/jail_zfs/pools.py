@@ -146,9 +146,9 @@ def _stop_unused_daemon(pid_file: Path) -> None:
 
 @contextlib.contextmanager
 def _kept_responsive(mount_point: Path) -> Iterator[None]:
-    """Send requests to zfs-fuse inside the context, so that it cannot hang.
+    """Keep sending requests to zfs-fuse inside the context, so that it cannot hang.
 
-    The only listener of zfs-fuse polls all file systems, and then does a blocking read from one that has a request. If
+    A single thread of zfs-fuse polls all file systems, and then does a blocking read from one that has a request. If
     the kernel withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no requests
     for any file system until the one that it is reading from receives another request.
     """

@@ -1,4 +1,4 @@
-"""Test the role gateway without a supervisor: installation, configuration, restart, upgrade and removal."""
+"""Test the gateway role without a supervisor: installation, configuration, restart, upgrade and removal."""
 
 from __future__ import annotations
 

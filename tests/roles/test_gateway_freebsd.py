@@ -1,4 +1,4 @@
-"""Test the FreeBSD part of the role gateway, with test doubles for FreeBSD's commands.
+"""Test the FreeBSD part of the gateway role, with test doubles for FreeBSD's commands.
 
 The tests do not run on FreeBSD. A double of rc.subr checks what rc.subr(8) and rc(8) require of the service script.
 """

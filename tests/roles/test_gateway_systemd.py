@@ -1,4 +1,4 @@
-"""Test the role gateway under systemd, in a Debian 12 container that boots on this machine."""
+"""Test the gateway role under systemd, in a Debian 12 container that boots on this machine."""
 
 from __future__ import annotations
 

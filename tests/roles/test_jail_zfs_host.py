@@ -1,4 +1,4 @@
-"""Test the role jail_zfs_host with a real pool, and with test doubles for FreeBSD's commands in a separate network."""
+"""Test the jail_zfs_host role with a real pool, and with test doubles for FreeBSD's commands in a separate network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the role kvm_xfs_host on this machine, with a separate state root."""
+"""Test the kvm_xfs_host role on this machine, with a separate state root."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ LONG_FIELDS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "set-up commands": ("POST", "/templates", {"setup": ["x" * (MAX_SETUP_BYTES // 4)] * 4}, "setup"),
     "a start command": ("POST", "/templates", {"startCommand": "x" * MAX_COMMAND_LENGTH}, "startCommand"),
-    "a ready probe": ("POST", "/templates", {"readyProbe": "x" * MAX_COMMAND_LENGTH}, "readyProbe"),
+    "a readiness probe": ("POST", "/templates", {"readyProbe": "x" * MAX_COMMAND_LENGTH}, "readyProbe"),
     "a mirror": ("POST", "/templates", {"mirror": "x" * 4096}, "mirror"),
     "a template's description": ("POST", "/templates", {"description": "x" * 4096}, "description"),
     "a snapshot's description": ("POST", "/sandboxes/one/snapshots", {"description": "x" * 4096}, "description"),

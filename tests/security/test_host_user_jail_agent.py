@@ -118,7 +118,7 @@ def test_a_host_user_cannot_claim_an_identified_jail(
 
 
 def send_to_code_port(code_port: int, headers: dict[str, str]) -> set[int]:
-    """Send a request to each route of the code interpreter, and return their statuses."""
+    """Send a request to each route of the code interpreter, and return the statuses of the responses."""
     requests = (
         *(("POST", "/execute", {"code": "print(1)"}), ("POST", "/contexts", {}), ("GET", "/contexts", {})),
         *(("POST", "/contexts/a/restart", {}), ("POST", "/contexts/a/start", {}), ("DELETE", "/contexts/a", {})),

@@ -397,14 +397,14 @@ def compact(record: AnyRecord) -> AnyRecord:
     """
     if record.__pydantic_fields_set__ is _field_names(type(record)):
         return record  # It is compact already.
-    _share_field_names(record)
+    _intern_field_names(record)
     for value in vars(record).values():
         if isinstance(value, list):
             for item in value:
                 if isinstance(item, _Part):
-                    _share_field_names(item)
+                    _intern_field_names(item)
         elif isinstance(value, _Part):
-            _share_field_names(value)
+            _intern_field_names(value)
     if isinstance(record, Sandbox | Snapshot) and not record.resources.model_extra:
         resources = record.resources
         record.__dict__["resources"] = _get_shared_resources(resources.cpus, resources.memory_mb, resources.disk_mb)
@@ -424,7 +424,7 @@ def _share_keys(record: _Part) -> None:
         object.__setattr__(record, name, value)
 
 
-def _share_field_names(part: _Part) -> None:
+def _intern_field_names(part: _Part) -> None:
     """Make a record share its set of field names with all others of its class, as if every field had been set."""
     if not part.model_extra:
         object.__setattr__(part, "__pydantic_fields_set__", _field_names(type(part)))

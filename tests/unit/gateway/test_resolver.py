@@ -185,7 +185,7 @@ async def test_a_lookup_under_an_earlier_policy_opens_nothing() -> None:
         assert (await s.ask(API))[0] == dns.rcode.REFUSED
 
 
-async def test_addresses_are_opened_again_under_a_new_policy() -> None:
+async def test_addresses_are_allowed_again_under_a_new_policy() -> None:
     async with slot() as s:
         for count in (1, 2):
             assert (await s.ask(API))[1] == ["1.1.1.1"]

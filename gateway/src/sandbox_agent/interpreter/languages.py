@@ -46,7 +46,7 @@ class Cell:
 
 
 class Language:
-    """A language with the protocol of its kernel. Each kernel has its own instance, which buffers incomplete frames."""
+    """A language, and the protocol of its kernel. Each kernel has its own ``Language``, which buffers frames."""
 
     name = ""
     reports_begin = False

@@ -144,7 +144,7 @@ def _mount(mount: Mount, deadline: float) -> None:
     if error_number == errno.ETIMEDOUT:
         raise Failure(
             "deadline_exceeded",
-            f"cannot mount {path}, because the server of the volume does not respond: check the network between the "
+            f"cannot mount {path}, because the volume server does not respond: check the network between the "
             "sandbox and the host",
         )
     if error_number:

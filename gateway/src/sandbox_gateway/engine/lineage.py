@@ -28,7 +28,7 @@ def build_trees(index: Index, root: str | None = None) -> Trees:
         del node["parent"], path[depth:]
         if depth >= MAX_TREE_DEPTH:
             raise Invalid(
-                f"the lineage is deeper than {MAX_TREE_DEPTH} levels, which most JSON parsers refuse: request it "
+                f"the lineage is deeper than {MAX_TREE_DEPTH} levels, and most JSON parsers reject that: request it "
                 "as a list (flat=true), or request the tree below one object (root)"
             )
         node["children"] = []

@@ -93,8 +93,8 @@ class TemplateBuilder:
                     (result.stderr or result.stdout)[-_OUTPUT_TAIL_BYTES:].decode(errors="replace")
                 ).strip()[-200:]
                 raise Timeout(
-                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s: check the start command and "
-                    f"the probe, or raise readyTimeout. The last output of the probe: {output or 'none'}"
+                    f"the readiness probe did not succeed within {recipe.ready_timeout:g} s: check the start command "
+                    f"and the probe, or raise readyTimeout. The last output of the probe: {output or 'none'}"
                 )
             await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 

@@ -54,7 +54,7 @@ def execute(
         )
     except FileNotFoundError:
         raise ZFSInitializationFailed(name).with_details(
-            "the `zfs` command is not installed: install ZFS, or run the role jail_zfs_host"
+            "the `zfs` command is not installed: install ZFS, or run the jail_zfs_host role"
         ) from None
     try:
         out, err = process.communicate(timeout=seconds)

@@ -1,4 +1,4 @@
-"""The open runs of a gateway, as plan sessions or applied runs, in the order of their last use."""
+"""The open runs of a gateway (plan sessions and applied runs), least recently used first."""
 
 from __future__ import annotations
 

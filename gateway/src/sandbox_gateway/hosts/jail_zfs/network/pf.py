@@ -1,9 +1,9 @@
 """Restrict network access with pf, using an anchor for each jail and one for the bridge.
 
-The main rules evaluate the anchors (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``). The bridge's anchor ``sbx/<prefix>``
-blocks traffic that no rule allows, and translates outgoing connections to the host's address. A jail's anchor
-``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail may give its interface any address, so the
-rules on its epair drop packets from other addresses.
+The main ruleset evaluates the anchors (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``). The bridge's anchor
+``sbx/<prefix>`` blocks traffic that no rule allows, and translates outgoing connections to the host's address. A jail's
+anchor ``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail may give its interface any address, so
+the rules on its epair drop packets from other addresses.
 
 pf evaluates the packets of a jail on its epair, which is a member of the bridge, and then on the bridge. If a frame is
 a broadcast, or for the Ethernet address of the epair's outer end, the host receives it from the epair, and not from the
@@ -26,7 +26,7 @@ MAX_CONNECTIONS = 4096
 """The maximum number of connections that a sandbox can have open, in pf's state table."""
 _REMEDY = (
     f'add `nat-anchor "{_ANCHOR_ROOT}/*"` to the translation rules and `anchor "{_ANCHOR_ROOT}/*"` to the filter rules '
-    "of /etc/pf.conf, then run `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
+    "of /etc/pf.conf, then run `service pf start` and `pfctl -f /etc/pf.conf`; or run the jail_zfs_host role"
 )
 _MULTICAST_NETWORKS = ("224.0.0.0/4", "255.255.255.255")
 """Multicast and broadcast addresses: packets to them also reach the host."""
@@ -88,7 +88,7 @@ class Pf:
         self._prefix = prefix
 
     async def open(self, egress: str) -> None:
-        """Check the main rules and load the bridge's rules. ``egress``: "" means the interface of the default route."""
+        """Check the main ruleset, and load the bridge's rules. ``egress``: "" means that of the default route."""
         try:
             status = await self._run("pfctl", "-s", "info")
             filter_rules = await self._run("pfctl", "-s", "rules")
@@ -99,7 +99,7 @@ class Pf:
             raise BackendFailed(f"pf is not enabled, so sandboxes could reach everything: {_REMEDY}")
         for kind, text in (("anchor", filter_rules), ("nat-anchor", translation_rules)):
             if not any(line.startswith(f'{kind} "{_ANCHOR_ROOT}/*"') for line in text.splitlines()):
-                raise BackendFailed(f'pf\'s main rules have no `{kind} "{_ANCHOR_ROOT}/*"`: {_REMEDY}')
+                raise BackendFailed(f'pf\'s main ruleset has no `{kind} "{_ANCHOR_ROOT}/*"`: {_REMEDY}')
         await self._load(self._prefix, bridge_rules(self._bridge, egress or await self._find_default_egress()))
 
     async def close(self) -> None:

@@ -72,7 +72,7 @@ class WriteTracking:
         self._unsaved = make_empty_runs()
         """Pages whose marks were taken by a capture that has not completed."""
         self._marks: MemoryMode | None = None
-        """The kind of marks in use."""
+        """The kind of mark in use."""
         self._can_trust_marks = False
         self._has_started_tracking = False
         """Whether this gateway, not an earlier one, started the tracking."""
@@ -163,7 +163,7 @@ class WriteTracking:
         self.reason = self.reason or reason
 
     def _start_marks(self, ram: Ram) -> MemoryMode | None:
-        """Make the kernel mark written pages. Return the kind of marks, or None if none is available."""
+        """Make the kernel mark written pages. Return the kind of mark, or None if no kind is available."""
         if self._is_allowed(MemoryMode.WRITTEN):
             try:
                 self._track(ram)
