@@ -11,6 +11,7 @@ from pathlib import Path
 from sandbox_gateway.errors import Invalid
 
 _SECRET_LENGTH = 32
+_WITHOUT_BACKUP = "pause and resume all running sandboxes to give them new tokens"
 
 
 class Secret:
@@ -32,11 +33,11 @@ class Secret:
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
 
 
-def load_secret(path: Path) -> bytes:
+def load_secret(path: Path, without_backup: str = _WITHOUT_BACKUP) -> bytes:
     """Return the 32-byte secret stored in ``path``, creating the file on first use.
 
     The secret never leaves this host. Raises Invalid if the file has the wrong length: if it were empty, for example,
-    anyone could compute the tokens.
+    anyone could compute the tokens. ``without_backup``: what to do if a new secret replaces a lost one.
     """
     try:
         secret = path.read_bytes()
@@ -45,8 +46,7 @@ def load_secret(path: Path) -> bytes:
     if len(secret) != _SECRET_LENGTH:
         raise Invalid(
             f"the secret file {path} is {len(secret)} bytes long instead of {_SECRET_LENGTH}: restore it from a "
-            "backup. If there is no backup, remove the file, start the gateway, and pause and resume all running "
-            "sandboxes to give them new tokens"
+            f"backup. If there is no backup, remove the file, start the gateway, and {without_backup}"
         )
     path.chmod(0o600)
     return secret

@@ -1,0 +1,1 @@
+"""Write snapshots to files and read them back: the format, its signature, and the operations."""

@@ -1,0 +1,236 @@
+"""The format of a snapshot file.
+
+A file is the magic bytes and the version, then records. A record is its type (one byte), the length of its contents
+(four bytes, big-endian), and the contents:
+
+* ``H``, the head: the signer's public key (32 bytes), a signature of the manifest (64), the manifest (JSON).
+* ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), and its data,
+  one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long.
+* ``E``, the end: the SHA-256 of everything before this record (32), and its signature (64).
+
+``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. Nothing
+that a ``Decoder`` returns is authentic before ``Decoder.close`` has returned, except for the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zstandard
+
+from sandbox_gateway.engine.transfer.manifest import MAX_MANIFEST_BYTES, Manifest, Part, parse_manifest
+from sandbox_gateway.engine.transfer.signing import (
+    PUBLIC_KEY_BYTES,
+    SIGNATURE_BYTES,
+    Signer,
+    has_valid_signature,
+)
+from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+
+MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
+"""Like PNG's, so that a transfer that changes line ends or stops at the first NUL is noticed at once."""
+VERSION = 1
+CHUNK_BYTES = 1 << 20
+_PREFIX = struct.Struct(">H")
+_RECORD = struct.Struct(">cI")
+_CHUNK = struct.Struct(">BQI32s")
+_HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
+_END_BYTES = 32 + SIGNATURE_BYTES
+_MAX_COMPRESSED_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 7) + 1024
+_MAX_RECORD_BYTES = {
+    b"H": _HEAD_BYTES + MAX_MANIFEST_BYTES,
+    b"C": _CHUNK.size + _MAX_COMPRESSED_BYTES,
+    b"E": _END_BYTES,
+}
+_HEAD_PURPOSE, _END_PURPOSE = b"snapshot file head", b"snapshot file end"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    part: Part
+    offset: int
+    data: bytes
+
+
+class Encoder:
+    """Creates a file. Call ``head``, then ``chunk`` for each chunk in order, then ``end``, and join the results."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
+        self._digest = hashlib.sha256()
+        self._compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
+
+    def head(self, manifest: Manifest) -> bytes:
+        text = manifest.model_dump_json().encode()
+        signature = self._signer.sign(_HEAD_PURPOSE, text)
+        prefix = MAGIC + _PREFIX.pack(VERSION)
+        return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
+
+    def chunk(self, part: int, offset: int, data: bytes) -> bytes:
+        """Return the record of a chunk. ``part``: its index in the manifest."""
+        head = _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest())
+        return self._add(_frame(b"C", head + self._compressor.compress(data)))
+
+    def end(self) -> bytes:
+        digest = self._digest.digest()
+        return _frame(b"E", digest + self._signer.sign(_END_PURPOSE, digest))
+
+    def _add(self, record: bytes) -> bytes:
+        self._digest.update(record)
+        return record
+
+
+def _frame(kind: bytes, contents: bytes) -> bytes:
+    return _RECORD.pack(kind, len(contents)) + contents
+
+
+class Decoder:
+    """Checks a file that arrives in pieces.
+
+    Errors are Invalid, or Unsupported for a file of a newer version. After an error, the decoder must not be used.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._digest = hashlib.sha256()
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=CHUNK_BYTES)
+        self._position = 0
+        """The offset in the file at which the buffer begins."""
+        self._has_prefix = False
+        self._is_complete = False
+        self._last_chunk = (0, 0)
+        """The index of the last chunk's part, and the offset of its end."""
+        self._part_data_bytes = 0
+        """The bytes in the chunks of that part."""
+        self.manifest: Manifest | None = None
+        """The manifest, once it has arrived. It is authentic."""
+        self.public_key = b""
+        """The key of the signer."""
+
+    def feed(self, data: bytes) -> Iterator[Chunk]:
+        """Add bytes of the file, and yield the chunks that are now complete. Consume the iterator."""
+        self._buffer += data
+        if not self._has_prefix and not self._read_prefix():
+            return
+        while (record := self._next_record()) is not None:
+            kind, contents = record
+            if kind == b"C":
+                yield self._read_chunk(contents)
+            elif kind == b"H":
+                self._read_head(contents)
+            else:
+                self._read_end(contents)
+        if self._is_complete and self._buffer:
+            raise self._damaged("it continues after its end")
+
+    def close(self) -> None:
+        """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
+        if not self._has_prefix and not self._buffer:
+            raise Invalid("the snapshot file is empty: export the snapshot again")
+        if not self._is_complete:
+            raise Invalid(
+                f"the snapshot file ends after {self._position + len(self._buffer)} bytes, before its end: copy it "
+                "again, or export the snapshot again"
+            )
+
+    def _read_prefix(self) -> bool:
+        size = min(len(MAGIC), len(self._buffer))
+        if self._buffer[:size] != MAGIC[:size]:
+            raise Invalid(
+                "this is not a snapshot file, or it was changed in transit: use a file that "
+                "`sandboxctl snapshot export` wrote, and copy it as binary data"
+            )
+        if len(self._buffer) < len(MAGIC) + _PREFIX.size:
+            return False
+        (version,) = _PREFIX.unpack_from(self._buffer, len(MAGIC))
+        if version > VERSION:
+            raise Unsupported(
+                f"the snapshot file has format version {version}, which a newer release of the gateway wrote; this "
+                f"release reads versions up to {VERSION}: upgrade this gateway, or export the snapshot with an older "
+                "release"
+            )
+        if version < 1:
+            raise self._damaged("its format version is 0")
+        self._has_prefix = True
+        self._consume(len(MAGIC) + _PREFIX.size)
+        return True
+
+    def _next_record(self) -> tuple[bytes, bytes] | None:
+        """Remove the next complete record from the buffer, and return its type and contents, or None."""
+        if self._is_complete or len(self._buffer) < _RECORD.size:
+            return None
+        kind, length = _RECORD.unpack_from(self._buffer)
+        if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self.manifest is None):
+            raise self._damaged("it has an unexpected record")
+        if length > _MAX_RECORD_BYTES[kind]:
+            raise self._damaged(f"it has a record of {length} bytes, more than the format allows")
+        if len(self._buffer) < _RECORD.size + length:
+            return None
+        contents = bytes(self._buffer[_RECORD.size : _RECORD.size + length])
+        self._consume(_RECORD.size + length, is_hashed=kind != b"E")
+        return kind, contents
+
+    def _consume(self, size: int, *, is_hashed: bool = True) -> None:
+        if is_hashed:
+            self._digest.update(self._buffer[:size])
+        del self._buffer[:size]
+        self._position += size
+
+    def _read_head(self, contents: bytes) -> None:
+        public_key, signature = contents[:PUBLIC_KEY_BYTES], contents[PUBLIC_KEY_BYTES:_HEAD_BYTES]
+        text = contents[_HEAD_BYTES:]
+        if len(contents) < _HEAD_BYTES or not has_valid_signature(public_key, signature, _HEAD_PURPOSE, text):
+            raise self._damaged("the signature of its manifest does not match")
+        self.public_key = public_key
+        self.manifest = parse_manifest(text)
+
+    def _read_chunk(self, contents: bytes) -> Chunk:
+        assert self.manifest is not None
+        if len(contents) < _CHUNK.size:
+            raise self._damaged("a chunk is too short")
+        index, offset, length, digest = _CHUNK.unpack_from(contents)
+        if index >= len(self.manifest.parts):
+            raise self._damaged("a chunk belongs to no part")
+        part = self.manifest.parts[index]
+        if not 0 < length <= CHUNK_BYTES or offset + length > part.size or (index, offset) < self._last_chunk:
+            raise self._damaged(f"a chunk is not in its place in {part.name}")
+        if index != self._last_chunk[0]:
+            self._part_data_bytes = 0
+        self._part_data_bytes += length
+        if self._part_data_bytes > part.data_bytes:
+            raise self._damaged(f"{part.name} has more data than the manifest says")
+        data = self._decompress(contents[_CHUNK.size :], length)
+        if hashlib.sha256(data).digest() != digest:
+            raise self._damaged(f"the digest of a chunk of {part.name} does not match")
+        self._last_chunk = (index, offset + length)
+        return Chunk(part, offset, data)
+
+    def _decompress(self, frame: bytes, length: int) -> bytes:
+        """Decompress one frame of exactly ``length`` bytes. The frame's own size decides how much is allocated."""
+        try:
+            parameters = zstandard.get_frame_parameters(frame)
+            if parameters.content_size != length or parameters.window_size > CHUNK_BYTES:
+                raise self._damaged("a chunk has another length than it says")
+            data: bytes = self._decompressor.decompress(frame, max_output_size=length, allow_extra_data=False)
+        except zstandard.ZstdError:
+            raise self._damaged("the data of a chunk cannot be decompressed") from None
+        if len(data) != length:
+            raise self._damaged("a chunk has another length than it says")
+        return data
+
+    def _read_end(self, contents: bytes) -> None:
+        digest, signature = contents[:32], contents[32:]
+        if digest != self._digest.digest():
+            raise self._damaged("its digest does not match")
+        if not has_valid_signature(self.public_key, signature, _END_PURPOSE, digest):
+            raise self._damaged("its signature does not match")
+        self._is_complete = True
+
+    def _damaged(self, reason: str) -> GatewayError:
+        return Invalid(
+            f"the snapshot file is damaged at byte {self._position}: {reason}. Copy it again, or export the snapshot "
+            "again"
+        )

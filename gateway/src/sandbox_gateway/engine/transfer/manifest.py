@@ -1,0 +1,142 @@
+"""The manifest of a snapshot file: what the file says about its snapshot.
+
+A file can come from anywhere. Each field is therefore limited to the values that a gateway writes, and none becomes a
+path or an argument: a host uses its own file names, and compares the platform with its own instead of using it.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sandbox_gateway.control_characters import remove_control_characters
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.records import Id, Name
+from sandbox_gateway.validation import explain
+
+MAX_MANIFEST_BYTES = 64 << 10
+_MAX_IMAGE_BYTES = 1 << 46
+_MAX_DEVICE_STATE_BYTES = 64 << 20
+_MAX_BOOT_FILE_BYTES = 1 << 30
+
+
+class PartName(StrEnum):
+    """The parts of a snapshot, in the order in which a file contains them."""
+
+    KERNEL = "kernel"
+    INITRD = "initrd"
+    DISK = "disk"
+    MEMORY = "memory"
+    DEVICE_STATE = "device_state"
+
+
+MEMORY_PARTS = frozenset({PartName.MEMORY, PartName.DEVICE_STATE})
+_BOOT_PARTS = frozenset({PartName.KERNEL, PartName.INITRD, PartName.DISK})
+_MAX_BYTES = {
+    PartName.KERNEL: _MAX_BOOT_FILE_BYTES,
+    PartName.INITRD: _MAX_BOOT_FILE_BYTES,
+    PartName.DISK: _MAX_IMAGE_BYTES,
+    PartName.MEMORY: _MAX_IMAGE_BYTES,
+    PartName.DEVICE_STATE: _MAX_DEVICE_STATE_BYTES,
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Part(_Strict):
+    """A part of the snapshot. The bytes that no chunk contains are zero."""
+
+    name: PartName
+    size: int = Field(ge=1, le=_MAX_IMAGE_BYTES, strict=True)
+    data_bytes: int = Field(ge=0, strict=True)
+    """The most that all chunks of the part contain, from which the importing host estimates the room it needs."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Part:
+        if self.size > _MAX_BYTES[self.name]:
+            raise ValueError(f"{self.name} may be at most {_MAX_BYTES[self.name] >> 20} MiB")
+        if self.data_bytes > self.size:
+            raise ValueError(f"{self.name} has more data than its size")
+        return self
+
+
+class Sizes(_Strict):
+    """The resources of a sandbox: see ``records.Resources``."""
+
+    cpus: int = Field(ge=1, le=256, strict=True)
+    memory_mb: int = Field(ge=64, le=1 << 20, strict=True)
+    disk_mb: int = Field(ge=64, le=1 << 26, strict=True)
+
+
+_Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,_+:()/=~-]*$")]
+
+
+class MachinePlatform(_Strict):
+    """The platform on which the memory was captured. Memory can be restored only on an equal platform."""
+
+    accelerator: _Word
+    cpu_model: _Word
+    machine: _Word
+    qemu_version: _Word
+
+
+def _check_text(text: str) -> str:
+    if remove_control_characters(text) != text:
+        raise ValueError("must not contain control characters")
+    return text
+
+
+class Manifest(_Strict):
+    snapshot_id: Id
+    """The id of the snapshot in the gateway that exported it. The importing gateway gives it a new id."""
+    kind: Literal["snapshot", "template"]
+    names: list[Name] = Field(max_length=16)
+    description: Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
+    created_at: datetime
+    release: _Word
+    """The release of the gateway that exported it."""
+    host_kind: Literal["kvm_xfs"]
+    architecture: _Word
+    sizes: Sizes
+    platform: MachinePlatform | None
+    """None: the snapshot has no memory."""
+    line: bool = Field(strict=True)
+    """Whether the agent in the captured memory listens on its serial line."""
+    parts: list[Part] = Field(max_length=len(PartName))
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Manifest:
+        names = [part.name for part in self.parts]
+        if names != [name for name in PartName if name in names]:
+            raise ValueError("the parts are not in their order, or one occurs twice")
+        expected = _BOOT_PARTS | MEMORY_PARTS if self.platform else _BOOT_PARTS
+        if set(names) != expected:
+            raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected))}")
+        sizes = {part.name: part.size for part in self.parts}
+        if sizes[PartName.DISK] > self.sizes.disk_mb << 20:
+            raise ValueError("the disk is larger than disk_mb")
+        if self.platform and sizes[PartName.MEMORY] != self.sizes.memory_mb << 20:
+            raise ValueError("the memory has another size than memory_mb")
+        return self
+
+    @property
+    def has_memory(self) -> bool:
+        return self.platform is not None
+
+    def data_bytes(self, *, memory: bool) -> int:
+        return sum(part.data_bytes for part in self.parts if memory or part.name not in MEMORY_PARTS)
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Return the manifest in ``text``. Raises Invalid."""
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise Invalid(
+            f"the manifest of the snapshot file is invalid: {explain(error)[:500]}. Export the snapshot again"
+        ) from None

@@ -1,0 +1,65 @@
+"""Sign snapshot files with the key of the gateway, and check the signatures of others (Ed25519)."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from sandbox_gateway.engine.secret import load_secret
+from sandbox_gateway.errors import Invalid
+
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+class Signer:
+    """A private key, of which ``seed`` are the 32 bytes."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public_key = self._key.public_key().public_bytes_raw()
+
+    @classmethod
+    def load(cls, path: Path) -> Signer:
+        """Load the key in a file, which is created on first use and readable only by its owner. Raises Invalid."""
+        return cls(load_secret(path, "trust its new key on the gateways that import its files"))
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.public_key)
+
+    def sign(self, purpose: bytes, data: bytes) -> bytes:
+        """Sign ``data``. A signature for one purpose is not valid for another."""
+        return self._key.sign(_message(purpose, data))
+
+
+def has_valid_signature(public_key: bytes, signature: bytes, purpose: bytes, data: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _message(purpose, data))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def fingerprint_of(public_key: bytes) -> str:
+    """Return the SHA-256 of a public key, by which people compare and trust it."""
+    return hashlib.sha256(public_key).hexdigest()
+
+
+def check_fingerprint(text: str) -> str:
+    """Return ``text`` if it has the form of a fingerprint. Raises Invalid."""
+    if not _FINGERPRINT.fullmatch(text):
+        raise Invalid(
+            f"{text[:80]!r} is not the fingerprint of a signer: use the 64 hexadecimal digits that "
+            "`sandboxctl snapshot signer` prints on the gateway that exported the file"
+        )
+    return text
+
+
+def _message(purpose: bytes, data: bytes) -> bytes:
+    return b"grove.sandbox " + purpose + b"\0" + hashlib.sha256(data).digest()

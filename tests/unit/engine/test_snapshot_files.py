@@ -1,0 +1,296 @@
+"""A snapshot file is read completely or refused with a clear sentence, whatever its bytes are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+import tracemalloc
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandbox_gateway.engine.transfer import container
+from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Chunk, Decoder, Encoder
+from sandbox_gateway.engine.transfer.manifest import Manifest, PartName, parse_manifest
+from sandbox_gateway.engine.transfer.signing import Signer, check_fingerprint, fingerprint_of
+from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+
+MIB = 1 << 20
+SIGNER = Signer(b"s" * 32)
+
+
+def manifest_fields(**changes: Any) -> dict[str, Any]:
+    sizes = {"kernel": 5000, "initrd": 5000, "disk": 64 * MIB, "memory": 64 * MIB, "device_state": 3000}
+    fields = {
+        "snapshot_id": "0123456789ab",
+        "kind": "snapshot",
+        "names": ["before-upgrade"],
+        "description": "Before the upgrade",
+        "created_at": "2026-11-26T08:00:00Z",
+        "release": "0.1.0",
+        "host_kind": "kvm_xfs",
+        "architecture": "x86_64",
+        "sizes": {"cpus": 1, "memory_mb": 64, "disk_mb": 64},
+        "platform": {
+            "accelerator": "tcg",
+            "cpu_model": "max",
+            "machine": "pc-q35-7.2",
+            "qemu_version": "7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)",
+        },
+        "line": True,
+        "parts": [{"name": name, "size": size, "data_bytes": min(size, 8 * MIB)} for name, size in sizes.items()],
+    }
+    return fields | changes
+
+
+def replace_part(name: str, size: int, data_bytes: int) -> dict[str, Any]:
+    part = {"name": name, "size": size, "data_bytes": data_bytes}
+    return {"parts": [part if each["name"] == name else each for each in manifest_fields()["parts"]]}
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    return parse_manifest(json.dumps(manifest_fields(**changes)).encode())
+
+
+CHUNKS = [
+    (0, 0, b"kernel" * 800),
+    (1, 100, b"initrd"),
+    (2, 0, b"d" * 4096),
+    (2, 63 * MIB, b"end of the disk"),
+    (3, 4096, bytes(range(256)) * 16),
+    (4, 0, b"device state"),
+]
+
+
+def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> tuple[bytes, list[int]]:
+    """Return a file, and the offsets of the edges of its records."""
+    encoder = Encoder(SIGNER)
+    records = [encoder.head(make_manifest(**changes)), *(encoder.chunk(*chunk) for chunk in chunks), encoder.end()]
+    edges = [sum(map(len, records[:count])) for count in range(len(records) + 1)]
+    return b"".join(records), edges
+
+
+def decode(file: bytes, piece_bytes: int = 1 << 16) -> list[Chunk]:
+    decoder, chunks = Decoder(), []
+    for start in range(0, len(file), piece_bytes):
+        chunks += decoder.feed(file[start : start + piece_bytes])
+    decoder.close()
+    return chunks
+
+
+FILE, EDGES = make_file()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1 << 20])
+def test_a_file_is_read_back_in_pieces_of_any_size(piece_bytes: int) -> None:
+    chunks = decode(FILE, piece_bytes)
+    expected = [(list(PartName)[index], offset, data) for index, offset, data in CHUNKS]
+    assert [(chunk.part.name, chunk.offset, chunk.data) for chunk in chunks] == expected
+
+
+def test_a_decoder_knows_the_manifest_and_the_signer() -> None:
+    decoder = Decoder()
+    [*decoder.feed(FILE[: EDGES[1]])]
+    assert decoder.manifest == make_manifest()
+    assert fingerprint_of(decoder.public_key) == SIGNER.fingerprint
+
+
+def test_a_file_cut_at_any_byte_is_refused() -> None:
+    for size in range(len(FILE)):
+        with pytest.raises(Invalid, match=r"^the snapshot file (is empty|ends after \d+ bytes, before its end: )"):
+            decode(FILE[:size])
+
+
+def test_a_large_file_cut_at_its_edges_and_anywhere_is_refused() -> None:
+    noise = random.Random(1).randbytes(CHUNK_BYTES)
+    file, edges = make_file([(2, number * CHUNK_BYTES, noise) for number in range(8)])
+    places = {edge + shift for edge in edges[:-1] for shift in (-1, 0, 1) if edge + shift >= 0}
+    places |= {random.Random(2).randrange(len(file)) for _ in range(50)}
+    for size in places:
+        with pytest.raises(Invalid, match=r"is empty|before its end"):
+            decode(file[:size], CHUNK_BYTES)
+    assert len(decode(file, CHUNK_BYTES)) == 8
+
+
+def test_any_changed_byte_is_noticed() -> None:
+    for position in range(len(FILE)):
+        changed = bytearray(FILE)
+        changed[position] ^= 1 << position % 8
+        with pytest.raises((Invalid, Unsupported)):
+            decode(bytes(changed))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from([0, len(MAGIC) + 2, *EDGES]))
+def test_random_bytes_are_refused_with_a_sentence(noise: bytes, start: int) -> None:
+    if start == len(FILE) and not noise:
+        return
+    with pytest.raises(GatewayError) as caught:
+        decode(FILE[:start] + noise)
+    assert caught.value.kind in ("invalid", "unsupported") and len(caught.value.message) < 700
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, len(CHUNKS)), st.integers(0, len(CHUNKS)))
+def test_records_that_are_missing_twice_or_moved_are_refused(one: int, other: int) -> None:
+    records = [FILE[start:end] for start, end in pairwise(EDGES)]
+    moved = [*records]
+    moved[one], moved[other] = moved[other], moved[one]
+    for changed in ([*records[:one], *records[one + 1 :]], [*records[: one + 1], *records[one:]], moved):
+        if changed != records:
+            with pytest.raises(Invalid):
+                decode(b"".join(changed))
+
+
+def test_a_file_that_continues_after_its_end_is_refused() -> None:
+    with pytest.raises(Invalid, match="continues after its end"):
+        decode(FILE + b"\0")
+
+
+def test_a_file_of_a_newer_version_is_refused() -> None:
+    file = MAGIC + b"\x00\x02" + b"whatever a newer release writes"
+    with pytest.raises(Unsupported, match=r"format version 2, which a newer release.*: upgrade this gateway"):
+        decode(file)
+
+
+def test_another_file_is_refused_at_once() -> None:
+    with pytest.raises(Invalid, match="not a snapshot file"):
+        [*Decoder().feed(b"PK\x03\x04")]
+
+
+# -- files by a signer with bad intentions: the signature is valid, the contents are not -------------------------------
+
+
+def sign(records: list[bytes]) -> bytes:
+    """Return a file with a valid head, ``records`` and a valid end."""
+    encoder = Encoder(SIGNER)
+    return b"".join([encoder.head(make_manifest()), *map(encoder._add, records), encoder.end()])
+
+
+def frame_chunk(part: int, offset: int, length: int, frame: bytes, data: bytes = b"") -> bytes:
+    contents = struct.pack(">BQI32s", part, offset, length, hashlib.sha256(data).digest()) + frame
+    return b"C" + struct.pack(">I", len(contents)) + contents
+
+
+def compress(data: bytes, **options: Any) -> bytes:
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+DATA = b"x" * 100
+BOMB = compress(bytes(64 * MIB))
+CLAIMED_BOMB = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + b"\x01\x00\x00"
+"""A frame header that claims a petabyte, and an empty last block."""
+BAD_CHUNKS = {
+    "a part that does not exist": frame_chunk(5, 0, 100, compress(DATA), DATA),
+    "outside its part": frame_chunk(0, 4950, 100, compress(DATA), DATA),
+    "an offset that would overflow": frame_chunk(2, (1 << 64) - 50, 100, compress(DATA), DATA),
+    "more than a chunk may contain": frame_chunk(2, 0, CHUNK_BYTES + 1, compress(bytes(CHUNK_BYTES + 1))),
+    "no data": frame_chunk(2, 0, 0, compress(b""), b""),
+    "a bomb that says its size": frame_chunk(2, 0, 64 * MIB, BOMB),
+    "a bomb": frame_chunk(2, 0, 100, BOMB, DATA),
+    "a bomb that claims a petabyte": frame_chunk(2, 0, 100, CLAIMED_BOMB, DATA),
+    "a bomb without its size": frame_chunk(2, 0, 100, compress(bytes(64 * MIB), write_content_size=False), DATA),
+    "two frames": frame_chunk(2, 0, 100, compress(DATA) * 2, DATA),
+    "no frame": frame_chunk(2, 0, 100, b"", DATA),
+    "another digest": frame_chunk(2, 0, 100, compress(DATA), b"other"),
+    "a second head": FILE[len(MAGIC) + 2 : EDGES[1]],
+    "an unknown record": b"X" + struct.pack(">I", 0),
+    "a record of four gigabytes": b"C" + struct.pack(">I", 0xFFFFFFFF),
+    "a chunk that is too short": b"C" + struct.pack(">I", 3) + b"abc",
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHUNKS)
+def test_a_bad_record_is_refused_without_much_memory(name: str) -> None:
+    file = sign([BAD_CHUNKS[name]])
+    tracemalloc.start()
+    try:
+        with pytest.raises(Invalid, match=r"^the snapshot file is damaged at byte"):
+            decode(file)
+        assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
+    overlap = [frame_chunk(2, offset, 100, compress(DATA), DATA) for offset in (0, 99)]
+    with pytest.raises(Invalid, match="not in its place"):
+        decode(sign(overlap))
+    zeros = bytes(CHUNK_BYTES)
+    nine_mib = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
+    with pytest.raises(Invalid, match="disk has more data than the manifest says"):
+        decode(sign(nine_mib))
+
+
+def test_the_signature_of_another_key_does_not_fit() -> None:
+    other = Encoder(Signer(b"o" * 32))
+    head = other.head(make_manifest())
+    signed_by_other = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
+    with pytest.raises(Invalid, match="the signature of its manifest does not match"):
+        decode(signed_by_other)
+
+
+BAD_FIELDS: dict[str, dict[str, Any]] = {
+    "an unknown field": {"path": "/etc/passwd"},
+    "a path as the id": {"snapshot_id": "../../../etc"},
+    "a long id": {"snapshot_id": "0" * 13},
+    "a hidden kind": {"kind": "base"},
+    "a path as the name": {"names": ["../x"]},
+    "an option as the name": {"names": ["-rf"]},
+    "many names": {"names": [f"n{number}" for number in range(17)]},
+    "a description that changes the terminal": {"description": "\x1b]0;x\x07"},
+    "a long description": {"description": "x" * 4097},
+    "a creation time that is none": {"created_at": "yesterday"},
+    "a release with a line end": {"release": "1\n2"},
+    "another kind of host": {"host_kind": "jail_zfs"},
+    "a path as the architecture": {"architecture": "/bin/sh"},
+    "too many CPUs": {"sizes": {"cpus": 10**9, "memory_mb": 64, "disk_mb": 64}},
+    "no memory": {"sizes": {"cpus": 1, "memory_mb": 0, "disk_mb": 64}},
+    "a size as text": {"sizes": {"cpus": "1", "memory_mb": 64, "disk_mb": 64}},
+    "a disk that does not fit": {"sizes": {"cpus": 1, "memory_mb": 64, "disk_mb": 10**12}},
+    "memory of another size": {"sizes": {"cpus": 1, "memory_mb": 65, "disk_mb": 64}},
+    "a machine with options": {"platform": {**manifest_fields()["platform"], "machine": "q35,accel=x\n-monitor"}},
+    "an option as the CPU": {"platform": {**manifest_fields()["platform"], "cpu_model": "-chardev"}},
+    "an empty accelerator": {"platform": {**manifest_fields()["platform"], "accelerator": ""}},
+    "a version that is too long": {"platform": {**manifest_fields()["platform"], "qemu_version": "7" * 129}},
+    "a line that is no flag": {"line": "yes"},
+    "memory without a platform": {"platform": None},
+    "no parts": {"parts": []},
+    "a part with a path": {"parts": [{"name": "../disk", "size": 1, "data_bytes": 1}]},
+    "a part twice": {"parts": [*manifest_fields()["parts"][:4], manifest_fields()["parts"][3]]},
+    "parts out of order": {"parts": manifest_fields()["parts"][::-1]},
+    "a part of no size": replace_part("kernel", 0, 0),
+    "a large device state": replace_part("device_state", 65 * MIB, 1),
+    "more data than its size": replace_part("kernel", 1, 2),
+}  # fmt: skip
+
+
+def test_the_manifest_of_these_tests_is_valid() -> None:
+    assert make_manifest().has_memory and make_manifest().data_bytes(memory=False) == 10000 + 8 * MIB
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_a_bad_field_of_the_manifest_is_refused(name: str) -> None:
+    text = json.dumps(manifest_fields(**BAD_FIELDS[name])).encode()
+    head = SIGNER.public_key + SIGNER.sign(container._HEAD_PURPOSE, text) + text
+    with pytest.raises(Invalid, match=r"the manifest of the snapshot file is invalid: .*Export the snapshot again"):
+        [*Decoder().feed(MAGIC + b"\x00\x01H" + struct.pack(">I", len(head)) + head)]
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[" * 60000, b"{" * 60000, b'{"a":' * 10000, b"\xff", b"1e999"])
+def test_a_manifest_that_is_no_manifest_is_refused(text: bytes) -> None:
+    with pytest.raises(Invalid, match="the manifest of the snapshot file is invalid"):
+        parse_manifest(text)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "0" * 63, "G" * 64, "0" * 64 + "\n"])
+def test_a_fingerprint_has_64_digits(text: str) -> None:
+    assert check_fingerprint(SIGNER.fingerprint) == SIGNER.fingerprint
+    with pytest.raises(Invalid, match="sandboxctl snapshot signer"):
+        check_fingerprint(text)
