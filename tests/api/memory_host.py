@@ -14,11 +14,23 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import (
+    MEMORY_PARTS,
+    Abilities,
+    Endpoint,
+    GuestMount,
+    Load,
+    Log,
+    Room,
+    Scan,
+    SnapshotPart,
+    Usage,
+    VolumeState,
+)
 from sandbox_gateway.hosts.network_policy import egress_rules
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -232,6 +244,52 @@ def _send(
     writer.write(head.encode() + body)
 
 
+class MemorySource:
+    """A ``hosts.base.SnapshotSource`` of a snapshot in memory. Its disk contains the written values as JSON."""
+
+    architecture = "test"
+
+    def __init__(self, state: dict[str, str], snapshot: Snapshot, memory: bool) -> None:
+        self.platform = {"accelerator": "a", "cpu_model": "b", "machine": "c", "qemu_version": "1"} if memory else {}
+        self.line = False
+        self.contents = {part: b"x" for part in SnapshotPart if memory or part not in MEMORY_PARTS}
+        self.contents[SnapshotPart.DISK] = json.dumps(state).encode()
+        self.sizes = {part: len(contents) for part, contents in self.contents.items()}
+        if memory:
+            self.sizes[SnapshotPart.MEMORY] = snapshot.resources.memory_mb << 20
+        self.is_closed = False
+
+    def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
+        yield 0, len(self.contents[part])
+
+    def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
+        return self.contents[part][offset : offset + length]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class MemoryTarget:
+    """A ``hosts.base.SnapshotTarget``, which adds the values on its disk to ``disks`` when it is committed."""
+
+    def __init__(self, snapshot: Snapshot, host: MemoryHost) -> None:
+        self.snapshot = snapshot
+        self.host = host
+        self.contents: dict[SnapshotPart, bytearray] = {part: bytearray() for part in SnapshotPart}
+        host.partial_imports.add(snapshot.id)
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        self.contents[part][offset : offset + len(data)] = data
+
+    async def commit(self) -> None:
+        self.host.disks[self.snapshot.id] = json.loads(self.contents[SnapshotPart.DISK])
+        self.host.partial_imports.discard(self.snapshot.id)
+
+    async def discard(self) -> None:
+        self.host.disks.pop(self.snapshot.id, None)
+        self.host.partial_imports.discard(self.snapshot.id)
+
+
 class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
@@ -240,7 +298,9 @@ class MemoryHost:
     """
 
     kind = "memory"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True)
+    abilities = Abilities(
+        memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True, transfer=True
+    )
     boot_seconds = resume_seconds = 20.0
     machine_type = Machine
 
@@ -262,6 +322,11 @@ class MemoryHost:
         self.blocked_paths: set[str] = set()
         self.dead_console: str | None = None
         self.available_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.import_problem = ""
+        self.partial_imports: set[str] = set()
+        """Ids of the snapshots that are being imported."""
+        self.sources: list[MemorySource] = []
+        """The snapshots that have been opened for an export."""
         self.memory_problems: dict[str, str] = {}
         """Why the memory of a snapshot is unavailable, by id."""
         self.stalled_instances: set[str] = set()
@@ -365,6 +430,16 @@ class MemoryHost:
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self.memory_problems.get(snapshot.id, "")
+
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> MemorySource:
+        self.sources.append(MemorySource(self.disks[snapshot.id], snapshot, memory))
+        return self.sources[-1]
+
+    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+        return self.import_problem
+
+    async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> MemoryTarget:
+        return MemoryTarget(snapshot, self)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)

@@ -241,6 +241,9 @@ class Limits(_Section):
         0, ge=0, description="Lifetime of a sandbox that is created without a timeout, in seconds. 0: no limit."
     )
     builds: int = Field(1, ge=1, le=16, description="Maximum number of templates that are built at the same time.")
+    transfers: int = Field(
+        2, ge=1, le=64, description="Maximum number of snapshots that are exported or imported at the same time."
+    )
     memory_overhead_mb: int = Field(
         256, ge=32, description="Memory that QEMU may use in addition to the sandbox's own, in MiB."
     )

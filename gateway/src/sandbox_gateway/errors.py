@@ -101,6 +101,13 @@ class Forbidden(GatewayError):
     status = 403
 
 
+class Untrusted(GatewayError):
+    """A file is signed by a key that the caller has not said to trust."""
+
+    kind = "untrusted"
+    status = 403
+
+
 class OverQuota(GatewayError):
     kind = "over_quota"
     status = 413

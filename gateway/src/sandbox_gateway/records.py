@@ -306,6 +306,17 @@ class Retention(_Part):
     """Maximum age in seconds."""
 
 
+class Imported(_Part):
+    """Where an imported snapshot came from."""
+
+    snapshot: Id
+    """Its id in the gateway that exported it."""
+    signer: str
+    """The fingerprint of the key that signed the file."""
+    omitted_memory: str = ""
+    """Why the memory in the file was not imported, as a clause; empty if it was, or if the file has none."""
+
+
 class Snapshot(_Record):
     """A snapshot or template, from which sandboxes can be forked."""
 
@@ -348,6 +359,8 @@ class Snapshot(_Record):
     Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
+    imported: Imported | None = None
+    """Where it came from, if it was imported from a file."""
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to start a machine from the snapshot, such as the accelerator and the CPU model."""
 

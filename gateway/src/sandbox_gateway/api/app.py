@@ -101,7 +101,9 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     for router in (_health_router, *(module.router for module in modules)):
         app.include_router(router)
     # The middleware added last runs first.
-    app.add_middleware(BodyLimitMiddleware, seconds=config.server.request_seconds)
+    app.add_middleware(
+        BodyLimitMiddleware, seconds=config.server.request_seconds, stalled_seconds=config.server.stalled_seconds
+    )
     app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(LargeResponseMiddleware)
     app.add_middleware(
@@ -119,7 +121,7 @@ def _get_openapi_document(app: FastAPI) -> dict[str, Any]:
         for path, item in document["paths"].items():
             for operation in item.values():
                 operation["responses"].pop("422", None)
-                if "requestBody" not in operation:
+                if "application/json" not in operation.get("requestBody", {}).get("content", {}):
                     _hide_strict_parameter(operation)
                 for status in _ERRORS:
                     # Errors are JSON even where the successful response is not.

@@ -28,6 +28,7 @@ from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.engine.templates import Templates
+from sandbox_gateway.engine.transfer.transfers import Transfers
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
@@ -41,9 +42,9 @@ log = Logger("engine")
 class Engine:
     """All operations, in groups. Each group uses only the groups that are passed to its constructor.
 
-    The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``
-    and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``, ``durations``,
-    ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
+    The API layer uses the groups ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``transfers``, ``volumes``,
+    ``attachments`` and ``commands``. It also uses ``host``, ``config``, ``secret``, ``index``, ``events``,
+    ``durations``, ``references``, ``agents``, ``room``, ``prewarm``, ``machines`` and ``loads``.
 
     Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
     loses nothing.
@@ -88,6 +89,7 @@ class Engine:
             context, locking, agents, collector, mount_planner, machines, captures, replacement
         )
         self.templates = Templates(context, snapshots, builder, prewarm)
+        self.transfers = Transfers(context, collector, room)
 
         # Work that no request triggers.
         self.loads = Loads(context)
@@ -99,6 +101,7 @@ class Engine:
         start_time = time.monotonic()
         await self.host.open()
         self.secret.load(self.config.host.state_root / "secret")
+        self.transfers.open()
         scan = await self.host.scan()
         self._recovery.load(scan)
         self.machines.watch()

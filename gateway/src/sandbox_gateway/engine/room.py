@@ -105,6 +105,21 @@ class RoomMonitor:
             needed_bytes = min(needed_bytes, (await self._host.usage(sandbox)).memory_bytes)
         self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
+    async def require_for_import(self, disk_bytes: int, memory_bytes: int) -> None:
+        """Raise NoSpace if an import of this much data would leave less free space than the reserve."""
+        room = await self._host.room()
+        if memory_bytes and (disk := room.memory_disk) is not None:
+            reserve_bytes = self._limits.free_disk_mb * _MIB
+            if not disk.problem and reserve_bytes and disk.free - memory_bytes < reserve_bytes:
+                raise NoSpace(
+                    f"the memory of the snapshot ({-(-memory_bytes // _MIB)} MiB) would leave less than "
+                    f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
+                    f"{disk.free // _MIB} MiB free. Delete snapshots, enlarge its file system, or lower "
+                    "limits.free_disk_mb"
+                )
+            memory_bytes = 0
+        self._require_disk_space(room, disk_bytes + memory_bytes, "the import")
+
     async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
         """Raise NoSpace if a capture could leave less free space than the reserve in the memory root."""
         reserve_bytes = self._limits.free_disk_mb * _MIB

@@ -8,8 +8,9 @@ and policy.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from sandbox_gateway.recipes import Recipe
@@ -37,6 +38,8 @@ class Abilities:
     """The host stops a machine that writes while its disk has no space left, until the machine is resumed."""
     atomic_append: bool = False
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
+    transfer: bool = False
+    """Snapshots can be exported to files and imported from them. Otherwise, the host needs no methods for it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,61 @@ class Scan:
     """One sentence per object that was swept, quarantined or repaired."""
 
 
+class SnapshotPart(StrEnum):
+    """The parts of a snapshot that is exported, in this order. MEMORY and DEVICE_STATE exist only together."""
+
+    KERNEL = "kernel"
+    INITRD = "initrd"
+    DISK = "disk"
+    MEMORY = "memory"
+    DEVICE_STATE = "device_state"
+
+
+MEMORY_PARTS = frozenset({SnapshotPart.MEMORY, SnapshotPart.DEVICE_STATE})
+
+
+class SnapshotSource(Protocol):
+    """The open parts of a snapshot. They remain readable if the snapshot is removed. The methods block."""
+
+    @property
+    def architecture(self) -> str:
+        """The architecture of the machine."""
+
+    @property
+    def platform(self) -> Mapping[str, str]:
+        """The platform of the snapshot's memory. Empty: the source has no memory."""
+
+    @property
+    def line(self) -> bool:
+        """Whether the agent in the captured memory listens on its serial line."""
+
+    @property
+    def sizes(self) -> Mapping[SnapshotPart, int]:
+        """The size in bytes of each part."""
+
+    def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
+        """Yield the (start, end) of the ranges of a part that may contain bytes other than zero."""
+
+    def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes. Raises GatewayError."""
+
+    def close(self) -> None:
+        """Close the parts."""
+
+
+class SnapshotTarget(Protocol):
+    """The parts of a snapshot that is being imported. It does not exist before ``commit``."""
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        """Write to a part, which is zero elsewhere. Blocks. Raises GatewayError."""
+
+    async def commit(self) -> None:
+        """Make the parts durable, and commit the snapshot's record, with the data that the host needs."""
+
+    async def discard(self) -> None:
+        """Remove everything, whether it is committed or not."""
+
+
 class Host(Protocol):
     kind: str
     abilities: Abilities
@@ -233,6 +291,20 @@ class Host(Protocol):
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot atomically."""
+
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+        """Open a committed snapshot for reading. ``memory``: with its memory, which it has and can restore."""
+
+    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+        """Return, as a clause, why memory that was captured on ``platform`` cannot be restored, or "" if it can.
+
+        Raises Unsupported if not even a disk for ``architecture`` can be booted.
+        """
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
+    ) -> SnapshotTarget:
+        """Create the parts of ``snapshot``, all zero, with the given sizes. ``line``: see ``SnapshotSource``."""
 
     # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
 

@@ -26,6 +26,8 @@ OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
 """The beginning of the paths with which E2B's clients access the files of volumes."""
 _EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_EXPORT_PATHS = re.compile(r"/snapshots/[^/]+/export")
+"""Paths whose GET returns the disk and the memory of a machine, with every secret in them."""
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
 """A path with the id of a plan session, followed by the path of a request in that session.
@@ -211,6 +213,8 @@ def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
 
 def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
+    if _EXPORT_PATHS.fullmatch(path) and not in_plan:
+        return Permission.ADMIN
     if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
     return Permission.EXEC if runs_code(method, path) else Permission.ADMIN

@@ -7,11 +7,16 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sandbox_gateway.api.access.auth import plan_of
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 MAX_BODY_BYTES = 4 << 20
 MAX_HELD_BYTES = 32 << 20
 """Maximum number of bytes in the bodies of all current requests."""
+
+
+IMPORT_PATH = "/snapshots/import"
+"""The path whose body is read while it arrives, so that it may be larger. In a plan session, it is held in memory."""
 
 
 class TooLarge(OverQuota):
@@ -48,17 +53,21 @@ class BodyLimitMiddleware:
     """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
-    MAX_HELD_BYTES.
+    MAX_HELD_BYTES. The body of an import is only limited in how long it may stall (``stalled_seconds``).
     """
 
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
+    def __init__(self, app: ASGIApp, seconds: float, stalled_seconds: float) -> None:
         self.app = app
         self.seconds = seconds
+        self.stalled_seconds = stalled_seconds
         self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        if scope["path"] == IMPORT_PATH and scope["method"] == "POST" and not plan_of(scope):
+            await self.app(scope, self._refuse_stalled(receive), send)
             return
         declared_length = Headers(scope=scope).get("content-length", "0")
         if declared_length.isdigit() and int(declared_length) > MAX_BODY_BYTES:
@@ -91,3 +100,19 @@ class BodyLimitMiddleware:
             await self.app(scope, receive_and_count, send)
         finally:
             self._held_bytes -= received_bytes
+
+    def _refuse_stalled(self, receive: Receive) -> Receive:
+        seconds: float | None = self.stalled_seconds
+
+        async def receive_in_time() -> Message:
+            nonlocal seconds
+            try:
+                async with asyncio.timeout(seconds):
+                    message = await receive()
+            except TimeoutError:
+                raise TooSlow.for_stalled_body(self.stalled_seconds) from None
+            if not message.get("more_body"):
+                seconds = None
+            return message
+
+        return receive_in_time

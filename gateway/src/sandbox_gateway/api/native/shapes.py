@@ -12,7 +12,16 @@ from sandbox_gateway.api.native.naming import json_name
 from sandbox_gateway.engine.own_changes import generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import (
+    Imported,
+    NetworkPolicy,
+    Retention,
+    Sandbox,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+)
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.agent_client import ExecResult
@@ -125,6 +134,16 @@ class PrewarmShape(Shape):
     ready: int
 
 
+class ImportedShape(Shape):
+    snapshot_id: str = Field(description="The snapshot's id in the gateway that exported it.")
+    signer: str = Field(description="The fingerprint of the key that signed the file.")
+    omitted_memory: str = Field(description="Why the memory in the file was not imported; empty if nothing is missing.")
+
+
+class SignerShape(Shape):
+    fingerprint: str = Field(description="The SHA-256 of the public key, which importers compare.")
+
+
 class SnapshotShape(Shape):
     snapshot_id: str
     kind: Literal["snapshot", "template"]
@@ -160,6 +179,7 @@ class SnapshotShape(Shape):
     users: list[SnapshotUserShape] | None = Field(
         None, description="Sandboxes and volumes that prevent its deletion; only in the response for a single snapshot."
     )
+    imported: ImportedShape | None = Field(None, description="Only for a snapshot that was imported from a file.")
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
 
@@ -462,6 +482,10 @@ def sandbox_shape(
     )
 
 
+def imported_shape(imported: Imported) -> ImportedShape:
+    return ImportedShape(snapshot_id=imported.snapshot, signer=imported.signer, omitted_memory=imported.omitted_memory)
+
+
 def snapshot_shape(
     snapshot: Snapshot,
     *,
@@ -473,7 +497,7 @@ def snapshot_shape(
     volumes: list[VolumeCaptureShape],
     **extra: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``extra`` may contain users and, on hosts with ZFS, zfs_snapshot."""
+    """Describe a snapshot. ``extra`` may contain users, imported and, on hosts with ZFS, zfs_snapshot."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,

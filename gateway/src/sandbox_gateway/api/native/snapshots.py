@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
+from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.limits import IMPORT_PATH
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
+from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
@@ -17,10 +22,12 @@ from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
+_FILE_TYPE = "application/octet-stream"
 When = Annotated[
     Literal["unused"] | None,
     Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
@@ -53,6 +60,74 @@ async def index(
 
     items = page(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
     return [view.snapshot(snapshot) for snapshot in items]
+
+
+class _ExportResponse(StreamingResponse):
+    def __init__(self, export: Export) -> None:
+        super().__init__(export.pieces(), media_type=_FILE_TYPE)
+        self._export = export
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._export.close()
+
+
+@router.get(
+    "/snapshots/{ref}/export",
+    summary="Export a snapshot or template as a file, with all secrets of its guest. Needs the scope admin",
+    response_class=Response,
+    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The file, in the order in which it is read"}},
+)
+async def export(
+    ref: Ref,
+    engine: EngineDep,
+    memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
+) -> Response:
+    return _ExportResponse(await engine.transfers.export(ref, memory=memory == "auto"))
+
+
+@router.post(
+    IMPORT_PATH,
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Import a snapshot or template from a file",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {_FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+    },
+)
+async def import_(
+    request: Request,
+    engine: EngineDep,
+    view: ViewDep,
+    name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the names in the file")] = "",
+    trust: Annotated[
+        list[str] | None,
+        Query(max_length=16, description="Fingerprints of signers to accept besides this gateway's own"),
+    ] = None,
+) -> shapes.SnapshotShape:
+    """Import a file that `GET /snapshots/{ref}/export` returned. The snapshot gets a new id.
+
+    If the memory cannot be restored on this host, only the disk is imported: `imported.omittedMemory` says why.
+    """
+    # A plan session reads at most the beginning of the file, because that is enough for a prediction.
+    in_plan = bool(plan_of(request.scope))
+    snapshot = await engine.transfers.import_(_pieces(request), name=name or None, trust=trust or (), only_head=in_plan)
+    return view.snapshot(snapshot)
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+@router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])
+async def signer(engine: EngineDep) -> shapes.SignerShape:
+    return shapes.SignerShape(fingerprint=engine.transfers.signer().fingerprint)
 
 
 @router.get(

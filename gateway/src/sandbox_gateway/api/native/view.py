@@ -48,6 +48,8 @@ class View:
     def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
         users = self.engine.references.users_of(snapshot)
         extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        if snapshot.imported is not None:
+            extra["imported"] = shapes.imported_shape(snapshot.imported)
         if with_users:
             extra["users"] = [
                 shapes.SnapshotUserShape(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.room import PlannedRoom
 from sandbox_gateway.engine.room import MACHINE_START_BYTES
-from sandbox_gateway.errors import Conflict
+from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import (
     Endpoint,
     GuestMount,
@@ -19,6 +19,9 @@ from sandbox_gateway.hosts.base import (
     Log,
     Room,
     Scan,
+    SnapshotPart,
+    SnapshotSource,
+    SnapshotTarget,
     Usage,
     VolumeState,
 )
@@ -181,6 +184,19 @@ class PlannedHost:
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._real.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+        raise Unsupported("a plan session exports no snapshots: export them only outside it")
+
+    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+        return self._real.find_import_problem(architecture, platform)
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
+    ) -> SnapshotTarget:
+        self._charge(_measure(snapshot))
+        self._room.add_snapshot(snapshot.id, memory=snapshot.memory is not MemoryMode.NONE)
+        return _PlannedTarget()
+
     def _has_snapshot(self, snapshot: Snapshot) -> bool:
         return snapshot.id in self._engine.index.snapshots
 
@@ -219,6 +235,19 @@ class PlannedHost:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return []
+
+
+class _PlannedTarget:
+    """A ``hosts.base.SnapshotTarget`` without parts."""
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        pass
+
+    async def commit(self) -> None:
+        pass
+
+    async def discard(self) -> None:
+        pass
 
 
 def _measure(value: Any) -> int:

@@ -88,7 +88,7 @@ def _frame(kind: bytes, contents: bytes) -> bytes:
 
 
 class Decoder:
-    """Checks a file that arrives in pieces.
+    """Checks a file that arrives in pieces. Call ``read_chunks`` after each ``feed``, and ``close`` at the end.
 
     Errors are Invalid, or Unsupported for a file of a newer version. After an error, the decoder must not be used.
     """
@@ -105,22 +105,32 @@ class Decoder:
         """The index of the last chunk's part, and the offset of its end."""
         self._part_data_bytes = 0
         """The bytes in the chunks of that part."""
-        self.manifest: Manifest | None = None
-        """The manifest, once it has arrived. It is authentic."""
+        self._manifest: Manifest | None = None
         self.public_key = b""
         """The key of the signer."""
 
-    def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Add bytes of the file, and yield the chunks that are now complete. Consume the iterator."""
+    def feed(self, data: bytes) -> None:
+        """Add bytes of the file."""
         self._buffer += data
-        if not self._has_prefix and not self._read_prefix():
+
+    def read_manifest(self) -> Manifest | None:
+        """Return the manifest, which is authentic, or None if it has not arrived yet."""
+        if (
+            self._manifest is None
+            and (self._has_prefix or self._read_prefix())
+            and (record := self._next_record()) is not None
+        ):
+            self._read_head(record[1])
+        return self._manifest
+
+    def read_chunks(self) -> Iterator[Chunk]:
+        """Yield the next chunks that have arrived, which are not in memory at the same time."""
+        if self.read_manifest() is None:
             return
         while (record := self._next_record()) is not None:
             kind, contents = record
             if kind == b"C":
                 yield self._read_chunk(contents)
-            elif kind == b"H":
-                self._read_head(contents)
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
@@ -128,13 +138,16 @@ class Decoder:
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
-        if not self._has_prefix and not self._buffer:
-            raise Invalid("the snapshot file is empty: export the snapshot again")
         if not self._is_complete:
-            raise Invalid(
-                f"the snapshot file ends after {self._position + len(self._buffer)} bytes, before its end: copy it "
-                "again, or export the snapshot again"
-            )
+            raise self.incomplete_error()
+
+    def incomplete_error(self) -> Invalid:
+        if not self._has_prefix and not self._buffer:
+            return Invalid("the snapshot file is empty: export the snapshot again")
+        return Invalid(
+            f"the snapshot file ends after {self._position + len(self._buffer)} bytes, before its end: copy it again, "
+            "or export the snapshot again"
+        )
 
     def _read_prefix(self) -> bool:
         size = min(len(MAGIC), len(self._buffer))
@@ -163,7 +176,7 @@ class Decoder:
         if self._is_complete or len(self._buffer) < _RECORD.size:
             return None
         kind, length = _RECORD.unpack_from(self._buffer)
-        if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self.manifest is None):
+        if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self._manifest is None):
             raise self._damaged("it has an unexpected record")
         if length > _MAX_RECORD_BYTES[kind]:
             raise self._damaged(f"it has a record of {length} bytes, more than the format allows")
@@ -185,16 +198,16 @@ class Decoder:
         if len(contents) < _HEAD_BYTES or not has_valid_signature(public_key, signature, _HEAD_PURPOSE, text):
             raise self._damaged("the signature of its manifest does not match")
         self.public_key = public_key
-        self.manifest = parse_manifest(text)
+        self._manifest = parse_manifest(text)
 
     def _read_chunk(self, contents: bytes) -> Chunk:
-        assert self.manifest is not None
+        assert self._manifest is not None
         if len(contents) < _CHUNK.size:
             raise self._damaged("a chunk is too short")
         index, offset, length, digest = _CHUNK.unpack_from(contents)
-        if index >= len(self.manifest.parts):
+        if index >= len(self._manifest.parts):
             raise self._damaged("a chunk belongs to no part")
-        part = self.manifest.parts[index]
+        part = self._manifest.parts[index]
         if not 0 < length <= CHUNK_BYTES or offset + length > part.size or (index, offset) < self._last_chunk:
             raise self._damaged(f"a chunk is not in its place in {part.name}")
         if index != self._last_chunk[0]:

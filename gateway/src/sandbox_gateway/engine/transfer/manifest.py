@@ -6,14 +6,13 @@ path or an argument: a host uses its own file names, and compares the platform w
 
 from __future__ import annotations
 
-from datetime import datetime
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.records import Id, Name
 from sandbox_gateway.validation import explain
 
@@ -23,24 +22,13 @@ _MAX_DEVICE_STATE_BYTES = 64 << 20
 _MAX_BOOT_FILE_BYTES = 1 << 30
 
 
-class PartName(StrEnum):
-    """The parts of a snapshot, in the order in which a file contains them."""
-
-    KERNEL = "kernel"
-    INITRD = "initrd"
-    DISK = "disk"
-    MEMORY = "memory"
-    DEVICE_STATE = "device_state"
-
-
-MEMORY_PARTS = frozenset({PartName.MEMORY, PartName.DEVICE_STATE})
-_BOOT_PARTS = frozenset({PartName.KERNEL, PartName.INITRD, PartName.DISK})
+_BOOT_PARTS = frozenset(SnapshotPart) - MEMORY_PARTS
 _MAX_BYTES = {
-    PartName.KERNEL: _MAX_BOOT_FILE_BYTES,
-    PartName.INITRD: _MAX_BOOT_FILE_BYTES,
-    PartName.DISK: _MAX_IMAGE_BYTES,
-    PartName.MEMORY: _MAX_IMAGE_BYTES,
-    PartName.DEVICE_STATE: _MAX_DEVICE_STATE_BYTES,
+    SnapshotPart.KERNEL: _MAX_BOOT_FILE_BYTES,
+    SnapshotPart.INITRD: _MAX_BOOT_FILE_BYTES,
+    SnapshotPart.DISK: _MAX_IMAGE_BYTES,
+    SnapshotPart.MEMORY: _MAX_IMAGE_BYTES,
+    SnapshotPart.DEVICE_STATE: _MAX_DEVICE_STATE_BYTES,
 }
 
 
@@ -51,7 +39,7 @@ class _Strict(BaseModel):
 class Part(_Strict):
     """A part of the snapshot. The bytes that no chunk contains are zero."""
 
-    name: PartName
+    name: SnapshotPart
     size: int = Field(ge=1, le=_MAX_IMAGE_BYTES, strict=True)
     data_bytes: int = Field(ge=0, strict=True)
     """The most that all chunks of the part contain, from which the importing host estimates the room it needs."""
@@ -97,7 +85,6 @@ class Manifest(_Strict):
     kind: Literal["snapshot", "template"]
     names: list[Name] = Field(max_length=16)
     description: Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
-    created_at: datetime
     release: _Word
     """The release of the gateway that exported it."""
     host_kind: Literal["kvm_xfs"]
@@ -107,20 +94,20 @@ class Manifest(_Strict):
     """None: the snapshot has no memory."""
     line: bool = Field(strict=True)
     """Whether the agent in the captured memory listens on its serial line."""
-    parts: list[Part] = Field(max_length=len(PartName))
+    parts: list[Part] = Field(max_length=len(SnapshotPart))
 
     @model_validator(mode="after")
     def _check_parts(self) -> Manifest:
         names = [part.name for part in self.parts]
-        if names != [name for name in PartName if name in names]:
+        if names != [name for name in SnapshotPart if name in names]:
             raise ValueError("the parts are not in their order, or one occurs twice")
         expected = _BOOT_PARTS | MEMORY_PARTS if self.platform else _BOOT_PARTS
         if set(names) != expected:
             raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected))}")
         sizes = {part.name: part.size for part in self.parts}
-        if sizes[PartName.DISK] > self.sizes.disk_mb << 20:
+        if sizes[SnapshotPart.DISK] > self.sizes.disk_mb << 20:
             raise ValueError("the disk is larger than disk_mb")
-        if self.platform and sizes[PartName.MEMORY] != self.sizes.memory_mb << 20:
+        if self.platform and sizes[SnapshotPart.MEMORY] != self.sizes.memory_mb << 20:
             raise ValueError("the memory has another size than memory_mb")
         return self
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Invalid
 
 PUBLIC_KEY_BYTES = 32
@@ -23,11 +21,6 @@ class Signer:
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.public_key = self._key.public_key().public_bytes_raw()
-
-    @classmethod
-    def load(cls, path: Path) -> Signer:
-        """Load the key in a file, which is created on first use and readable only by its owner. Raises Invalid."""
-        return cls(load_secret(path, "trust its new key on the gateways that import its files"))
 
     @property
     def fingerprint(self) -> str:

@@ -13,7 +13,20 @@ from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import (
+    Abilities,
+    Endpoint,
+    GuestMount,
+    Load,
+    Log,
+    Room,
+    Scan,
+    SnapshotPart,
+    SnapshotSource,
+    SnapshotTarget,
+    Usage,
+    VolumeState,
+)
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.host_memory import read_memory
@@ -41,6 +54,9 @@ from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, S
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 log = Logger("jail_zfs")
+
+
+_NO_TRANSFER = "a jail host can neither export nor import snapshots: copy their datasets with `zfs send`"
 
 
 class JailZfsHost:
@@ -233,6 +249,17 @@ class JailZfsHost:
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return ""
+
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+        raise Unsupported(_NO_TRANSFER)
+
+    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+        raise Unsupported(_NO_TRANSFER)
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
+    ) -> SnapshotTarget:
+        raise Unsupported(_NO_TRANSFER)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disks.has_diverged(sandbox, head)

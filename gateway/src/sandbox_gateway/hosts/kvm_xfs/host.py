@@ -10,13 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import Conflict
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.kvm_xfs import record_files
+from sandbox_gateway.hosts.base import (
+    Abilities,
+    Endpoint,
+    GuestMount,
+    Load,
+    Log,
+    Room,
+    Scan,
+    SnapshotPart,
+    SnapshotSource,
+    SnapshotTarget,
+    Usage,
+    VolumeState,
+)
+from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
 from sandbox_gateway.hosts.kvm_xfs.host_memory import read_memory
@@ -61,7 +75,14 @@ class KvmXfsHost:
     """The KVM/XFS host, an implementation of hosts.base.Host."""
 
     kind = "kvm_xfs"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True)
+    abilities = Abilities(
+        memory=True,
+        resize_on_fork=False,
+        independent_snapshots=True,
+        prewarm=True,
+        can_stall=True,
+        transfer=True,
+    )
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -225,6 +246,33 @@ class KvmXfsHost:
 
     def memory_problem(self, snapshot: Snapshot) -> str:
         return self._memory_roots.memory_problem(snapshot)
+
+    async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
+        if memory:
+            await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
+        with explaining_os_errors():
+            return await asyncio.to_thread(
+                transfer.SnapshotFileSource, self._snapshots.files(snapshot), snapshot, memory=memory
+            )
+
+    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+        transfer.require_architecture(architecture)
+        return transfer.find_platform_problem(asdict(self.platform), platform)
+
+    async def begin_import(
+        self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
+    ) -> SnapshotTarget:
+        if snapshot.memory is not MemoryMode.NONE and (
+            memory_directory := await asyncio.to_thread(self._memory_roots.directory_for_capture)
+        ):
+            memory_directory.record_in(snapshot)
+        target = transfer.SnapshotFileTarget(self._snapshots, snapshot, asdict(self.platform), line=line)
+        try:
+            await finish_despite_cancellation(asyncio.to_thread(target.create, sizes))
+        except BaseException:
+            await target.discard()
+            raise
+        return target
 
     # -- sandboxes --------------------------------------------------------------------------------------------------
 

@@ -84,18 +84,9 @@ def _new_file(path: Path, mode: int) -> Iterator[int]:
 
 def _copy_data(source: int, target: int) -> None:
     """Copy the data of a file, but not its holes, to an empty file."""
-    size = os.fstat(source).st_size
-    os.ftruncate(target, size)
+    os.ftruncate(target, os.fstat(source).st_size)
     buffer = memoryview(bytearray(_COPY_CHUNK_BYTES))
-    end = 0
-    while end < size:
-        try:
-            start = os.lseek(source, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # There is no data after this offset.
-                return
-            raise
-        end = os.lseek(source, start, os.SEEK_HOLE)
+    for start, end in data_ranges(source):
         while start < end:
             length = os.preadv(source, [buffer[: min(_COPY_CHUNK_BYTES, end - start)]], start)
             if length == 0:
@@ -104,6 +95,20 @@ def _copy_data(source: int, target: int) -> None:
             while data:
                 written_bytes = os.pwrite(target, data, start)
                 data, start = data[written_bytes:], start + written_bytes
+
+
+def data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of each part of a file that is not a hole. Raises OSError."""
+    size, end = os.fstat(descriptor).st_size, 0
+    while end < size:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # There is no data after this offset.
+                return
+            raise
+        end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, end
 
 
 def list_extents(path: Path) -> list[Extent]:

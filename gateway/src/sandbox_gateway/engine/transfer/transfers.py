@@ -1,0 +1,293 @@
+"""Export snapshots to files, and import them.
+
+Nothing of a file is used before its head has been checked, and no snapshot exists before the whole file has been: the
+parts are written to a place that the host removes at its next start unless they are committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Iterator
+from typing import TYPE_CHECKING
+
+from sandbox_gateway import __version__
+from sandbox_gateway.control_characters import remove_control_characters
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.durations import measured, note_memory_mode
+from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.secret import load_secret
+from sandbox_gateway.errors import Busy, Unsupported, Untrusted
+from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource, SnapshotTarget
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Imported, MemoryMode, Resources, Snapshot, SnapshotKind
+from sandbox_gateway.tasks import finish_despite_cancellation
+
+if TYPE_CHECKING:
+    # Only hosts that can transfer snapshots need the libraries of these modules.
+    from sandbox_gateway.engine.transfer.container import Decoder, Encoder
+    from sandbox_gateway.engine.transfer.manifest import Manifest
+    from sandbox_gateway.engine.transfer.signing import Signer
+
+_BATCH_BYTES = 1 << 20
+"""Work on this much of an arriving file at a time, because switching to a thread takes longer than small pieces."""
+_MAX_NAMES = 16
+_MAX_DESCRIPTION_LENGTH = 4096
+
+log = Logger("engine")
+
+
+class Transfers:
+    def __init__(self, context: Context, collector: Collector, room: RoomKeeper) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._collector = collector
+        self._room = room
+        self._active = 0
+
+    def signer(self) -> Signer:
+        """Return the key with which this gateway signs files. Raises Unsupported."""
+        self._require_ability()
+        from sandbox_gateway.engine.transfer.signing import Signer
+
+        return Signer(self._load_seed())
+
+    def open(self) -> None:
+        """Create the key with which this gateway signs files, if the host can transfer snapshots."""
+        if self._host.abilities.transfer:
+            self._load_seed()
+
+    def _load_seed(self) -> bytes:
+        path = self._context.config.host.state_root / "signing-key"
+        return load_secret(path, "trust its new key wherever its files are imported")
+
+    async def export(self, ref: str, *, memory: bool = True) -> Export:
+        """Open a snapshot or template for an export. ``memory``: with its memory, if it has any.
+
+        The caller reads ``Export.pieces`` and must call ``Export.close``.
+        """
+        snapshot = self._index.snapshot(ref)
+        self._require_ability()
+        memory = memory and snapshot.memory is not MemoryMode.NONE
+        if snapshot.volumes:
+            raise Unsupported(
+                f"snapshot {snapshot.id} includes volumes, which a file cannot contain: take a snapshot of the sandbox "
+                "without volumes, and export that"
+            )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._slot())
+            async with self._collector.pinned_then_collected(snapshot):
+                source = await self._host.open_snapshot(snapshot, memory=memory)
+            stack.callback(source.close)
+            export = Export(self.signer(), snapshot, source)
+            await asyncio.to_thread(export.prepare)
+            export.on_close = stack.pop_all()
+        return export
+
+    @measured("snapshot.import")
+    async def import_(
+        self,
+        pieces: AsyncIterator[bytes],
+        *,
+        name: str | None = None,
+        trust: Collection[str] = (),
+        only_head: bool = False,
+    ) -> Snapshot:
+        """Create a snapshot or template from the pieces of a file.
+
+        ``name`` replaces its names. ``trust``: the fingerprints of signers to accept besides this gateway. If the
+        memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
+        ``only_head``: for a plan session. The file may end after its head, and its contents are not read.
+        """
+        self._require_ability()
+        from sandbox_gateway.engine.transfer.container import Decoder
+        from sandbox_gateway.engine.transfer.signing import check_fingerprint
+
+        trusted_fingerprints = {check_fingerprint(each) for each in trust}
+        names = [require_valid_name(name)] if name else None
+        with self._slot():
+            decoder = Decoder()
+            batches = _batches(pieces)
+            manifest = await _read_manifest(decoder, batches)
+            signer = self._require_trusted(decoder, trusted_fingerprints)
+            snapshot = self._new_record(manifest, signer)
+            if names is not None:
+                snapshot.names = names
+            has_memory = snapshot.memory is not MemoryMode.NONE
+            note_memory_mode(snapshot.memory)
+            disk_bytes = manifest.data_bytes(memory=False)
+            await self._room.require_for_import(disk_bytes, manifest.data_bytes(memory=has_memory) - disk_bytes)
+            with self._index.reserved(snapshot.names):
+                sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
+                target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
+                try:
+                    if not only_head:
+                        await _write_chunks(decoder, batches, target, sizes)
+                    await finish_despite_cancellation(self._commit(target, snapshot))
+                except BaseException:
+                    if snapshot.id not in self._index.snapshots:
+                        await target.discard()
+                    raise
+        log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
+        return snapshot
+
+    async def _commit(self, target: SnapshotTarget, snapshot: Snapshot) -> None:
+        await target.commit()
+        self._index.put(snapshot)
+        self._context.events.publish("snapshot.imported", snapshotID=snapshot.id)
+
+    def _require_trusted(self, decoder: Decoder, trusted_fingerprints: Collection[str]) -> str:
+        """Return the fingerprint of the signer. Raises Untrusted if it is unknown."""
+        from sandbox_gateway.engine.transfer.signing import fingerprint_of
+
+        fingerprint = fingerprint_of(decoder.public_key)
+        if fingerprint not in {self.signer().fingerprint, *trusted_fingerprints}:
+            raise Untrusted(
+                f"the snapshot file is signed by {fingerprint}, which is not this gateway. Compare this with "
+                "`sandboxctl snapshot signer` on the gateway that exported the file; if it is the same, and you trust "
+                "that gateway, import the file with `--trust` and this fingerprint"
+            )
+        return fingerprint
+
+    def _new_record(self, manifest: Manifest, signer: str) -> Snapshot:
+        """Create the record of a snapshot that is being imported, from fields that the manifest has validated."""
+        platform = manifest.platform.model_dump() if manifest.platform else {}
+        problem = self._host.find_import_problem(manifest.architecture, platform)
+        has_memory = manifest.has_memory and not problem
+        snapshot = Snapshot(
+            kind=SnapshotKind(manifest.kind),
+            names=manifest.names,
+            description=manifest.description,
+            memory=MemoryMode.FULL if has_memory else MemoryMode.NONE,
+            resources=Resources(**manifest.sizes.model_dump()),
+            imported=Imported(
+                snapshot=manifest.snapshot_id,
+                signer=signer,
+                omitted_memory=problem if manifest.has_memory else "",
+            ),
+        )
+        if snapshot.kind is SnapshotKind.TEMPLATE:
+            snapshot.template_id = snapshot.origin = snapshot.id
+        return snapshot
+
+    def _require_ability(self) -> None:
+        if not self._host.abilities.transfer:
+            raise Unsupported(
+                f"a {self._host.kind} host can neither export nor import snapshots: use a kvm_xfs host, or copy the "
+                "datasets with `zfs send`"
+            )
+
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        limit = self._context.config.limits.transfers
+        if self._active >= limit:
+            raise Busy(
+                f"{limit} snapshots are being exported or imported, which is the maximum (limits.transfers): try again "
+                "when one of them is finished"
+            )
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+
+class Export:
+    """An export of one snapshot."""
+
+    def __init__(self, signer: Signer, snapshot: Snapshot, source: SnapshotSource) -> None:
+        self._signer = signer
+        self._snapshot = snapshot
+        self._source = source
+        self.on_close = contextlib.ExitStack()
+
+    def prepare(self) -> None:
+        """Measure the parts. Blocks."""
+        from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Part, Sizes
+
+        snapshot, source = self._snapshot, self._source
+        # List the extents only once: reading a file can change where the kernel says that it has data.
+        self._extents = {part: [*source.extents(part)] for part in SnapshotPart if part in source.sizes}
+        parts = [
+            Part(name=part, size=source.sizes[part], data_bytes=sum(end - start for start, end in extents))
+            for part, extents in self._extents.items()
+        ]
+        sizes = snapshot.resources
+        self.manifest: Manifest = Manifest(
+            snapshot_id=snapshot.id,
+            kind="template" if snapshot.kind is SnapshotKind.TEMPLATE else "snapshot",
+            names=snapshot.names[:_MAX_NAMES],
+            description=remove_control_characters(snapshot.description)[:_MAX_DESCRIPTION_LENGTH],
+            release=__version__,
+            host_kind="kvm_xfs",
+            architecture=source.architecture,
+            sizes=Sizes(cpus=sizes.cpus, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb),
+            platform=MachinePlatform(**source.platform) if source.platform else None,
+            line=source.line,
+            parts=parts,
+        )
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of the file, of which at most one chunk is in memory."""
+        from sandbox_gateway.engine.transfer.container import Encoder
+
+        encoder = Encoder(self._signer)
+        yield encoder.head(self.manifest)
+        records = self._records(encoder)
+        while record := await finish_despite_cancellation(asyncio.to_thread(next, records, b"")):
+            yield record
+        yield encoder.end()
+
+    def _records(self, encoder: Encoder) -> Iterator[bytes]:
+        from sandbox_gateway.engine.transfer.container import CHUNK_BYTES
+
+        zeros = bytes(CHUNK_BYTES)
+        for index, part in enumerate(self.manifest.parts):
+            for start, end in self._extents[part.name]:
+                for offset in range(start, end, CHUNK_BYTES):
+                    data = self._source.read(part.name, offset, min(CHUNK_BYTES, end - offset))
+                    if data != zeros[: len(data)]:
+                        yield encoder.chunk(index, offset, data)
+
+    def close(self) -> None:
+        self.on_close.close()
+
+
+async def _batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Join small pieces, and yield the result when it is large enough to work on."""
+    buffer = bytearray()
+    async for piece in pieces:
+        buffer += piece
+        if len(buffer) >= _BATCH_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+    yield bytes(buffer)
+
+
+async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Manifest:
+    """Read a file until its manifest has arrived. Raises GatewayError."""
+    async for batch in batches:
+        decoder.feed(batch)
+        if (manifest := decoder.read_manifest()) is not None:
+            return manifest
+    raise decoder.incomplete_error()
+
+
+async def _write_chunks(
+    decoder: Decoder, batches: AsyncIterator[bytes], target: SnapshotTarget, parts: Collection[SnapshotPart]
+) -> None:
+    """Read the rest of a file, and write the chunks of ``parts``. All chunks are checked. Raises GatewayError."""
+
+    def write(batch: bytes) -> None:
+        decoder.feed(batch)
+        for chunk in decoder.read_chunks():
+            if chunk.part.name in parts:
+                target.write(chunk.part.name, chunk.offset, chunk.data)
+
+    await finish_despite_cancellation(asyncio.to_thread(write, b""))
+    async for batch in batches:
+        await finish_despite_cancellation(asyncio.to_thread(write, batch))
+    decoder.close()

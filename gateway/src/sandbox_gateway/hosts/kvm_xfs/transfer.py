@@ -1,0 +1,159 @@
+"""Read the files of a snapshot for an export, and write those of one that is being imported.
+
+The names of all files come from the layout. Data from outside is only compared, or written into these files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from sandbox_gateway.errors import BackendFailed, Conflict, Unsupported
+from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol
+from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.reflink import data_ranges
+from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
+from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import MemoryMode, Snapshot
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+_CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
+"""The lines of /proc/cpuinfo that tell CPUs apart. The speed and the numbers of cores differ at each read."""
+_CPU_INFO = Path("/proc/cpuinfo")
+
+log = Logger("kvm_xfs")
+
+
+def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
+    """Return the recorded platform of a machine in a form that is comparable between hosts.
+
+    The CPU model `host` means another CPU on another host. It is therefore followed by a digest of this host's CPU.
+    """
+    if platform.get("cpu_model") != "host":
+        return dict(platform)
+    lines = _CPU_INFO.read_text().split("\n\n", 1)[0].splitlines()
+    fields = [line for line in lines if line.partition(":")[0].strip() in _CPU_FIELDS]
+    digest = hashlib.sha256("\n".join(fields).encode()).hexdigest()[:16]
+    return {**platform, "cpu_model": f"host {digest}"}
+
+
+def find_platform_problem(own: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return, as a clause, why memory captured on the platform ``other`` cannot be restored on ``own``, or ""."""
+    for key, value in portable_platform(own).items():
+        if other.get(key) != value:
+            return f"it was captured with {key.replace('_', ' ')} {other.get(key)!r}, but this host has {value!r}"
+    return ""
+
+
+def require_architecture(architecture: str) -> None:
+    """Raise Unsupported if a disk for ``architecture`` cannot be booted on this host."""
+    own = os.uname().machine
+    if architecture != own:
+        raise Unsupported(
+            f"the snapshot is of a machine for {architecture}, but this host is for {own}: import it on a host for "
+            f"{architecture}"
+        )
+
+
+class SnapshotFileSource:
+    """The open files of a snapshot: an implementation of hosts.base.SnapshotSource."""
+
+    def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
+        """Open the files. Raises Conflict if they have been removed, and OSError."""
+        self.architecture = os.uname().machine
+        self.platform = portable_platform(snapshot.host["platform"]) if memory else {}
+        self.line = memory and bool(snapshot.host.get("line"))
+        self._descriptors: dict[SnapshotPart, int] = {}
+        with ExitStack() as stack:
+            for part, path in _paths(files, memory=memory).items():
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another one") from None
+                stack.callback(os.close, descriptor)
+                self._descriptors[part] = descriptor
+            self.sizes = {part: os.fstat(descriptor).st_size for part, descriptor in self._descriptors.items()}
+            self._stack = stack.pop_all()
+
+    def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
+        with explaining_os_errors():
+            yield from data_ranges(self._descriptors[part])
+
+    def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
+        with explaining_os_errors():
+            data = os.pread(self._descriptors[part], length, offset)
+        if len(data) != length:
+            raise BackendFailed(f"the {part} of the snapshot was truncated while it was being exported: export another")
+        return data
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class SnapshotFileTarget:
+    """The files of a snapshot in its partial directory: an implementation of hosts.base.SnapshotTarget."""
+
+    def __init__(self, snapshots: Snapshots, snapshot: Snapshot, platform: Mapping[str, str], *, line: bool) -> None:
+        """``platform``: that of this host, to which the platform of the memory is equal."""
+        self._snapshots = snapshots
+        self._snapshot = snapshot
+        self._files = snapshots.partial_files(snapshot)
+        self._has_memory = snapshot.memory is not MemoryMode.NONE
+        self._location = "the state file system"
+        if self._files.memory_directory is not None:
+            self._location += f" or in the memory root {self._files.memory_directory.root}"
+        if self._has_memory:
+            snapshot.host |= {"platform": dict(platform), "line": line}
+        self._descriptors: dict[SnapshotPart, int] = {}
+        self._stack = ExitStack()
+
+    def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
+        """Create the files, which are one hole each. Raises GatewayError."""
+        with explaining_os_errors(self._location):
+            self._files.directory.mkdir(mode=0o700)
+            for part, path in _paths(self._files, memory=self._has_memory).items():
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                self._stack.callback(os.close, descriptor)
+                os.ftruncate(descriptor, sizes[part])
+                self._descriptors[part] = descriptor
+
+    def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
+        view = memoryview(data)
+        with explaining_os_errors(self._location):
+            while view:
+                written_bytes = os.pwrite(self._descriptors[part], view, offset)
+                view, offset = view[written_bytes:], offset + written_bytes
+
+    async def commit(self) -> None:
+        with explaining_os_errors(self._location):
+            await finish_despite_cancellation(asyncio.to_thread(self._commit))
+
+    def _commit(self) -> None:
+        self._stack.close()
+        if self._has_memory:
+            self._snapshot.host["image"] = compute_check(self._files.memory).model_dump(mode="json")
+        # The commit of a snapshot does not sync these, because a capture shares them with its machine.
+        commit_protocol.sync_files([self._files.kernel, self._files.initrd])
+        self._snapshots.commit(self._snapshot)
+
+    async def discard(self) -> None:
+        self._stack.close()
+        await clean_up(log, asyncio.to_thread(self._snapshots.undo, self._snapshot))
+
+
+def _paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
+    paths = {
+        SnapshotPart.KERNEL: files.kernel,
+        SnapshotPart.INITRD: files.initrd,
+        SnapshotPart.DISK: files.disk,
+        SnapshotPart.MEMORY: files.memory,
+        SnapshotPart.DEVICE_STATE: files.device_state,
+    }
+    return {part: path for part, path in paths.items() if memory or part not in MEMORY_PARTS}

@@ -1,0 +1,222 @@
+"""Export and import of snapshots over HTTP: who may do it, what an import returns, and what a refused one leaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_gateway.engine.transfer.container import Encoder
+from sandbox_gateway.engine.transfer.manifest import parse_manifest
+from sandbox_gateway.engine.transfer.signing import Signer
+from sandbox_gateway.hosts.base import Room, SnapshotPart
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.memory_host import MemorySource
+from tests.support.waiting import eventually
+from tests.unit.engine.test_snapshot_files import CHUNKS, manifest_fields
+
+
+@pytest.fixture
+def snapshot(memory_gateway: MemoryGateway, api: httpx.Client) -> Iterator[dict[str, Any]]:
+    """A snapshot of a sandbox in which the key `color` is `blue`."""
+    sandbox = api.post("/sandboxes", json={"templateID": "base", "name": "source"}).json()
+    api.post(f"/sandboxes/{sandbox['sandboxID']}/exec", json={"args": ["write", "color", "blue"]}).raise_for_status()
+    yield api.post("/sandboxes/source/snapshots", json={"name": "taken", "description": "Blue"}).json()
+    assert memory_gateway.host.partial_imports == set()
+    assert all(source.is_closed for source in memory_gateway.host.sources)
+    assert memory_gateway.engine.transfers._active == 0
+
+
+def export(api: httpx.Client, ref: str = "taken", **params: str) -> bytes:
+    response = api.get(f"/snapshots/{ref}/export", params=params)
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+def import_(api: httpx.Client, file: bytes, **params: Any) -> httpx.Response:
+    return api.post("/snapshots/import", content=file, params=params)
+
+
+def foreign_file() -> tuple[bytes, str]:
+    """Return a file that another gateway signed, and the fingerprint of the signer."""
+    signer = Signer(b"f" * 32)
+    encoder = Encoder(signer)
+    head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
+    chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
+    chunks.insert(2, (2, 0, b'{"color": "green"}'))
+    return b"".join([head, *(encoder.chunk(*chunk) for chunk in chunks), encoder.end()]), signer.fingerprint
+
+
+def read_color(api: httpx.Client, sandbox: str) -> str:
+    result = api.post(f"/sandboxes/{sandbox}/exec", json={"args": ["read", "color"]}).json()
+    output: str = result["stdout"]
+    return output
+
+
+def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export(api)
+    api.delete("/sandboxes/source").raise_for_status()
+    api.delete("/snapshots/taken").raise_for_status()
+    response = import_(api, file)
+    assert response.status_code == 201, response.text
+    imported = response.json()
+    assert imported["snapshotID"] != snapshot["snapshotID"]
+    assert (imported["names"], imported["description"], imported["memory"]) == (["taken"], "Blue", "full")
+    fingerprint = api.get("/signer").json()["fingerprint"]
+    origin = {"snapshotID": snapshot["snapshotID"], "signer": fingerprint, "omittedMemory": ""}
+    assert imported["imported"] == api.get("/snapshots/taken").json()["imported"] == origin
+    api.post("/snapshots/taken/fork", json={"name": "copy"}).raise_for_status()
+    assert read_color(api, "copy") == "blue"
+    assert (memory_gateway.root / "signing-key").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_extents_may_change_while_they_are_read(
+    api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache makes the kernel report data in extents that were holes before they were read."""
+    list_extents, calls = MemorySource.extents, []
+
+    def list_growing_extents(source: MemorySource, part: SnapshotPart) -> Iterator[tuple[int, int]]:
+        calls.append(part)
+        if calls.count(part) > 1:
+            source.contents[part] += b"new"
+        return list_extents(source, part)
+
+    monkeypatch.setattr(MemorySource, "extents", list_growing_extents)
+    assert import_(api, export(api), name="copy").status_code == 201
+
+
+def test_a_template_is_imported_as_a_template(api: httpx.Client) -> None:
+    response = import_(api, export(api, "base"), name="base-copy")
+    assert response.json()["kind"] == "template"
+    assert api.get("/templates/base-copy").json()["recipe"] == {}
+    sandbox = api.post("/sandboxes", json={"templateID": "base-copy", "name": "copy"}).json()
+    assert sandbox["templateID"] == response.json()["snapshotID"]
+
+
+def test_only_the_disk_is_exported_or_imported(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = export(api)
+    assert import_(api, export(api, memory="none"), name="exported-disk").json()["memory"] == "none"
+    monkeypatch.setattr(memory_gateway.host, "import_problem", "it was captured with QEMU 1, but this host has 2")
+    imported = import_(api, file, name="imported-disk").json()
+    assert imported["memory"] == "none"
+    assert imported["imported"]["omittedMemory"] == "it was captured with QEMU 1, but this host has 2"
+
+
+def test_only_an_admin_exports_and_imports(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export(api)
+    for key in (READ_KEY, EXEC_KEY):
+        with memory_gateway.client(key) as client:
+            for path in ("/snapshots/taken/export", "/snapshots/taken/%65xport", "/snapshots/%74aken/export"):
+                assert client.get(path).status_code == 403
+            assert client.get("/snapshots/taken/export/", follow_redirects=True).status_code == 403
+            assert import_(client, file, name="stolen").status_code == 403
+    with memory_gateway.client(ADMIN_KEY) as client:
+        assert import_(client, file, name="copy").status_code == 201
+
+
+def test_a_plan_session_exports_nothing_and_predicts_an_import(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export(api)
+    with memory_gateway.client(READ_KEY) as client:
+        plan = client.post("/plans", json={"run": "a test of transfers"}).json()["planID"]
+        client.base_url = httpx.URL(f"{memory_gateway.url}/plans/{plan}")
+        refused = client.get("/snapshots/taken/export")
+        assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported")
+        assert import_(client, file[:4096], name="planned").status_code == 201
+        assert client.get("/snapshots/planned").json()["imported"]["snapshotID"] == snapshot["snapshotID"]
+        assert import_(client, file[:4096]).json()["kind"] == "name_taken"
+        assert import_(client, file[:20], name="cut").json()["kind"] == "invalid"
+        client.delete(f"{memory_gateway.url}/plans/{plan}")
+    assert api.get("/snapshots/planned").status_code == 404
+
+
+def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[str, Any]) -> None:
+    file, fingerprint = foreign_file()
+    for trust in ((), ("0" * 64,)):
+        refused = import_(api, file, trust=trust)
+        assert (refused.status_code, refused.json()["kind"]) == (403, "untrusted")
+        assert f"signed by {fingerprint}" in refused.json()["message"] and "--trust" in refused.json()["message"]
+    assert import_(api, file, trust=["yes"]).json()["kind"] == "invalid"
+    assert import_(api, file, name="foreign", trust=["0" * 64, fingerprint]).status_code == 201
+    api.post("/snapshots/foreign/fork", json={"name": "green"}).raise_for_status()
+    assert read_color(api, "green") == "green"
+
+
+def test_a_damaged_file_leaves_nothing(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export(api)
+    state = memory_gateway.engine.index.snapshots.keys() | set()
+    changed = bytearray(file)
+    changed[-1] ^= 1
+    for damaged in (b"", b"noise", file[:100], file[:-1], bytes(changed), file + b"\0"):
+        refused = import_(api, damaged, name="damaged")
+        assert (refused.status_code, refused.json()["kind"]) == (400, "invalid"), refused.text
+    assert memory_gateway.engine.index.snapshots.keys() == state and memory_gateway.host.partial_imports == set()
+    assert import_(api, file, name="damaged").status_code == 201
+
+
+def test_a_name_that_is_taken_or_invalid_is_refused(api: httpx.Client, snapshot: dict[str, Any]) -> None:
+    file = export(api)
+    assert import_(api, file).json()["kind"] == "name_taken"
+    assert import_(api, file, name="../x").json()["kind"] == "invalid"
+
+
+def test_an_import_without_room_is_refused(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = export(api)
+    full = Room(disk_free=512 << 20, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+    monkeypatch.setattr(memory_gateway.host, "available_room", full)
+    refused = import_(api, file, name="large")
+    assert (refused.status_code, refused.json()["kind"]) == (507, "no_space")
+
+
+def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    file = export(api)
+    clients = []
+    for number in range(2):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(str(memory_gateway.socket))
+        head = f"POST /snapshots/import?name=open-{number} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
+        client.sendall(head.encode() + file[:50])
+        clients.append(client)
+    eventually(lambda: memory_gateway.engine.transfers._active == 2)
+    for refused in (import_(api, file, name="third"), api.get("/snapshots/taken/export")):
+        assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
+    for client in clients:
+        client.close()
+    eventually(lambda: memory_gateway.engine.transfers._active == 0)
+    assert import_(api, file, name="third").status_code == 201
+
+
+def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
+    with api.stream("GET", "/snapshots/taken/export") as response:
+        next(response.iter_raw(16))
+    eventually(lambda: memory_gateway.engine.transfers._active == 0)
+    assert memory_gateway.host.sources[-1].is_closed
+
+
+def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    api.post("/volumes", json={"name": "data"}).raise_for_status()
+    mounts = [{"name": "data", "path": "/data"}]
+    api.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).raise_for_status()
+    api.post("/sandboxes/one/snapshots", json={"name": "both", "volumes": ["data"]}).raise_for_status()
+    refused = api.get("/snapshots/both/export")
+    assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported")

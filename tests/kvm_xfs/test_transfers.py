@@ -1,0 +1,211 @@
+"""Export snapshots of virtual machines to files, and import them: files on the disk, and two real machines."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.transfer.container import Decoder
+from sandbox_gateway.errors import Conflict, Invalid, Unsupported
+from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol, transfer
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
+from sandbox_gateway.records import MemoryMode, Resources, Snapshot
+from tests.support.gateway import TEMPLATE, Gateway
+from tests.support.waiting import eventually
+
+MIB = 1 << 20
+PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "pc-q35-7.2", "qemu_version": "7.2.1"}
+SIZES = {
+    SnapshotPart.KERNEL: 5000,
+    SnapshotPart.INITRD: 6000,
+    SnapshotPart.DISK: 64 * MIB,
+    SnapshotPart.MEMORY: 64 * MIB,
+    SnapshotPart.DEVICE_STATE: 3000,
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshots:
+    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)  # the file system of temporary files may lack FIEMAP
+    layout = Layout(tmp_path / "state")
+    layout.create()
+    return Snapshots(layout, Quarantine(tmp_path / "state"))
+
+
+def start_import(store: Snapshots, snapshot: Snapshot) -> transfer.SnapshotFileTarget:
+    target = transfer.SnapshotFileTarget(store, snapshot, PLATFORM, line=True)
+    has_memory = snapshot.memory is not MemoryMode.NONE
+    target.create({part: size for part, size in SIZES.items() if has_memory or part not in MEMORY_PARTS})
+    target.write(SnapshotPart.KERNEL, 0, b"k" * 5000)
+    target.write(SnapshotPart.DISK, 32 * MIB, b"d" * 4096)
+    if has_memory:
+        target.write(SnapshotPart.MEMORY, 8 * MIB, b"m" * 4096)
+        target.write(SnapshotPart.DEVICE_STATE, 0, b"s" * 3000)
+    return target
+
+
+def new_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
+    return Snapshot(memory=memory, resources=Resources(memory_mb=64))
+
+
+@pytest.mark.anyio
+async def test_an_import_exists_once_it_is_committed_and_is_sparse(
+    store: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced_paths: list[str] = []
+    sync_files = commit_protocol.sync_files
+    monkeypatch.setattr(
+        commit_protocol, "sync_files", lambda paths: [synced_paths.extend(p.name for p in paths), sync_files(paths)]
+    )
+    snapshot = new_snapshot()
+    target = start_import(store, snapshot)
+    assert store.scan([]) == []
+    await target.commit()
+    assert {"kernel", "initrd", "rootfs.img", "memory.img", "device.state"} <= {*synced_paths}
+    (found,) = store.scan([])
+    assert (found.id, found.host["platform"], found.host["line"]) == (snapshot.id, PLATFORM, True)
+    assert found.host["image"]["size"] == 64 * MIB
+    source = transfer.SnapshotFileSource(store.files(found), found, memory=True)
+    assert source.sizes == SIZES and source.platform == PLATFORM and source.line
+    assert [end - start < MIB for part in SIZES for start, end in source.extents(part)] == [True] * 4
+    assert source.read(SnapshotPart.DISK, 32 * MIB - 1, 3) == b"\0dd"
+    store.remove(found)
+    assert source.read(SnapshotPart.MEMORY, 8 * MIB, 2) == b"mm", "an export does not depend on the snapshot"
+    source.close()
+    with pytest.raises(Conflict, match="is being removed"):
+        transfer.SnapshotFileSource(store.files(found), found, memory=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("in_memory_root", [False, True])
+async def test_a_discarded_import_leaves_nothing(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
+    snapshot = new_snapshot()
+    if in_memory_root:
+        directory = MemoryDirectory(tmp_path / "root", "gateway")
+        directory.snapshots.mkdir(parents=True)
+        directory.record_in(snapshot)
+    target = start_import(store, snapshot)
+    files = store.partial_files(snapshot)
+    assert files.memory.exists() and files.directory.exists()
+    await target.discard()
+    assert not files.memory.exists() and not files.directory.exists()
+
+
+@pytest.mark.anyio
+async def test_without_memory_no_file_of_the_memory_is_created(store: Snapshots) -> None:
+    snapshot = new_snapshot(MemoryMode.NONE)
+    await start_import(store, snapshot).commit()
+    files = store.files(snapshot)
+    assert not files.memory.exists() and not files.device_state.exists()
+    assert "platform" not in store.scan([])[0].host
+
+
+def test_memory_needs_an_equal_platform_and_the_cpu_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert transfer.find_platform_problem(PLATFORM, PLATFORM) == ""
+    for key in PLATFORM:
+        problem = transfer.find_platform_problem(PLATFORM, {**PLATFORM, key: "other"})
+        assert problem.startswith(f"it was captured with {key.replace('_', ' ')} 'other'")
+    host = {**PLATFORM, "cpu_model": "host"}
+    cpus = []
+    for name, mhz in (("one", 1000), ("one", 2000), ("two", 1000)):
+        (tmp_path / "cpuinfo").write_text(
+            f"processor\t: 0\nmodel name\t: {name}\ncpu MHz\t\t: {mhz}\n\nprocessor\t: 1\n"
+        )
+        monkeypatch.setattr(transfer, "_CPU_INFO", tmp_path / "cpuinfo")
+        cpus.append(transfer.portable_platform(host))
+    assert cpus[0] == cpus[1] != cpus[2]
+    assert transfer.find_platform_problem(host, cpus[2]) == ""
+    assert "cpu model" in transfer.find_platform_problem(host, cpus[0])
+    assert "cpu model" in transfer.find_platform_problem(host, host)
+    with pytest.raises(Unsupported, match="is of a machine for pdp11"):
+        transfer.require_architecture("pdp11")
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_cuts(file: bytes) -> None:
+    """Check that a file that ends at any edge of a record, one byte beside it, or at a random place is incomplete."""
+    edges, position = [0, 21], 21
+    while position < len(file):
+        position += 5 + int.from_bytes(file[position + 1 : position + 5], "big")
+        edges.append(position)
+    assert edges[-1] == len(file)
+    places = {edge + shift for edge in edges for shift in (-1, 0, 1)} & {*range(len(file))}
+    places |= {random.Random(1).randrange(len(file)) for _ in range(1000)}
+    decoder, start = Decoder(), 0
+    for end in sorted(places):
+        decoder.feed(file[start:end])
+        for _ in decoder.read_chunks():
+            pass
+        start = end
+        with pytest.raises(Invalid, match=r"is empty|before its end"):
+            decoder.close()
+    decoder.feed(file[start:])
+    for _ in decoder.read_chunks():
+        pass
+    decoder.close()
+
+
+def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
+    gateway: Callable[..., Gateway],
+) -> None:
+    one = gateway()
+    one.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
+    one.sh("source", "echo on the disk >/root/disk; head -c 8000000 /dev/urandom >/dev/shm/noise; sync")
+    one.sh("source", "sh -c 'while :; do echo $$ >/run/running; sleep 0.2; done' </dev/null >/dev/null 2>&1 &")
+    one.sh("source", "while ! [ -s /run/running ]; do sleep 0.1; done")
+    expected = one.sh("source", "cat /root/disk /run/running; sha256sum /dev/shm/noise")
+    original = one.call("POST", "/sandboxes/source/snapshots", {"name": "taken"})
+    response = one.client.get("/snapshots/taken/export")
+    assert response.status_code == 200, response.text
+    file = response.content
+    directory = one.state_root / "snapshots" / original["snapshotID"]
+    names = ("rootfs.img", "memory.img", "device.state", "kernel", "initrd")
+    digests = [digest(directory / name) for name in names]
+    one.call("DELETE", "/sandboxes/source")
+    one.call("DELETE", "/snapshots/taken")
+    assert not directory.exists()
+    response = one.client.post("/snapshots/import", content=file)
+    assert response.status_code == 201, response.text
+    imported = response.json()
+    assert (imported["memory"], imported["imported"]["omittedMemory"]) == ("full", "")
+    directory = one.state_root / "snapshots" / imported["snapshotID"]
+    assert [digest(directory / name) for name in names] == digests
+    assert (directory / "memory.img").stat().st_blocks * 512 < 256 * MIB
+    one.restart()
+    one.call("POST", "/snapshots/taken/fork", {"name": "fork"})
+    one.sh("fork", "rm /run/running; while ! [ -s /run/running ]; do sleep 0.1; done")
+    assert one.sh("fork", "cat /root/disk /run/running; sha256sum /dev/shm/noise") == expected
+    one.call("POST", "/sandboxes/fork/snapshots", {"name": "again"})
+    check_cuts(file)
+
+
+def test_a_killed_import_leaves_nothing(gateway: Callable[..., Gateway]) -> None:
+    one = gateway()
+    file = one.client.get(f"/snapshots/{TEMPLATE}/export", params={"memory": "none"}).content
+    templates = one.state_root / "templates"
+    before = sorted(path.name for path in templates.iterdir())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(one.socket))
+        head = f"POST /snapshots/import?name=new HTTP/1.1\r\nHost: x\r\nContent-Length: {len(file)}\r\n\r\n"
+        client.sendall(head.encode() + file[: len(file) // 2])
+        eventually(lambda: [*templates.glob(".partial-*/rootfs.img")])
+        one.kill()
+    assert [*templates.glob(".partial-*")]
+    one.start()
+    assert sorted(path.name for path in templates.iterdir()) == before
+    one.call("GET", "/snapshots/new", status=404)
