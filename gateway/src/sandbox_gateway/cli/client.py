@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from sandbox_gateway.cli.failure import ExitCode, Failure, failure_from_response
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 CONNECT_SECONDS = 10.0
+_PIECE_BYTES = 256 << 10
 
 
 def path(*parts: str) -> str:
@@ -76,6 +77,47 @@ class Client:
         finally:
             connection.close()
 
+    def download(self, route: str, write: Callable[[bytes], object], **params: Any) -> None:
+        """Pass the pieces of a response to ``write`` as they arrive, over a connection of its own.
+
+        Raises Failure if the response is not complete.
+        """
+        connection = self._address.create_connection()
+        try:
+            response = self._request(connection, "GET", route, None, _remove_empty(params))
+            if not 200 <= response.status < 300:
+                raise failure_from_response(response.status, _parse(self._read(response)))
+            while piece := self._read(response, size=_PIECE_BYTES):
+                write(piece)
+        finally:
+            connection.close()
+
+    def upload(self, route: str, pieces: Iterable[bytes], **params: Any) -> Any:
+        """POST a body that is read while it is sent, over a connection of its own. Return the response's JSON."""
+        connection = self._address.create_connection()
+        try:
+            self._connect(connection)
+            try:
+                connection.putrequest("POST", self._target(route, _remove_empty(params)))
+                for name, value in {**self._headers, "Transfer-Encoding": "chunked"}.items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                for piece in pieces:
+                    connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+                connection.send(b"0\r\n\r\n")
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # The gateway has refused the request without reading all of it: its response says why.
+            try:
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise self._lost_connection_failure(error) from None
+            value = _parse(self._read(response))
+            if not 200 <= response.status < 300 or value is None:
+                raise failure_from_response(response.status, value)
+            return value
+        finally:
+            connection.close()
+
     def stream_events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the type and the data of each event as it happens.
 
@@ -117,9 +159,7 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> http.client.HTTPResponse:
-        target = self._address.prefix + route
-        if params:
-            target += f"?{urlencode({key: _format_param(value) for key, value in params.items()})}"
+        target = self._target(route, params)
         sent_headers = {**self._headers, **(headers or {})}
         content = None
         if body is not None:
@@ -137,6 +177,12 @@ class Client:
                 "check the key, or its file",
             ) from None
 
+    def _target(self, route: str, params: Mapping[str, Any] | None) -> str:
+        target = self._address.prefix + route
+        if params:
+            target += f"?{urlencode({key: _format_param(value) for key, value in params.items()}, doseq=True)}"
+        return target
+
     def _connect(self, connection: http.client.HTTPConnection) -> None:
         if connection.sock is not None:
             return
@@ -152,8 +198,10 @@ class Client:
         assert connection.sock is not None
         connection.sock.settimeout(None)  # A request may take as long as its work.
 
-    def _read(self, response: http.client.HTTPResponse, *, line: bool = False) -> bytes:
+    def _read(self, response: http.client.HTTPResponse, *, line: bool = False, size: int = 0) -> bytes:
         try:
+            if size:
+                return response.read1(size)
             return response.readline() if line else response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._connection_lost_failure(error) from None
@@ -249,12 +297,14 @@ def _parse(content: bytes) -> Any:
         return None
 
 
-def _format_param(value: Any) -> str:
+def _format_param(value: Any) -> str | list[str]:
+    if isinstance(value, list):
+        return [str(each) for each in value]
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if value not in (None, "", False)}
+    return {key: value for key, value in params.items() if value not in (None, "", False, [])}
 
 
 def _connect_failure_reason(error: Exception) -> str:

@@ -40,7 +40,7 @@ _EXIT_CODE_BY_STATUS = {
     413: ExitCode.USAGE,
     507: ExitCode.NO_SPACE,
 }
-_EXIT_CODE_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED}
+_EXIT_CODE_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED, "untrusted": ExitCode.FAILED}
 
 
 def failure_from_response(status: int, body: Any) -> Failure:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sandbox_gateway.cli.client import Client
@@ -31,6 +32,24 @@ def follow_log(lines: Iterable[str], title: str) -> None:
         bar.add_task(title)
         for line in lines:
             bar.console.print(Text(line, style="dim"))
+
+
+@contextmanager
+def transferring(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar inside this context. Yields a function that adds a number of transferred bytes.
+
+    ``total``: the number of bytes, if it is known.
+    """
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task_id = bar.add_task(title, total=total)
+        yield lambda size: bar.advance(task_id, size)
 
 
 def fork_many(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:

@@ -156,6 +156,55 @@ def fork(
     print_forks(fork_many(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
 
 
+@app.command("export")
+def export(
+    ctx: typer.Context,
+    snapshot: SnapshotRef,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file to create; - for standard output.")],
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Export the disk only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a snapshot or template to a file. The file contains all secrets of its guest."""
+    from sandbox_gateway.cli import snapshot_files
+
+    settings = get_settings(ctx, as_json)
+    size = snapshot_files.export(settings.client, snapshot, file, memory=not no_memory)
+    if file == "-":
+        return
+    render.print_json({"file": file, "bytes": size}) if settings.json else print(f"{file}: {size} bytes")
+
+
+@app.command("import")
+def import_(
+    ctx: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file to read; - for standard input.")],
+    name: Annotated[
+        str, typer.Option("--name", help="A name that replaces those in the file.", show_default=False)
+    ] = "",
+    trust: Annotated[
+        list[str] | None,
+        typer.Option("--trust", metavar="FINGERPRINT", help="Accept a file that another gateway has signed."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Create a snapshot or template from a file. It gets a new id."""
+    from sandbox_gateway.cli import snapshot_files
+
+    settings = get_settings(ctx, as_json)
+    snapshot = snapshot_files.import_(settings.client, file, name, trust or [])
+    render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
+    if reason := snapshot["imported"]["omittedMemory"]:
+        render.print_note(f"imported without its memory, so forks boot from the disk: {reason}")
+
+
+@app.command("signer")
+def signer(ctx: typer.Context, as_json: Json = False) -> None:
+    """Show the fingerprint of the key with which the gateway signs exported files."""
+    settings = get_settings(ctx, as_json)
+    key = settings.client.get("/signer")
+    render.print_json(key) if settings.json else print(key["fingerprint"])
+
+
 @app.command("delete")
 def delete(
     ctx: typer.Context,
