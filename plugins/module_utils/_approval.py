@@ -117,6 +117,8 @@ def estimate_costs(
         for change in action.changes:
             if change.kind == SANDBOX:
                 memory_mb += _running_memory(change.after) - _running_memory(change.before)
+            elif action.verb == "import":
+                disk_bytes += action.request["data_bytes"]
             elif change.kind == SNAPSHOT and change.before is None:
                 capture_count += 1
             elif change.kind == SNAPSHOT and change.after is None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
@@ -13,10 +14,10 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -263,6 +264,59 @@ class Client:
 
     def delete(self, path: str, **query: Any) -> Any:
         return self.call("DELETE", path, query=query).data
+
+    def download(self, path: str, write: Callable[[bytes], object]) -> None:
+        """Pass the pieces of a large response to ``write``, over a connection of its own."""
+        with self._transfer("GET", path) as connection:
+            connection.endheaders()
+            response = connection.getresponse()
+            if response.status >= 400:
+                self._raise_failure(f"GET {path}", response)
+            while piece := response.read1(_CHUNK_BYTES):
+                write(piece)
+
+    def upload(self, path: str, pieces: Iterable[bytes], **query: Any) -> Any:
+        """POST a large body, over a connection of its own. Return the data of the response."""
+        with self._transfer("POST", path, query) as connection:
+            connection.putheader("Transfer-Encoding", "chunked")
+            connection.endheaders()
+            try:
+                for piece in pieces:
+                    connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+                connection.send(b"0\r\n\r\n")
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # The gateway has refused the request without reading all of it: its response says why.
+            response = connection.getresponse()
+            if response.status >= 400:
+                self._raise_failure(f"POST {path}", response)
+            return self._decode(f"POST {path}", response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
+
+    @contextlib.contextmanager
+    def _transfer(
+        self, method: str, path: str, query: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPConnection]:
+        """Connect, and send the beginning of a request. The caller sends the rest inside this context."""
+        target = path + (f"?{urlencode(query, doseq=True)}" if query else "")
+        target = self.address.prefix + self.session_path + (to_session_ids(target) if self.session_path else target)
+        connection = self._new_connection()
+        has_connected, self._has_connected = self._has_connected, False
+        try:
+            connection.connect()
+            self._has_connected = True
+            connection.sock.settimeout(self.timeout)
+            connection.putrequest(method, target)
+            if self._token:
+                connection.putheader("Authorization", f"Bearer {self._token}")
+            yield connection
+        except (http.client.HTTPException, OSError) as error:
+            raise self._unreachable_error(f"{method} {path}", error) from None
+        finally:
+            self._has_connected = has_connected
+            connection.close()
+
+    def _raise_failure(self, request: str, response: http.client.HTTPResponse) -> NoReturn:
+        data = self._decode(request, response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
+        raise self._response_failure(request, response.status, data)
 
     def require_version(self) -> None:
         """Raise Failure if the gateway is too old, or if the server is not a gateway.

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_snapshot``: capture sandboxes, and remove snapshots."""
+"""Implement ``sandbox_snapshot``: capture sandboxes, export, import and remove snapshots."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
+    SnapshotFile,
+    new_file,
+    read_pieces,
+    read_snapshot_file,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -55,16 +61,26 @@ ARGUMENTS: dict[str, Any] = {
         "required_one_of": [("keep_last", "keep_daily", "max_age")],
     },
     "prewarm": {"type": "int"},
+    "export_to": {"type": "path"},
+    "import_from": {"type": "path"},
+    "trust": {"type": "list", "elements": "str"},
     "when_changed": {"type": "bool", "default": False},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
-RULES: dict[str, Any] = {"required_if": [("state", "present", ("sandbox",))]}
+RULES: dict[str, Any] = {
+    "required_if": [("state", "present", ("sandbox", "export_to", "import_from"), True)],
+    "required_by": {"trust": ("import_from",)},
+    "mutually_exclusive": [
+        ("import_from", option)
+        for option in ("sandbox", "export_to", "description", "volumes", "expires_in", "retention", "prewarm")
+    ],
+}
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options. ``sandboxes`` maps each snapshot name to its sandbox; it is empty for ``absent``."""
+    """The user's options. ``sandboxes`` maps each snapshot name to its sandbox; it is empty if no sandbox is given."""
 
     names: tuple[str, ...]
     state: str
@@ -77,6 +93,9 @@ class DesiredState:
     prewarm: int | None = None
     when_changed: bool = False
     when_unused: bool = False
+    export_to: str = ""
+    import_from: str = ""
+    trust: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ class CurrentState:
     """The state of the gateway that a plan needs.
 
     ``resources`` maps the requested names to snapshots. ``sandboxes`` is keyed by ref, ``heads`` and ``users`` by
-    snapshot id.
+    snapshot id. ``file``: the file of an export or import, if it exists.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -92,12 +111,18 @@ class CurrentState:
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Users] = field(default_factory=dict)
+    file: SnapshotFile | None = None
+    file_failure: Failure | None = None
+    """Why the file cannot be used."""
 
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "snapshot")
     sandbox_refs = params.get("sandbox") or []
-    if params["state"] == "present" and len(sandbox_refs) not in (1, len(names)):
+    file = params.get("export_to") or params.get("import_from") or ""
+    _check_file_options(params, names, file)
+    needs_sandbox = params["state"] == "present" and not file
+    if (needs_sandbox or sandbox_refs) and len(sandbox_refs) not in (1, len(names)):
         raise Failure(
             f"there are {len(names)} names, but {len(sandbox_refs)} sandboxes: list one sandbox, or one for each name"
         )
@@ -117,7 +142,23 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
+        export_to=params.get("export_to") or "",
+        import_from=params.get("import_from") or "",
+        trust=tuple(params.get("trust") or ()),
     )
+
+
+def _check_file_options(params: Mapping[str, Any], names: tuple[str, ...], file: str) -> None:
+    if not file:
+        return
+    if params["state"] == "absent":
+        raise Failure("export_to and import_from are valid only with state: present: remove them")
+    if len(names) != 1:
+        raise Failure(f"a file contains one snapshot, but there are {len(names)} names: use one task for each")
+    if params.get("when_changed"):
+        raise Failure("when_changed cannot be combined with export_to or import_from: use a task for each")
+    if params.get("import_from") and params.get("memory") == "none":
+        raise Failure("memory: none is not valid with import_from: export the file without memory instead")
 
 
 def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
@@ -141,8 +182,15 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if want.state == "absent":
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing_names = [name for name in want.names if name not in resources]
-    refs = dict.fromkeys(want.sandboxes[name] for name in want.names)
-    refs_to_capture = {want.sandboxes[name] for name in missing_names}
+    file, file_failure = None, None
+    if path := want.export_to or want.import_from:
+        try:
+            file = read_snapshot_file(path)
+        except Failure as failure:
+            file_failure = failure
+    taken_names = find_taken_names(client, missing_names, except_kind="snapshot")
+    refs = dict.fromkeys(want.sandboxes.values())
+    refs_to_capture = {want.sandboxes[name] for name in missing_names if name in want.sandboxes}
     sandboxes = {}
     for ref in refs:
         path = f"/sandboxes/{quote_segment(ref)}"
@@ -156,7 +204,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
-    return CurrentState(resources, sandboxes, heads, find_taken_names(client, missing_names, except_kind="snapshot"))
+    return CurrentState(resources, sandboxes, heads, taken_names, file=file, file_failure=file_failure)
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -189,7 +237,8 @@ def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[s
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
-    return {**fields, **({"prewarm": shape["prewarm"]} if shape["prewarm"] else {})}
+    fields.update({key: shape[key] for key in ("prewarm", "imported_from") if shape[key]})
+    return fields
 
 
 def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
@@ -207,11 +256,21 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     current = have.resources.get(name)
     if want.state == "absent":
         return [] if current is None else [_plan_removal(want, have, name, current)]
+    if have.file_failure is not None:
+        raise have.file_failure
     if current is not None:
         _check_matches(want, have, name, current)
-        return plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
+        prewarm_actions = plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
+        return [*prewarm_actions, *_plan_export(want, have, name, view(current), current["id"])]
     if name in have.taken_names:
         raise _refusals.name_taken_error(name, have.taken_names[name])
+    if want.import_from:
+        return [_plan_import(want, have, name)]
+    if not want.sandboxes:
+        raise Failure(
+            f"snapshot {name!r} not found: name the sandbox to capture with 'sandbox', or an existing snapshot",
+            "not_found",
+        )
     sandbox = have.sandboxes[want.sandboxes[name]]
     condition = ""
     if want.when_changed:
@@ -221,7 +280,56 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
             condition = diverged_condition(sandbox)
     with refused_under(condition):
         check_running_for_capture(want.sandboxes[name], sandbox)
-        return [_plan_capture(want, name, sandbox, condition)]
+        capture = _plan_capture(want, name, sandbox, condition)
+        return [capture, *_plan_export(want, have, name, capture.changes[0].after or {})]
+
+
+def _plan_export(
+    want: DesiredState, have: CurrentState, name: str, current_view: Mapping[str, Any], current_id: str = ""
+) -> list[Action]:
+    """Plan to export a snapshot, unless the file already contains it. ``current_id`` is empty for a new snapshot."""
+    if not want.export_to:
+        return []
+    if current_view["volumes"]:
+        raise Failure(
+            f"snapshot {name!r} includes volumes, which a file cannot contain: take a snapshot without volumes, and "
+            "export that",
+            "unsupported",
+        )
+    if have.file is not None and have.file.is_complete and current_id and have.file.snapshot_id == current_id:
+        return []
+    after = {**current_view, "exported_to": want.export_to}
+    return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
+
+
+def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
+    file = have.file
+    if file is None:
+        raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
+    if not file.is_complete:
+        raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
+    if file.manifest.get("kind") != "snapshot":
+        raise Failure(
+            f"{want.import_from} contains a template: import it with `sandboxctl snapshot import`", "unsupported"
+        )
+    after = {
+        "name": name,
+        "description": file.manifest.get("description", ""),
+        "source_sandbox_id": "",
+        "status": "ready",
+        "mounts": [],
+        "volumes": [],
+        "imported_from": file.snapshot_id,
+        **{key: file.manifest["sizes"][key] for key in ("cpus", "memory_mb", "disk_mb")},
+    }
+    request = {
+        "file": want.import_from,
+        "name": name,
+        "trust": list(want.trust),
+        "snapshot": file.snapshot_id,
+        "data_bytes": file.data_bytes,
+    }
+    return Action("import", (Change(name, None, after, SNAPSHOT),), request)
 
 
 def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], condition: str) -> Action:
@@ -292,7 +400,10 @@ def find_unchanged_snapshot(
 
 def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
     """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
-    sandbox = have.sandboxes.get(want.sandboxes[name])
+    if want.import_from:
+        _check_is_import(want, have, name, current)
+        return
+    sandbox = have.sandboxes.get(want.sandboxes.get(name, ""))
     differences = []
     if sandbox is not None and current["source_sandbox_id"] != sandbox["id"]:
         differences.append(f"captures sandbox {current['source_sandbox_id']}, not {want.sandboxes[name]!r}")
@@ -308,6 +419,23 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
         raise Failure(
             f"snapshot {name!r} already exists and {' and '.join(differences)}: a snapshot never changes, so choose "
             "another name, or remove it first with state: absent",
+            "conflict",
+            blockers=[current["id"]],
+        )
+
+
+def _check_is_import(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+    """Raise Failure unless the existing snapshot was imported from the file. The snapshot can outlive the file."""
+    if current["imported_from"] and have.file is None:
+        return
+    if have.file is None or current["imported_from"] != have.file.snapshot_id:
+        origin = (
+            f"was imported from snapshot {current['imported_from']}" if current["imported_from"] else "was captured"
+        )
+        contents = f"contains snapshot {have.file.snapshot_id}" if have.file else "does not exist"
+        raise Failure(
+            f"snapshot {name!r} already exists and {origin}, but {want.import_from} {contents}: choose another name, "
+            "or remove the snapshot first with state: absent",
             "conflict",
             blockers=[current["id"]],
         )
@@ -331,6 +459,17 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     if action.verb == "capture":
         with explaining_removal("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
+    elif action.verb == "export":
+        # A plan session writes no files.
+        if not client.is_planning:
+            with new_file(request["file"]) as file:
+                client.download(f"/snapshots/{quote_segment(request['name'])}/export", file.write)
+    elif action.verb == "import":
+        pieces: Iterable[bytes] = read_pieces(request["file"])
+        if client.is_planning:
+            planned_file = read_snapshot_file(request["file"])
+            pieces = [planned_file.head] if planned_file else []
+        client.upload("/snapshots/import", pieces, name=request["name"], trust=request["trust"])
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":

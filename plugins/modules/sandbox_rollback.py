@@ -171,6 +171,9 @@ backups:
     volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
     forks: {description: Number of existing sandboxes that were forked from it., type: int}
     prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
+    imported_from:
+      description: The id that it has in the gateway that exported it; empty if it was not imported.
+      type: str
     created_at: {description: Time of the capture (RFC 3339)., type: str}
     expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}

@@ -8,11 +8,13 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: sandbox_snapshot
-short_description: Capture sandboxes
+short_description: Capture sandboxes, and export and import snapshots
 version_added: "0.1.0"
 description:
   - Ensures that the named snapshots exist or do not exist. A snapshot captures the file system of a running sandbox
     and, where the host supports it, its memory.
+  - A snapshot can be written to a file with O(export_to), and created from a file with O(import_from). The file
+    contains everything on the disk and in the memory of the sandbox, including secrets.
   - If the sandbox already has a snapshot of that name, nothing is changed.
 options:
   name:
@@ -27,7 +29,7 @@ options:
     description:
       - The sandbox to capture, by name or id. With several names, list one sandbox for each entry of O(name), in the
         same order.
-      - Required if O(state=present).
+      - If O(state=present), this option, O(export_to) or O(import_from) is required.
     type: list
     elements: str
     aliases: [sandboxes]
@@ -88,6 +90,27 @@ options:
         new snapshot has none.
       - Only hosts of virtual machines support numbers other than V(0), and only for snapshots with memory.
     type: int
+  export_to:
+    description:
+      - Path of a file on the host on which the module runs, which then contains the snapshot. With O(sandbox), the
+        snapshot is taken first if it does not exist.
+      - If the file already contains this snapshot, nothing is changed. A file with another snapshot is replaced, but no
+        other file. The file gets its name when it is complete, and only its owner can read it.
+      - Only hosts of virtual machines support this option. A snapshot with O(volumes) cannot be exported.
+    type: path
+  import_from:
+    description:
+      - Path of a file on the host on which the module runs, from which the snapshot is created. If the snapshot exists
+        and was imported from a file with the same snapshot, nothing is changed, even if the file no longer exists.
+      - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
+        RV(snapshot.memory) is then V(none).
+    type: path
+  trust:
+    description:
+      - Fingerprints of the gateways whose files are accepted by O(import_from), in addition to the importing gateway.
+        C(sandboxctl snapshot signer) shows the fingerprint of a gateway.
+    type: list
+    elements: str
   when_changed:
     description:
       - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again if that
@@ -159,6 +182,17 @@ EXAMPLES = r"""
     sandbox: web
     prewarm: 2
 
+- name: Write a snapshot to a file on the managed host
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    export_to: /srv/before-upgrade.snapshot
+
+- name: Create a snapshot from a file that another gateway has written
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    import_from: /srv/before-upgrade.snapshot
+    trust: ["{{ exporting_gateway_fingerprint }}"]
+
 - name: Remove a snapshot, or hide it until its last fork is removed
   grove.sandbox.sandbox_snapshot:
     name: before-upgrade
@@ -207,6 +241,9 @@ snapshots:
     volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
     forks: {description: Number of existing sandboxes that were forked from it., type: int}
     prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
+    imported_from:
+      description: The id that it has in the gateway that exported it; empty if it was not imported.
+      type: str
     created_at: {description: Time of the capture (RFC 3339)., type: str}
     expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
 """The name of the connection plugin for sandboxes."""
+FILE_OPTIONS = ("export_to", "import_from")
+"""Options with the path of a file on the host on which the module runs."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
 
@@ -238,6 +240,8 @@ class GatewayAction(ActionBase):
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
         """Return whether this process reaches the same gateway that the module would reach on the managed host."""
+        if any(args.get(option) for option in FILE_OPTIONS):
+            return False  # The file is on the managed host.
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":

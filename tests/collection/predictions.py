@@ -21,6 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils import (
 from ansible_collections.grove.sandbox.plugins.module_utils._module import COMMON_ARGUMENTS
 
 from tests.collection.runner import Task
+from tests.support import session
 from tests.support.session import REPOSITORY
 
 RESOURCE_KINDS: dict[str, Any] = {
@@ -101,6 +102,9 @@ MOUNT = {"name": "%data", "path": "/srv/data"}
 BOX_WITH_VOLUME = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
 GOLDEN_SNAPSHOT_WITH_VOLUME = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
 WEB_TEMPLATE = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
+FILE = f"{session.run_path()}/%golden.snapshot"
+"""A file that does not exist before the case."""
+EXPORTED_SNAPSHOT = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "export_to": FILE})
 BOX_CHANGES = (("write", "%box"),)
 
 SANDBOX_CASES = (
@@ -196,6 +200,23 @@ SNAPSHOT_CASES = (
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN_SNAPSHOT), BOX_CHANGES),
     Case("sandbox_snapshot", "when_changed, for an unchanged sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN_SNAPSHOT)),
+    Case("sandbox_snapshot", "export_to", {"name": "%golden", "export_to": FILE}, (BOX, GOLDEN_SNAPSHOT)),
+    Case("sandbox_snapshot", "export_to, for a new snapshot",
+         {"name": "%golden", "sandbox": "%box", "export_to": FILE}, (BOX,)),
+    Case("sandbox_snapshot", "export_to, over the file of another snapshot",
+         {"name": "%golden", "export_to": FILE},
+         (BOX, GOLDEN_SNAPSHOT, ("sandbox_snapshot", {"name": "%other", "sandbox": "%box", "export_to": FILE}))),
+    Case("sandbox_snapshot", "export_to, for a snapshot with volumes",
+         {"name": "%golden", "export_to": FILE}, (DATA_VOLUME, BOX_WITH_VOLUME, GOLDEN_SNAPSHOT_WITH_VOLUME),
+         error_kind="unsupported"),
+    Case("sandbox_snapshot", "export_to, over another file", {"name": "%golden", "export_to": TARBALL_PATH},
+         (BOX, GOLDEN_SNAPSHOT), error_kind="invalid"),
+    Case("sandbox_snapshot", "import_from, trust", {"name": "%copy", "import_from": FILE, "trust": ["0" * 64]},
+         (BOX, EXPORTED_SNAPSHOT)),
+    Case("sandbox_snapshot", "import_from, for a captured snapshot", {"name": "%golden", "import_from": FILE},
+         (BOX, EXPORTED_SNAPSHOT), error_kind="conflict"),
+    Case("sandbox_snapshot", "import_from, without the file", {"name": "%copy", "import_from": FILE},
+         error_kind="invalid"),
     Case("sandbox_snapshot", "continue_on_error, one of two refused",
          {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
          (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), error_kind="conflict"),

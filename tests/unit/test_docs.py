@@ -536,7 +536,7 @@ def test_every_error_kind_is_documented() -> None:
 
 def test_every_event_is_documented() -> None:
     published_events = set()
-    for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
+    for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").rglob("*.py"):
         published_events |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
     text = (DOCS_DIRECTORY / "api.md").read_text()
     documented_events = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))

@@ -35,6 +35,7 @@ _NOT_OPERATIONS = {
     "Templates.guest_digest",
     "Volumes.state",
     "RoomMonitor.report",
+    "Transfers.export",  # the transfer itself takes as long as its client
     # steps of operations
     "Agents.identify",
     "Agents.mount_volumes",
@@ -44,6 +45,7 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.mark_stopped",
     "MachineLifecycle.stop_paused",
     "RoomMonitor.require_for_capture",
+    "RoomMonitor.require_for_import",
     "RoomMonitor.require_for_machines",
     # background work
     "Loads.history",
@@ -54,6 +56,15 @@ _NOT_OPERATIONS = {
 }
 
 _Call = Callable[[Engine], Awaitable[Any]]
+
+
+async def import_copy(engine: Engine) -> None:
+    export = await engine.transfers.export("s")
+    try:
+        await engine.transfers.import_(export.pieces(), name="imported")
+    finally:
+        export.close()
+
 
 # In the order of their execution. Each entry names the method, and the operation and memory mode under which it counts.
 _CALLS: list[tuple[str, str, str, _Call]] = [
@@ -66,6 +77,7 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Commands.ping", "sandbox.ping", "", lambda e: e.commands.ping("a")),
     ("Snapshots.create", "snapshot.create", "incremental", lambda e: e.snapshots.create("a", name="s")),
     ("Snapshots.create", "snapshot.create", "none", lambda e: e.snapshots.create("a", name="d", memory="none")),
+    ("Transfers.import_", "snapshot.import", "full", import_copy),
     ("Snapshots.branch", "snapshot.branch", "incremental", lambda e: e.snapshots.branch("a")),
     ("Forks.fork", "sandbox.fork", "incremental", lambda e: e.forks.fork("s", ForkSpec(names=["b", "c"]))),
     ("Forks.fork", "sandbox.fork", "none", lambda e: e.forks.fork("d", ForkSpec(names=["cold"]))),
