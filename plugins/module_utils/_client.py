@@ -266,17 +266,23 @@ class Client:
         return self.call("DELETE", path, query=query).data
 
     def download(self, path: str, write: Callable[[bytes], object]) -> None:
-        """Pass the pieces of a large response to ``write``, over a connection of its own."""
+        """Pass the pieces of a large response to ``write``, over a connection of its own. Retries like ``call``."""
+        self._retry_while_busy(lambda: self._download_once(path, write))
+
+    def _download_once(self, path: str, write: Callable[[bytes], object]) -> None:
         with self._transfer("GET", path) as connection:
             connection.endheaders()
             response = connection.getresponse()
             if response.status >= 400:
-                self._raise_failure(f"GET {path}", response)
+                self._raise_failure(f"GET {path}", response)  # Nothing has been written yet, so it can be repeated.
             while piece := response.read1(_CHUNK_BYTES):
                 write(piece)
 
-    def upload(self, path: str, pieces: Iterable[bytes], **query: Any) -> Any:
-        """POST a large body, over a connection of its own. Return the data of the response."""
+    def upload(self, path: str, read_pieces: Callable[[], Iterable[bytes]], **query: Any) -> Any:
+        """POST a large body, over a connection of its own. Retries like ``call``. Return the data of the response."""
+        return self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), query))
+
+    def _upload_once(self, path: str, pieces: Iterable[bytes], query: dict[str, Any]) -> Any:
         with self._transfer("POST", path, query) as connection:
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
@@ -316,7 +322,7 @@ class Client:
 
     def _raise_failure(self, request: str, response: http.client.HTTPResponse) -> NoReturn:
         data = self._decode(request, response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
-        raise self._response_failure(request, response.status, data)
+        raise self._failure_or_busy(request, response.status, response.headers, data)
 
     def require_version(self) -> None:
         """Raise Failure if the gateway is too old, or if the server is not a gateway.
@@ -342,10 +348,13 @@ class Client:
 
         If ``wait`` is False, sends it only once.
         """
+        return self._retry_while_busy(lambda: self._send_once(method, path, query, body), wait=wait)
+
+    def _retry_while_busy(self, send: Callable[[], Any], *, wait: bool = True) -> Any:
         deadline = time.monotonic() + (self.timeout if wait else 0)
         while True:
             try:
-                return self._send_once(method, path, query, body)
+                return send()
             except _GatewayBusy as busy:
                 if time.monotonic() + busy.retry_after > deadline:
                     raise busy.failure from None
@@ -356,11 +365,14 @@ class Client:
         data = self._decode(f"{method} {path}", status, raw_body)
         if status < 400:
             return Response(status, data, headers)
-        failure = self._response_failure(f"{method} {path}", status, data)
+        raise self._failure_or_busy(f"{method} {path}", status, headers, data)
+
+    def _failure_or_busy(self, request: str, status: int, headers: Any, data: Any) -> Exception:
+        failure = self._response_failure(request, status, data)
         retry_after = headers.get("Retry-After", "")
         if status in (429, 503) and re.fullmatch("[0-9]{1,9}", retry_after):
-            raise _GatewayBusy(failure, max(0.2, float(retry_after)))
-        raise failure
+            return _GatewayBusy(failure, max(0.2, float(retry_after)))
+        return failure
 
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
         # Makes the gateway refuse unknown fields instead of ignoring them. An older gateway ignores this parameter.

@@ -34,6 +34,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
     SnapshotFile,
     new_file,
+    read_head,
     read_pieces,
     read_snapshot_file,
 )
@@ -465,11 +466,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
             with new_file(request["file"]) as file:
                 client.download(f"/snapshots/{quote_segment(request['name'])}/export", file.write)
     elif action.verb == "import":
-        pieces: Iterable[bytes] = read_pieces(request["file"])
-        if client.is_planning:
-            planned_file = read_snapshot_file(request["file"])
-            pieces = [planned_file.head] if planned_file else []
-        client.upload("/snapshots/import", pieces, name=request["name"], trust=request["trust"])
+        read = read_head if client.is_planning else read_pieces
+        client.upload("/snapshots/import", lambda: read(request["file"]), name=request["name"], trust=request["trust"])
     elif action.verb == "prewarm":
         client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":

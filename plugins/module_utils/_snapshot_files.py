@@ -88,6 +88,12 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
     return SnapshotFile(manifest, prefix + contents, is_complete)
 
 
+def read_head(path: str) -> list[bytes]:
+    """Return the beginning of a file, from which a plan session predicts an import. Raises Failure."""
+    file = read_snapshot_file(path)
+    return [file.head] if file else []
+
+
 def read_pieces(path: str) -> Iterator[bytes]:
     """Yield the contents of a file. Raises Failure."""
     try:

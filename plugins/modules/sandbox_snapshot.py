@@ -103,7 +103,7 @@ options:
       - Path of a file on the host on which the module runs, from which the snapshot is created. If the snapshot exists
         and was imported from a file with the same snapshot, nothing is changed, even if the file no longer exists.
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
-        RV(snapshot.memory) is then V(none).
+        RV(snapshots[].memory) is then V(none).
     type: path
   trust:
     description:

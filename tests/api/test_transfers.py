@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
 from sandbox_gateway.engine.transfer.container import Encoder
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.api.memory_host import MemorySource
+from tests.api.memory_host import MemoryHost, MemorySource
 from tests.support.waiting import eventually
-from tests.unit.engine.test_snapshot_files import CHUNKS, manifest_fields
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, manifest_fields
 
 
 @pytest.fixture
@@ -211,6 +217,61 @@ def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
         next(response.iter_raw(16))
     eventually(lambda: memory_gateway.engine.transfers._active == 0)
     assert memory_gateway.host.sources[-1].is_closed
+
+
+def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
+    host = MemoryHost()
+    host.abilities = dataclasses.replace(host.abilities, transfer=False)  # type: ignore[misc]
+    gateway = MemoryGateway(tmp_path, host)
+    try:
+        gateway.build_template()
+        with gateway.client() as client:
+            for response in (client.get("/snapshots/base/export"), import_(client, FILE), client.get("/signer")):
+                assert (response.status_code, response.json()["kind"]) == (400, "unsupported")
+                assert "can neither export nor import" in response.json()["message"]
+        assert not (tmp_path / "signing-key").exists()
+    finally:
+        gateway.end()
+
+
+def test_a_check_run_predicts_transfers_and_makes_none(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(export(api))
+    sources = len(memory_gateway.host.sources)
+
+    def check(kind: Any, **options: Any) -> dict[str, Any]:
+        defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
+        params = {"gateway_url": memory_gateway.unix_url, "check_run": "a check run with transfers"}
+        return run(kind, {**defaults, **params, **options}, check=True)
+
+    imported = check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))
+    assert imported["changed"] and imported["snapshot"]["imported_from"] == snapshot["snapshotID"]
+    assert imported["snapshot"]["id"].startswith("known-after-apply-")
+    fork = check(_fork, snapshot="copy", names=["fork"])
+    assert fork["changed"], fork
+    assert not check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))["changed"]
+    exported = check(_snapshot, name=["taken"], export_to=str(tmp_path / "new"))
+    assert exported["changed"] and exported["outcomes"][0]["actions"] == ["export"]
+    (tmp_path / "foreign").write_bytes(foreign_file()[0])
+    refused = check(_snapshot, name=["foreign"], import_from=str(tmp_path / "foreign"))
+    assert refused["failure"]["kind"] == "untrusted", "the signer is known in check mode"
+    assert not (tmp_path / "new").exists()
+    assert len(memory_gateway.host.sources) == sources and api.get("/snapshots/copy").status_code == 404
+
+
+def test_a_module_waits_for_a_place(memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]) -> None:
+    pieces: list[bytes] = []
+    transfers = memory_gateway.engine.transfers
+    transfers._active = 2
+    threading.Timer(1, setattr, (transfers, "_active", 0)).start()
+    client = Client(memory_gateway.unix_url)
+    client.download("/snapshots/taken/export", pieces.append)
+    eventually(lambda: transfers._active == 0)
+    transfers._active = 2
+    threading.Timer(1, setattr, (transfers, "_active", 0)).start()
+    imported = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")
+    assert imported["imported"]["snapshotID"] == snapshot["snapshotID"]
 
 
 def test_a_snapshot_with_volumes_is_not_exported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:

@@ -78,13 +78,14 @@ INVALID_OBJECTS: dict[str, bytes] = {
 
 
 def list_routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (method, path, schema of the body) for each route that accepts a body."""
+    """Return (method, path, schema of the body) for each route that accepts a JSON body."""
     openapi_document = build_openapi_document()
     routes = []
     for path, item in openapi_document["paths"].items():
         for method, operation in item.items():
-            if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            content = operation.get("requestBody", {}).get("content", {})
+            if "application/json" in content:
+                schema = content["application/json"]["schema"]
                 for choice in (schema, *schema.get("anyOf", ())):
                     if "$ref" in choice:
                         name = choice["$ref"].rpartition("/")[2]

@@ -83,7 +83,7 @@ class Transfers:
                 source = await self._host.open_snapshot(snapshot, memory=memory)
             stack.callback(source.close)
             export = Export(self.signer(), snapshot, source)
-            await asyncio.to_thread(export.prepare)
+            await finish_despite_cancellation(asyncio.to_thread(export.prepare))
             export.on_close = stack.pop_all()
         return export
 
@@ -107,15 +107,14 @@ class Transfers:
         from sandbox_gateway.engine.transfer.signing import check_fingerprint
 
         trusted_fingerprints = {check_fingerprint(each) for each in trust}
-        names = [require_valid_name(name)] if name else None
+        new_names = [require_valid_name(name)] if name else None
         with self._slot():
             decoder = Decoder()
             batches = _batches(pieces)
             manifest = await _read_manifest(decoder, batches)
             signer = self._require_trusted(decoder, trusted_fingerprints)
             snapshot = self._new_record(manifest, signer)
-            if names is not None:
-                snapshot.names = names
+            snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             note_memory_mode(snapshot.memory)
             disk_bytes = manifest.data_bytes(memory=False)
@@ -131,7 +130,8 @@ class Transfers:
                     if snapshot.id not in self._index.snapshots:
                         await target.discard()
                     raise
-        log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
+        if not only_head:
+            log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
         return snapshot
 
     async def _commit(self, target: SnapshotTarget, snapshot: Snapshot) -> None:
@@ -159,7 +159,6 @@ class Transfers:
         has_memory = manifest.has_memory and not problem
         snapshot = Snapshot(
             kind=SnapshotKind(manifest.kind),
-            names=manifest.names,
             description=manifest.description,
             memory=MemoryMode.FULL if has_memory else MemoryMode.NONE,
             resources=Resources(**manifest.sizes.model_dump()),
