@@ -110,7 +110,7 @@ class Client:
             try:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                raise self._lost_connection_failure(error) from None
+                raise self._connection_lost_failure(error) from None
             value = _parse(self._read(response))
             if not 200 <= response.status < 300 or value is None:
                 raise failure_from_response(response.status, value)

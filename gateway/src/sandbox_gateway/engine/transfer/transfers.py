@@ -17,7 +17,7 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, note_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.room import RoomKeeper
+from sandbox_gateway.engine.room import RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Busy, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource, SnapshotTarget
@@ -40,7 +40,7 @@ log = Logger("engine")
 
 
 class Transfers:
-    def __init__(self, context: Context, collector: Collector, room: RoomKeeper) -> None:
+    def __init__(self, context: Context, collector: Collector, room: RoomMonitor) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
