@@ -85,7 +85,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
 def test_an_owner_from_an_earlier_boot_is_replaced(root: str, lock_directory: Path) -> None:
     _change_owner(root, kernel="another", pid=1, host="elsewhere")
     storage = ZfsStorage(root, state_root=lock_directory)
-    assert "ended with its machine" in storage.open()[0]
+    assert "ended when its machine stopped" in storage.open()[0]
     storage.close()
 
 
