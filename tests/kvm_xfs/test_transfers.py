@@ -144,8 +144,10 @@ def check_cuts(file: bytes) -> None:
         position += 5 + int.from_bytes(file[position + 1 : position + 5], "big")
         edges.append(position)
     assert edges[-1] == len(file)
-    places = {edge + shift for edge in edges for shift in (-1, 0, 1)} & {*range(len(file))}
-    places |= {random.Random(1).randrange(len(file)) for _ in range(1000)}
+    beside_edges = {edge + shift for edge in edges for shift in (-1, 0, 1)}
+    generator = random.Random(1)
+    places = {place for place in beside_edges if 0 <= place < len(file)}
+    places |= {generator.randrange(len(file)) for _ in range(1000)}
     decoder, start = Decoder(), 0
     for end in sorted(places):
         decoder.feed(file[start:end])
