@@ -105,6 +105,7 @@ RECIPE_FIELDS = {
     "mirror": "mirror",
     "packages": "packages",
     "path": "path",
+    "image": "image",
     "setup": "setup",
     "start_command": "startCommand",
     "ready_probe": "readyProbe",
@@ -182,6 +183,8 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
 def template_shape(template: dict[str, Any]) -> dict[str, Any]:
     names = list(template.get("names") or template.get("aliases") or [])
     recipe = template.get("recipe") or {}
+    if recipe:
+        recipe = {"image": "", **recipe}  # Gateways that do not build from images do not have this field.
     return {
         "id": template["templateID"],
         "name": names[0] if names else "",

@@ -36,11 +36,12 @@ RESULT_KEYS = {PLURAL: TEMPLATE_KEYS}
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
-    "from": {"type": "str", "choices": ["debootstrap", "rootfs"], "default": "debootstrap"},
+    "from": {"type": "str", "choices": ["debootstrap", "rootfs", "image"]},
     "suite": {"type": "str", "default": "bookworm"},
     "mirror": {"type": "str", "default": ""},
     "packages": {"type": "list", "elements": "str", "default": []},
     "path": {"type": "str", "default": ""},
+    "image": {"type": "str", "default": ""},
     "setup": {"type": "list", "elements": "str", "default": []},
     "start_command": {"type": "str", "default": ""},
     "ready_probe": {"type": "str", "default": ""},
@@ -55,7 +56,7 @@ ARGUMENTS: dict[str, Any] = {
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
-RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",))]}
+RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",)), ("from", "image", ("image",))]}
 
 LOG_TAIL_LINE_COUNT = 20
 """Number of log lines quoted in the message of a failed build."""
@@ -85,6 +86,7 @@ class CurrentState:
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     recipe = {option: params[option] for option in RECIPE_FIELDS}
+    recipe["from"] = recipe["from"] or ("image" if recipe["image"] else "debootstrap")
     recipe["packages"] = sorted(set(recipe["packages"]))
     for option in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
         require_minimum(recipe[option], 1, option)

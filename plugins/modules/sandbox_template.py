@@ -36,10 +36,10 @@ options:
   from:
     description:
       - The source of the file system. V(debootstrap) installs Debian packages; V(rootfs) copies the directory or
-        tarball O(path).
+        tarball O(path); V(image) unpacks the OCI image O(image).
+      - The default is V(image) if O(image) is set, and V(debootstrap) otherwise.
     type: str
-    choices: [debootstrap, rootfs]
-    default: debootstrap
+    choices: [debootstrap, rootfs, image]
   suite:
     description:
       - Debian suite.
@@ -62,6 +62,15 @@ options:
       - Required if O(from=rootfs). Changes of the contents at the same path are not detected.
     type: str
     default: ""
+  image:
+    description:
+      - An OCI or Docker image. C(docker://registry.example/name:tag), or simply C(registry.example/name:tag), names an
+        image in a registry. C(oci:/directory:tag), C(oci-archive:/file) and C(docker-archive:/file) name one on the
+        gateway's host. Only hosts of virtual machines build templates from images.
+      - Required if O(from=image). The module does not detect that a tag now names a different image. Use a new tag, or
+        a digest (C(registry.example/name@sha256:...)).
+    type: str
+    default: ""
   setup:
     description:
       - Commands to run in the booted sandbox, one after another, as root through C(/bin/sh -c).
@@ -71,6 +80,8 @@ options:
   start_command:
     description:
       - A command to start after O(setup). It keeps running while the template is captured.
+      - With O(from=image), the default is the image's entry point with its arguments, environment, user and working
+        directory.
     type: str
     default: ""
   ready_probe:
@@ -144,8 +155,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures whose cause only the gateway's host can find are not predicted. These are a O(path) that does not
-        exist, and a build that fails.
+      - Failures whose cause only the gateway's host can find are not predicted. These are a O(path) or an
+        O(image) that does not exist, and a build that fails.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -171,6 +182,12 @@ EXAMPLES = r"""
     name: from-image
     from: rootfs
     path: /srv/images/base.tar.zst
+
+- name: Build a template from an image, whose entry point it starts
+  grove.sandbox.sandbox_template:
+    name: api
+    image: registry.example/team/api:1.4
+    ready_probe: test -e /run/api.pid
 
 - name: Build a template, and keep four sandboxes of it ready
   grove.sandbox.sandbox_template:

@@ -32,7 +32,7 @@ from sandbox_gateway.hosts.base import (
     VolumeState,
 )
 from sandbox_gateway.hosts.network_policy import egress_rules
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
@@ -357,11 +357,14 @@ class MemoryHost:
     def guest_digest(self) -> str:
         return "guest"
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+    async def source_digest(self, recipe: Recipe) -> str:
+        return await asyncio.to_thread(source_digest, recipe)
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         log(f"making a file system of {len(recipe.packages)} packages")
         await asyncio.sleep(self.build_seconds)
         self.disks[base.id] = {}
-        return base
+        return ""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         self.fork_count += 1

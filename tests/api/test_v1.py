@@ -415,7 +415,7 @@ def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path
 def test_an_invalid_root_file_system_is_reported(
     memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(*_: object) -> Snapshot:
+    async def fail(*_: object) -> str:
         raise BackendFailed("it is empty")
 
     monkeypatch.setattr(memory_gateway.host, "build_base", fail)

@@ -163,6 +163,7 @@ TEMPLATE_CASES = (
     Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL_PATH}),
     Case("sandbox_template", "from: rootfs, with a missing path",
          {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unpredicted_error="invalid"),
+    Case("sandbox_template", "from: image", {"name": "%web", "from": "image", "image": "registry.example/web:1"}),
     Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
          unpredicted_error="backend_failed"),
     Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),

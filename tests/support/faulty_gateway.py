@@ -59,11 +59,11 @@ class FaultyHost(MemoryHost):
     machine_type = ShellMachine
     holds_builds = False
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         # Tests set ``holds_builds`` in another thread.
         while self.holds_builds:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return await super().build_base(base, recipe, log)
+        return await super().build_base(base, recipe, source_digest, log)
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if sandbox.name in self.failing_names:

@@ -134,7 +134,18 @@ class KvmXfs(_Section):
         "exist. 0: QEMU runs as root.",
     )
 
-    @field_validator("memory_root", mode="before")
+    insecure_registries: list[str] = Field(
+        default_factory=list,
+        description="Registries (HOST or HOST:PORT) from which images are also fetched without HTTPS, or with a "
+        "certificate that cannot be verified.",
+    )
+    registry_auth_file: Path | None = Field(
+        None,
+        description="File with the credentials for registries, as `skopeo login --authfile FILE` writes it. Empty "
+        "string: images are fetched without credentials.",
+    )
+
+    @field_validator("memory_root", "registry_auth_file", mode="before")
     @classmethod
     def _empty_to_none(cls, value: object) -> object:
         return None if value == "" else value

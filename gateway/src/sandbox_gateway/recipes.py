@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.records import Resources
 
 _PACKAGE_PATTERN = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
@@ -20,6 +21,7 @@ _PACKAGE_PATTERN = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A
 class Source(StrEnum):
     DEBOOTSTRAP = "debootstrap"
     ROOTFS = "rootfs"
+    IMAGE = "image"
 
 
 class Recipe(BaseModel):
@@ -38,6 +40,8 @@ class Recipe(BaseModel):
     packages: list[str] = Field(default_factory=list, max_length=2000)
     path: str = ""
     """With ``rootfs``: the absolute path of a directory or a (compressed) tarball on the gateway's host."""
+    image: str = ""
+    """With ``image``: a reference to an OCI image, in a form that ``parse_image_reference`` accepts."""
     setup: list[str] = Field(default_factory=list, max_length=1000)
     start_command: str = ""
     ready_probe: str = ""
@@ -52,8 +56,12 @@ class Recipe(BaseModel):
                 "a rootfs template needs the field 'path': set it to the absolute path of a directory or "
                 "tarball on the host"
             )
-        if self.source is Source.DEBOOTSTRAP and self.path:
+        if self.source is not Source.ROOTFS and self.path:
             raise ValueError("'path' is valid only with 'from: rootfs': remove 'path', or set 'from: rootfs'")
+        if self.source is not Source.IMAGE and self.image:
+            raise ValueError("'image' is valid only with 'from: image': remove 'image', or set 'from: image'")
+        if self.source is Source.IMAGE:
+            self._check_image()
         for package in self.packages:
             if not _PACKAGE_PATTERN.fullmatch(package):
                 raise ValueError(
@@ -61,9 +69,23 @@ class Recipe(BaseModel):
                 )
         return self
 
+    def _check_image(self) -> None:
+        if not self.image:
+            raise ValueError(
+                "a template from an image needs the field 'image': set it to a reference such as "
+                "docker://registry.example/app:1.0"
+            )
+        parse_image_reference(self.image)
+        if self.packages:
+            raise ValueError("'packages' cannot be added to an image: install them with a command in 'setup'")
+
     def digest(self, *salts: str) -> str:
-        """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and of ``path``)."""
-        return _digest({**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}, salts)
+        """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and the source)."""
+        fields = {**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}
+        if not self.image:
+            # Recipes without an image have the same digest as before images existed.
+            del fields["image"]
+        return _digest(fields, salts)
 
 
 def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:

@@ -36,6 +36,8 @@ def test_the_digest_covers_every_field_and_salt() -> None:
         {"setup_timeout": 61},
         {"resources": {"cpus": 2}},
         {"source": "rootfs", "path": "/x"},
+        {"source": "image", "image": "app:1"},
+        {"source": "image", "image": "app:2"},
     ]
     digests = [
         Recipe.model_validate(body).digest(*salts) for body in bodies for salts in ((), ("a",), ("b",), ("a", "b"))
@@ -93,6 +95,19 @@ def test_only_a_rootfs_recipe_needs_and_accepts_a_path() -> None:
         Recipe.model_validate({"path": "/x"})
     with pytest.raises(ValidationError, match="needs the field 'path': set it to the absolute path"):
         Recipe.model_validate({"source": "rootfs"})
+
+
+def test_only_an_image_recipe_needs_and_accepts_an_image() -> None:
+    with pytest.raises(ValidationError, match="'image' is valid only with 'from: image'"):
+        Recipe.model_validate({"image": "app:1"})
+    with pytest.raises(ValidationError, match="needs the field 'image': set it to a reference such as"):
+        Recipe.model_validate({"source": "image"})
+    with pytest.raises(ValidationError, match="is not valid: use docker://"):
+        Recipe.model_validate({"source": "image", "image": "dir:/x"})
+    with pytest.raises(ValidationError, match="'packages' cannot be added to an image"):
+        Recipe.model_validate({"source": "image", "image": "app:1", "packages": ["curl"]})
+    with pytest.raises(ValidationError, match="'path' is valid only with 'from: rootfs'"):
+        Recipe.model_validate({"source": "image", "image": "app:1", "path": "/x"})
 
 
 def test_package_names_follow_apts_rules() -> None:

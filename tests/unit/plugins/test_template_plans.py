@@ -21,13 +21,22 @@ def make_parameters(**options: Any) -> dict[str, Any]:
 
 def make_template(**fields: Any) -> dict[str, Any]:
     """Return the gateway's description of a template with the default recipe. ``fields``: additional fields."""
-    recipe = {field: make_parameters()[option] for option, field in RECIPE_FIELDS.items()}
+    options = _template.desired_state(make_parameters()).recipe
+    recipe = {field: options[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 
 
 @pytest.mark.parametrize("fields", [{"outdated": False}, {"outdated": None}, {}])
 def test_a_template_not_known_to_be_outdated_is_kept(fields: dict[str, Any]) -> None:
     assert plan(make_template(**fields)).actions == ()
+
+
+def test_a_gateway_that_does_not_build_from_images_is_asked_for_none() -> None:
+    template = make_template()
+    del template["recipe"]["image"]
+    assert plan(template).actions == ()
+    (action,) = plan(template, image="app:1").actions
+    assert (action.request["body"]["from"], action.request["body"]["image"]) == ("image", "app:1")
 
 
 def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:

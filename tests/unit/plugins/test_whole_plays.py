@@ -121,9 +121,9 @@ class SlowBuildHost(BusyHost):
         super().__init__()
         self.may_build = threading.Event()
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         await asyncio.to_thread(self.may_build.wait, 60)
-        return await super().build_base(base, recipe, log)
+        return await super().build_base(base, recipe, source_digest, log)
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -81,7 +81,8 @@ def grow_file_system(path: str = "/") -> None:
     device_name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device_number)}:{os.minor(device_number)}"))
     result = subprocess.run(
         ["resize2fs", f"/dev/{device_name}"],
-        env={"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"},
+        # Templates from images have it in /opt/sandbox/bin.
+        env={"PATH": "/opt/sandbox/bin:/usr/sbin:/sbin:/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=300,

@@ -27,7 +27,13 @@ def build(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="A recipe in TOML or JSON; options override it.")
     ] = None,
     source: Annotated[
-        str, typer.Option("--from", metavar="debootstrap|rootfs", help="Default: debootstrap.", show_default=False)
+        str,
+        typer.Option(
+            "--from",
+            metavar="debootstrap|rootfs|image",
+            help="Default: image with --image, else debootstrap.",
+            show_default=False,
+        ),
     ] = "",
     suite: Annotated[str, typer.Option("--suite", help="Default: bookworm.", show_default=False)] = "",
     mirror: Annotated[
@@ -38,6 +44,15 @@ def build(
         str,
         typer.Option(
             "--path", metavar="PATH", help="With --from rootfs: a directory or tarball on the host.", show_default=False
+        ),
+    ] = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            "--image",
+            metavar="IMAGE",
+            help="REGISTRY/NAME:TAG, or oci:/DIRECTORY, oci-archive:/FILE or docker-archive:/FILE on the host.",
+            show_default=False,
         ),
     ] = "",
     setup: Annotated[
@@ -78,6 +93,7 @@ def build(
         "mirror": mirror,
         "packages": formats.split_list(packages or []),
         "path": rootfs,
+        "image": image,
         "setup": setup,
         "startCommand": start_command,
         "readyProbe": ready_probe,

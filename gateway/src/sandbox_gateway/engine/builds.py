@@ -33,7 +33,7 @@ class Build:
     name: str
     digest: str
     source_digest: str = ""
-    """The digest of the files at the recipe's path."""
+    """The digest of the recipe's directory, tarball or image."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe in canonical form."""
     description: str = ""

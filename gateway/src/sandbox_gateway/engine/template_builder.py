@@ -41,13 +41,13 @@ class TemplateBuilder:
         host = self._host
         await self._room.require_for_machines(1)
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
-        base = await host.build_base(base, recipe, build.log)
+        image_command = await host.build_base(base, recipe, build.source_digest, build.log)
         try:
             sandbox = self._new_sandbox_record(build, base, recipe)
             build.log("booting the base file system")
             await self._machines.fork(base, sandbox, with_memory=False)
             try:
-                await self._set_up(build, sandbox, recipe)
+                await self._set_up(build, sandbox, recipe, recipe.start_command or image_command)
                 return await self._capture(build, sandbox)
             finally:
                 await clean_up(log, host.remove(sandbox))
@@ -63,7 +63,7 @@ class TemplateBuilder:
             name=f"build-{build.build_id}", forked_from=base.id, head=base.id, base=base.id, resources=recipe.resources
         )
 
-    async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
+    async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe, start_command: str) -> None:
         agent = self._agents.client(sandbox)
         for command in recipe.setup:
             build.log(f"$ {command}")
@@ -74,9 +74,9 @@ class TemplateBuilder:
                 raise BackendFailed(
                     f"the set-up command {command[:200]!r} failed with exit code {exit_code}: see the build's log"
                 )
-        if recipe.start_command:
-            build.log(f"starting {recipe.start_command}")
-            await agent.start_in_background(recipe.start_command)
+        if start_command:
+            build.log(f"starting {start_command}")
+            await agent.start_in_background(start_command)
         if recipe.ready_probe:
             await self._wait_until_ready(build, sandbox, recipe)
 

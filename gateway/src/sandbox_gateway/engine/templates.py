@@ -17,7 +17,7 @@ from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import GatewayError, NameTaken, NotFound
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
@@ -62,7 +62,7 @@ class Templates:
         """
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
-        digest_of_source = await asyncio.to_thread(source_digest, recipe)
+        digest_of_source = await self._context.host.source_digest(recipe)
         digest = recipe.digest(await self.guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm

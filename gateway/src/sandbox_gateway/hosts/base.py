@@ -228,8 +228,18 @@ class Host(Protocol):
     def guest_digest(self) -> str:
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory."""
+    async def source_digest(self, recipe: Recipe) -> str:
+        """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
+
+        Raises Invalid if it cannot be read, and Unsupported if this host cannot build templates from it.
+        """
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+        """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory.
+
+        ``source_digest``: the result of ``source_digest`` when the build was requested. Returns the start command that
+        the recipe's image declares; "" if there is none.
+        """
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.

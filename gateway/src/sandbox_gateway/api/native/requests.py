@@ -22,6 +22,7 @@ from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 from sandbox_gateway.validation import explain
@@ -461,9 +462,12 @@ class SetAlias(NativeBody):
     alias: Annotated[Name, BeforeValidator(_require_alias)]
 
 
-_IMAGE_REFUSAL = Refusal(
-    "because templates are not built from images: build one from Debian packages, a directory or a tarball "
-    "(docs/templates.md), and use its name"
+_COMMAND_REFUSAL = Refusal(
+    "because a template's command is a shell command: set startCommand, which replaces the image's entry point"
+)
+_CREDENTIALS_REFUSAL = Refusal(
+    "because recipes are stored and shown without secrets: let an administrator set kvm_xfs.registry_auth_file in the "
+    "gateway's configuration, and leave it out"
 )
 _TEMPLATE_NETWORK_REFUSAL = Refusal(
     "because templates have no network policy: set network when you create a sandbox, and leave it out"
@@ -472,7 +476,8 @@ _TEMPLATE_NETWORK_REFUSAL = Refusal(
 
 class CreateTemplate(Sizes):
     refused: ClassVar[Mapping[str, Refusal]] = {
-        **dict.fromkeys(("image", "args", "command", "registryUsername", "registryPassword"), _IMAGE_REFUSAL),
+        **dict.fromkeys(("args", "command"), _COMMAND_REFUSAL),
+        **dict.fromkeys(("registryUsername", "registryPassword"), _CREDENTIALS_REFUSAL),
         **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _TEMPLATE_NETWORK_REFUSAL),
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
@@ -489,11 +494,12 @@ class CreateTemplate(Sizes):
     }
 
     name: Name
-    source: Source = Field(Source.DEBOOTSTRAP, alias="from")
+    source: Source | None = Field(None, alias="from", description="Absent: `image` with an image, else `debootstrap`.")
     suite: str | None = Field(None, max_length=64)
     mirror: str | None = Field(None, max_length=4096)
     packages: list[str] | None = Field(None, max_length=2000)
     path: str | None = Field(None, max_length=4096)
+    image: str | None = Field(None, max_length=MAX_IMAGE_LENGTH)
     setup: Setup | None = None
     start_command: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
     ready_probe: str | None = Field(None, max_length=MAX_COMMAND_LENGTH)
@@ -512,6 +518,8 @@ class CreateTemplate(Sizes):
         recipe_fields = self.model_dump(
             exclude={"name", "description", "prewarm", "cpus", "memory_mb", "disk_mb"}, exclude_none=True
         )
+        if self.source is None and self.image:
+            recipe_fields["source"] = Source.IMAGE
         try:
             return Recipe(**recipe_fields, resources=Resources(**sizes))
         except ValidationError as error:

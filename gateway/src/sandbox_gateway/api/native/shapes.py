@@ -627,6 +627,7 @@ def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
         "mirror": parsed_recipe.mirror,
         "packages": sorted(set(parsed_recipe.packages)),
         "path": parsed_recipe.path,
+        "image": parsed_recipe.image,
         "setup": parsed_recipe.setup,
         "startCommand": parsed_recipe.start_command,
         "readyProbe": parsed_recipe.ready_probe,

@@ -161,8 +161,11 @@ class PlannedHost:
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        return base
+    async def source_digest(self, recipe: Recipe) -> str:
+        return await self._real.source_digest(recipe)
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
+        return ""
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()

@@ -49,7 +49,7 @@ from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
@@ -159,7 +159,12 @@ class JailZfsHost:
     def guest_digest(self) -> str:
         return rootfs.guest_digest()
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+    async def source_digest(self, recipe: Recipe) -> str:
+        if recipe.source is Source.IMAGE:
+            rootfs.check_recipe(recipe)
+        return await asyncio.to_thread(source_digest, recipe)
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         rootfs.check_recipe(recipe)
         loop = asyncio.get_running_loop()
         builds: list[Future[None]] = []
@@ -177,7 +182,7 @@ class JailZfsHost:
             await asyncio.wait([creation_task])
             raise
         self._disks.add_snapshot(base)
-        return base
+        return ""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:

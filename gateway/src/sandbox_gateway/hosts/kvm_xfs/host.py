@@ -50,12 +50,14 @@ from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.recovery import KvmRecovery
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
+from sandbox_gateway.hosts.kvm_xfs.template.image.registry import resolve_digest
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.hosts.state_root import create_state_root
+from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.log import Logger
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import (
     MemoryMode,
     Mount,
@@ -168,24 +170,31 @@ class KvmXfsHost:
     def guest_digest(self) -> str:
         return guest_files.guest_digest()
 
-    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+    async def source_digest(self, recipe: Recipe) -> str:
+        if recipe.source is Source.IMAGE:
+            return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs)
+        return await asyncio.to_thread(source_digest, recipe)
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         partial = self._snapshots.partial_files(base)
         partial.directory.mkdir(mode=0o700)
         try:
-            await build_rootfs(
+            start_command = await build_rootfs(
                 recipe,
                 partial.disk,
                 partial.kernel,
                 partial.initrd,
                 cache_root=self._config.cache_root,
                 log=log,
+                settings=self._config.kvm_xfs,
+                image_digest=source_digest,
             )
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
             await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
         self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
-        return base
+        return start_command
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()

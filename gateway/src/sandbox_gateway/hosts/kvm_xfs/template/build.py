@@ -13,12 +13,15 @@ import shutil
 import sys
 from pathlib import Path
 
+from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.hosts.kvm_xfs.template.disk import make_image
 from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
+from sandbox_gateway.hosts.kvm_xfs.template.image.builder import ImageBuilder
+from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import AGENT_PYTHON
 from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
 from sandbox_gateway.hosts.rootfs_common import (
     Tree,
@@ -42,26 +45,35 @@ async def build_rootfs(
     *,
     cache_root: Path,
     log: Log,
+    settings: KvmXfs | None = None,
+    image_digest: str = "",
     agent: Path | None = None,
-) -> None:
+) -> str:
     """Build ``image`` (a sparse ext4 image), ``kernel`` and ``initrd`` from ``recipe``. Requires root.
 
-    ``agent``: directory of the agent's package; default: the agent installed with the gateway. Each file is built in a
-    `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the recipe's tree is unsuitable
-    for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and BackendFailed if a tool fails.
+    Returns the start command of the recipe's OCI image; "" if there is none. ``image_digest``: the digest of the OCI
+    image in its registry. ``agent``: directory of the agent's package; default: the agent installed with the gateway.
+    Each file is built in a `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the
+    recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and
+    BackendFailed if a tool fails.
     """
     agent = agent or find_agent_package()
     work_directory = image.parent / f"{PARTIAL_PREFIX}rootfs-{secrets.token_hex(4)}"
     work_directory.mkdir(mode=0o700, parents=True)
+    start_command = ""
     try:
-        tree = work_directory / "tree"
-        tree.mkdir(mode=0o755)
-        if recipe.source is Source.DEBOOTSTRAP:
-            await unpack_debian(recipe, tree, work_directory, cache_root, log)
+        if recipe.source is Source.IMAGE:
+            builder = ImageBuilder(work_directory, cache_root, settings or KvmXfs(), agent, log)
+            tree, boot_files, start_command = await builder.build(recipe, image_digest)
         else:
-            await _unpack_source(Path(recipe.path), tree, log)
-        log("installing the agent and the sandbox's settings")
-        boot_files = await asyncio.to_thread(set_up_guest, tree, agent)
+            tree = work_directory / "tree"
+            tree.mkdir(mode=0o755)
+            if recipe.source is Source.DEBOOTSTRAP:
+                await unpack_debian(recipe, tree, work_directory, cache_root, log)
+            else:
+                await _unpack_source(Path(recipe.path), tree, log)
+            log("installing the agent and the sandbox's settings")
+            boot_files = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
         await make_image(tree, work_directory / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_move_results, work_directory, boot_files, image, kernel, initrd)
@@ -69,6 +81,7 @@ async def build_rootfs(
         raise to_gateway_error(error, "building the file system") from error
     finally:
         await remove_tree(work_directory)
+    return start_command
 
 
 async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
@@ -93,7 +106,9 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
         namespace_options = ("--mount", "--propagation", "slave", "--pid", "--net")
         chroot_command = ("unshare", *namespace_options, "--fork", "--kill-child", "chroot", str(tree))
         await compile_agent([*chroot_command, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
-    elif python_minor_version(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
+        return
+    python = AGENT_PYTHON if source is Source.IMAGE else "/usr/bin/python3"
+    if python_minor_version(Tree(tree), Tree(tree).resolve(python).name) == sys.version_info.minor:
         await compile_agent_in_foreign_tree(tree, log)
 
 

@@ -24,17 +24,18 @@ def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
     Raises Invalid if the tree is unsuitable for a sandbox.
     """
     tree = Tree(root)
-    boot_files = _find_boot_files(tree)
+    boot_files = find_boot_files(tree)
     _check_programs(tree)
     _install_agent(tree, agent)
     _set_up_network(tree)
     _reduce_background_work(tree)
-    _set_identity(tree)
+    set_identity(tree)
     add_user(tree)
     return boot_files
 
 
-def _find_boot_files(tree: Tree) -> tuple[Path, Path]:
+def find_boot_files(tree: Tree) -> tuple[Path, Path]:
+    """Return the paths of the newest kernel of a tree and of its initrd. Raises Invalid if there is none."""
     versions = [name.removeprefix("vmlinuz-") for name in tree.list_directory("/boot") if name.startswith("vmlinuz-")]
     for version in sorted(versions, key=_make_natural_key, reverse=True):
         kernel = tree.resolve(f"/boot/vmlinuz-{version}")
@@ -94,9 +95,13 @@ def _enable_unit(tree: Tree, unit: str, text: str) -> None:
 
 
 def _set_up_network(tree: Tree) -> None:
-    tree.write("/usr/local/lib/sandbox/network", guest_files.network_script(), mode=0o755)
+    install_network_script(tree)
     _enable_unit(tree, "sandbox-network.service", guest_files.read_text("units/sandbox-network.service"))
     tree.link("/etc/systemd/network/99-default.link", "/dev/null")
+
+
+def install_network_script(tree: Tree) -> None:
+    tree.write("/usr/local/lib/sandbox/network", guest_files.network_script(), mode=0o755)
     tree.write("/etc/resolv.conf", "")
     tree.write("/etc/hosts", guest_files.read_text("hosts"))
 
@@ -117,7 +122,7 @@ def _reduce_background_work(tree: Tree) -> None:
     tree.write("/etc/fstab", "# The kernel mounts the root, as its arguments specify.\n")
 
 
-def _set_identity(tree: Tree) -> None:
+def set_identity(tree: Tree) -> None:
     tree.write("/etc/hostname", "sandbox\n")
     # systemd writes the file if it is empty, and assumes a first boot if it is missing.
     tree.write("/etc/machine-id", f"{secrets.token_hex(16)}\n", mode=0o444)

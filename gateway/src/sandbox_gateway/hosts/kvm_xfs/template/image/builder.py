@@ -1,0 +1,55 @@
+"""Build the tree of a template from an OCI image."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from sandbox_gateway.config import KvmXfs
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
+from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
+from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image
+from sandbox_gateway.hosts.kvm_xfs.template.image.runtime import START_COMMAND, add_runtime
+from sandbox_gateway.hosts.kvm_xfs.template.image.settings import read_start_settings
+from sandbox_gateway.hosts.rootfs_common import remove_tree
+from sandbox_gateway.image_references import Transport, parse_image_reference
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Resources
+
+
+class ImageBuilder:
+    def __init__(self, work_directory: Path, cache_root: Path, settings: KvmXfs, agent: Path, log: Log) -> None:
+        self._work_directory = work_directory
+        self._cache_root = cache_root
+        self._settings = settings
+        self._agent = agent
+        self._log = log
+
+    async def build(self, recipe: Recipe, digest: str) -> tuple[Path, tuple[Path, Path], str]:
+        """Return the path of the tree, the paths of its kernel and initrd, and its start command (or "").
+
+        ``digest``: copy the image with this digest from the registry, even if the tag has moved in the meantime.
+        """
+        image = parse_image_reference(recipe.image)
+        if image.transport is Transport.REGISTRY and digest:
+            image = replace(image, tag="", digest=digest)
+        disk_mb = recipe.resources.disk_mb
+        copy_directory = self._work_directory / "oci"
+        copy_directory.mkdir(mode=0o700)
+        copied_image = await copy_image(image, copy_directory, self._settings, disk_mb << 20, self._log)
+        start_settings = read_start_settings(copied_image.config)
+        tree = await unpack_layers(copied_image, copy_directory, disk_mb, self._log)
+        # A rename on the same file system; the layers are not needed any more.
+        tree = tree.rename(self._work_directory / "tree")
+        await remove_tree(copy_directory)
+        debian = await self._unpack_debian()
+        boot_files = await add_runtime(tree, debian, self._agent, start_settings, self._log)
+        return tree, boot_files, START_COMMAND if start_settings.args else ""
+
+    async def _unpack_debian(self) -> Path:
+        directory = self._work_directory / "debian"
+        await asyncio.to_thread(directory.mkdir, mode=0o755)
+        await unpack_debian(Recipe(resources=Resources()), directory, self._work_directory, self._cache_root, self._log)
+        return directory

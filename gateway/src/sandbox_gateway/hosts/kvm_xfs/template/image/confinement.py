@@ -1,0 +1,65 @@
+"""Run programs that read untrusted data in namespaces where they can write to one directory only.
+
+The programs see `/usr` and a few files of `/etc`, read-only, and no processes of the host. They have no capabilities
+except those that are named. User namespaces are not used, because the files of a template must have their real owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+WORK = Path("/work")
+"""The path of the writable directory, as the program sees it."""
+
+FILE_CAPABILITIES = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_SETFCAP")
+"""Capabilities that set owners, modes and attributes of files."""
+
+_NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
+_CONFIGURATION = ("/etc/containers", "/etc/passwd", "/etc/group")
+
+
+def confine(
+    argv: Sequence[str],
+    work_directory: Path,
+    *,
+    inputs: Mapping[str, Path] | None = None,
+    capabilities: Sequence[str] = (),
+    network: bool = False,
+    env: Mapping[str, str] | None = None,
+    max_file_bytes: int = 0,
+    max_memory_bytes: int = 0,
+) -> list[str]:
+    """Return the command that runs ``argv`` in its own namespaces. It needs bubblewrap.
+
+    ``inputs``: files and directories of the host that the program can read, by the path that it sees.
+    """
+    limits = [
+        *([f"--fsize={max_file_bytes}"] if max_file_bytes else []),
+        *([f"--as={max_memory_bytes}"] if max_memory_bytes else []),
+    ]
+    files = [*_CONFIGURATION, *(_NETWORK_FILES if network else ())]
+    environment = {"PATH": "/usr/sbin:/usr/bin", "HOME": str(WORK), "TMPDIR": str(WORK), "LC_ALL": "C", **(env or {})}
+    return [
+        *("bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
+        *(() if network else ("--unshare-net",)),
+        *("--ro-bind", "/usr", "/usr", *_top_level_directories()),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *(argument for file in files for argument in ("--ro-bind-try", file, file)),
+        *("--bind", str(work_directory), str(WORK), "--chdir", str(WORK)),
+        *(argument for target, source in (inputs or {}).items() for argument in ("--ro-bind", str(source), target)),
+        *("--clearenv", *(argument for key, value in environment.items() for argument in ("--setenv", key, value))),
+        *("--cap-drop", "ALL", *(argument for name in capabilities for argument in ("--cap-add", name))),
+        *("--", *(("prlimit", *limits, "--") if limits else ()), *argv),
+    ]
+
+
+def _top_level_directories() -> list[str]:
+    """Return the arguments that create /bin, /lib and the like as on the host: as links to /usr, or read-only."""
+    arguments: list[str] = []
+    for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            arguments += ["--ro-bind", str(path), str(path)]
+    return arguments

@@ -1,0 +1,60 @@
+"""Check and unpack the layers of an image, with umoci."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sandbox_gateway.command import run_async
+from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.template.image import check_layers
+from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, WORK, confine
+from sandbox_gateway.hosts.kvm_xfs.template.image.registry import LAYOUT, CopiedImage
+from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
+
+TREE = "tree"
+"""The name of the unpacked tree in the work directory."""
+_PYTHON = "/usr/bin/python3"
+_CHECKER = "/check_layers.py"
+_CHECKER_MEMORY_BYTES = 512 << 20
+_MAX_ENTRIES_PER_MIB = 256
+"""The number of inodes that mke2fs creates for each MiB of a small disk."""
+
+
+async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, log: Log) -> Path:
+    """Unpack the image's layers into the directory `tree` in ``work_directory``, with their owners. Returns its path.
+
+    Raises Invalid if a layer could write outside of the tree, or if the files would not fit on the disk.
+    """
+    log(f"checking {len(image.layers)} layers")
+    paths = [str(WORK / layer) for layer in image.layers]
+    limits = [str(disk_mb << 20), str(disk_mb * _MAX_ENTRIES_PER_MIB)]
+    check = confine(
+        [_PYTHON, "-I", "-S", _CHECKER, *limits, *paths],
+        work_directory,
+        inputs={_CHECKER: Path(check_layers.__file__)},
+        max_memory_bytes=_CHECKER_MEMORY_BYTES,
+    )
+    result = await run_async(check, timeout=STEP_TIMEOUT_SECONDS)
+    if problem := json.loads(result.stdout)["problem"]:
+        raise Invalid(problem if problem.startswith("the image") else f"the image cannot be unpacked: {problem}")
+    log("unpacking the layers")
+    unpack = confine(
+        ["umoci", "raw", "unpack", "--image", f"{WORK / LAYOUT}:image", str(WORK / TREE)],
+        work_directory,
+        capabilities=FILE_CAPABILITIES,
+        max_file_bytes=disk_mb << 20,
+    )
+    result = await run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False)
+    if result.returncode != 0:
+        output = result.stderr.strip()[-1000:]
+        if "no space left on device" in output.lower():
+            raise NoSpace(
+                "unpacking the image failed because the host's disk is full: free some space and build the template "
+                "again"
+            )
+        raise BackendFailed(f"umoci cannot unpack the image: {output or 'no message'}")
+    tree = work_directory / TREE
+    tree.chmod(0o755)
+    return tree

@@ -1,0 +1,252 @@
+"""Find out the digest of an image, and copy the image into an OCI layout, with skopeo."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import platform
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandbox_gateway.command import proxy_settings, run_async
+from sandbox_gateway.config import KvmXfs
+from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import WORK, confine
+from sandbox_gateway.image_references import ImageReference, Transport
+
+_INSPECT_SECONDS = 60
+_COPY_SECONDS = 3600
+_SIZE_CHECK_INTERVAL_SECONDS = 0.5
+_MAX_JSON_BYTES = 4 << 20
+"""The maximum size of a manifest, as in skopeo."""
+_MAX_LAYERS = 500
+_AUTH_FILE = "/auth.json"
+_SOURCE = "/image"
+LAYOUT = "layout"
+"""The name of the OCI layout in the work directory. The tag of its only image is `image`."""
+
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Go's names of architectures, which images use, by the names that `uname -m` prints."""
+
+
+@dataclass(frozen=True)
+class CopiedImage:
+    """An image in the OCI layout of a work directory."""
+
+    config: Mapping[str, Any]
+    """The image's configuration, as its builder wrote it."""
+    layers: Sequence[Path]
+    """The files of the layers, from the lowest to the highest, relative to the work directory."""
+
+
+async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
+    """Return the digest of an image in a registry: of its manifest, or of its list of manifests for several platforms.
+
+    For a layout, return a digest of its index, and for an archive, of the file.
+    """
+    if image.transport is not Transport.REGISTRY:
+        return await asyncio.to_thread(_digest_path, image)
+    with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
+        argv = ["inspect", "--raw", *_access_options(image, settings, ""), _source(image)]
+        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
+    return f"sha256:{hashlib.sha256(output.encode()).hexdigest()}"
+
+
+def _digest_path(image: ImageReference) -> str:
+    path = Path(image.path, "index.json") if image.transport is Transport.LAYOUT else Path(image.path)
+    try:
+        with path.open("rb") as file:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except OSError as error:
+        raise Invalid(
+            f"the image {path} cannot be read on the gateway's host: {error.strerror}. Correct the path, or copy the "
+            "image to that host"
+        ) from None
+
+
+async def copy_image(
+    image: ImageReference, work_directory: Path, settings: KvmXfs, max_bytes: int, log: Log
+) -> CopiedImage:
+    """Copy an image into the OCI layout `layout` in ``work_directory``.
+
+    Raises Invalid if the image does not exist, is for another platform, or has more than ``max_bytes`` bytes.
+    """
+    log(f"fetching the image {image}")
+    argv = [
+        *("copy", "--quiet", *_access_options(image, settings, "src-")),
+        *(_source(image), f"oci:{WORK / LAYOUT}:image"),
+    ]
+    # skopeo unpacks an archive into the directory before it copies the image.
+    max_copied_bytes = max_bytes * (2 if image.transport is Transport.OCI_ARCHIVE else 1)
+    copy = asyncio.ensure_future(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS))
+    try:
+        while not copy.done():
+            await asyncio.wait([copy], timeout=_SIZE_CHECK_INTERVAL_SECONDS)
+            if await asyncio.to_thread(_directory_bytes, work_directory) > max_copied_bytes:
+                raise Invalid(
+                    f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even "
+                    "while it is compressed: set diskSizeMB to a larger number"
+                )
+        await copy
+    finally:
+        copy.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await copy
+    return await asyncio.to_thread(read_layout, work_directory, image)
+
+
+def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
+    """Read the manifest and the configuration of the copied image. Raises Invalid if the gateway cannot use it."""
+    try:
+        (entry,) = _read_json(work_directory / LAYOUT / "index.json")["manifests"]
+        manifest = _read_json(work_directory / _blob_path(entry["digest"]))
+        config = _read_json(work_directory / _blob_path(manifest["config"]["digest"]))
+        layers = [_blob_path(layer["digest"]) for layer in manifest["layers"]]
+        media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
+    except (KeyError, TypeError, ValueError, OSError, RecursionError):
+        raise Invalid(
+            f"{image} is not an image of a root file system: name an image in the OCI or Docker format"
+        ) from None
+    if len(layers) > _MAX_LAYERS:
+        raise Invalid(f"the image {image} has {len(layers)} layers: build it with at most {_MAX_LAYERS}")
+    if any("zstd" in media_type for media_type in media_types):
+        raise Invalid(f"a layer of the image {image} is compressed with zstd: build the image with gzip compression")
+    _check_platform(image, config)
+    return CopiedImage(config, layers)
+
+
+def _check_platform(image: ImageReference, config: Mapping[str, Any]) -> None:
+    found = f"{config.get('os') or 'linux'}/{config.get('architecture') or 'unknown'}"
+    if found != (expected := f"linux/{architecture()}"):
+        raise Invalid(
+            f"the image {image} is for {found[:80]}, but this host runs {expected}: name an image for {expected}"
+        )
+
+
+def architecture() -> str:
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES:
+        raise Invalid(
+            f"templates cannot be built from images on this host's architecture {machine}: use 'from: rootfs'"
+        )
+    return _ARCHITECTURES[machine]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        data = file.read(_MAX_JSON_BYTES + 1)
+    value = json.loads(data) if len(data) <= _MAX_JSON_BYTES else None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object of acceptable size")
+    return value
+
+
+def _blob_path(digest: object) -> Path:
+    if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        raise ValueError("not a digest")
+    return Path(LAYOUT, "blobs", *digest.split(":"))
+
+
+def _directory_bytes(directory: Path) -> int:
+    return sum(size for path in directory.rglob("*") for size in _file_size(path))
+
+
+def _file_size(path: Path) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):  # skopeo renames its temporary files.
+        yield path.lstat().st_size
+
+
+# --- skopeo --------------------------------------------------------------------------------------------------------
+
+
+def _source(image: ImageReference) -> str:
+    """Return skopeo's name for the image. A path of the host appears as /image in skopeo's namespace."""
+    if image.transport is Transport.REGISTRY:
+        return str(image)
+    return f"{image.transport}:{_SOURCE}{':' if image.tag else ''}{image.tag}"
+
+
+def _access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
+    if image.transport is not Transport.REGISTRY:
+        return []
+    use_tls = image.registry not in settings.insecure_registries
+    # skopeo reads passwords from a file, because every user of the host can read command lines.
+    authentication = [f"--{prefix}authfile={_AUTH_FILE}"] if settings.registry_auth_file else [f"--{prefix}no-creds"]
+    return [f"--{prefix}tls-verify={'true' if use_tls else 'false'}", *authentication]
+
+
+async def _run_skopeo(
+    argv: Sequence[str], image: ImageReference, work_directory: Path, settings: KvmXfs, timeout: float
+) -> str:
+    is_remote = image.transport is Transport.REGISTRY
+    inputs: dict[str, Path] = {}
+    if not is_remote:
+        inputs[_SOURCE] = Path(image.path)
+    elif settings.registry_auth_file:
+        inputs[_AUTH_FILE] = settings.registry_auth_file
+    for path in inputs.values():
+        if not await asyncio.to_thread(path.exists):
+            raise Invalid(
+                f"{path} does not exist on the gateway's host: correct the path, or copy the file to that host"
+            )
+    platform_options = ["--override-os", "linux", "--override-arch", architecture()]
+    command = confine(
+        ["skopeo", f"--tmpdir={WORK}", *platform_options, *argv],
+        work_directory,
+        inputs=inputs,
+        network=is_remote,
+        env=proxy_settings() if is_remote else {},
+    )
+    result = await run_async(command, timeout=timeout, check=False)
+    if result.returncode != 0:
+        raise explain_failure(image, result.stderr)
+    return result.stdout
+
+
+def explain_failure(image: ImageReference, output: str) -> Exception:
+    """Turn skopeo's error messages into an error with a remedy."""
+    reason = _last_message(output)
+    for pattern, problem in _FAILURES.items():
+        if re.search(pattern, reason):
+            kind = NoSpace if "disk is full" in problem else Invalid
+            return kind(problem.format(image=image, registry=image.registry or image.path))
+    return BackendFailed(f"skopeo cannot read the image {image}: {reason or 'no message'}")
+
+
+_FAILURES = {
+    r"gave HTTP response to HTTPS client": "the registry {registry} does not use HTTPS: enable HTTPS, or let an "
+    "administrator add it to kvm_xfs.insecure_registries in the gateway's configuration",
+    r"x509:|certificate": "the certificate of the registry {registry} is not valid: install its authority on the "
+    "gateway's host, or correct the certificate",
+    r"connection refused|no such host|i/o timeout|deadline exceeded|unreachable|no route to host|server misbehaving|"
+    r"Temporary failure in name resolution": "the registry {registry} does not respond: check its name, and the "
+    "network of the gateway's host",
+    r"no image found in (?:manifest list|image index)": "the image {image} does not exist for this host's platform: "
+    "name an image for Linux and this host's architecture",
+    r"unauthorized|authentication required|denied|invalid username/password|status code 40[13]": "the registry "
+    "{registry} refuses access to {image}: check the name, and let an administrator set kvm_xfs.registry_auth_file in "
+    "the gateway's configuration",
+    r"manifest unknown|name unknown|no descriptor found|not found|no such image|no such file|status code 404": "the "
+    "image {image} does not exist: check its name and tag",
+    r"more than one image": "{registry} contains several images: append ':' and the name of one of them",
+    r"[Nn]o space left": "fetching the image {image} failed because the host's disk is full: free some space and build "
+    "the template again",
+    r"signature|policy": "the policy in /etc/containers/policy.json on the gateway's host rejects the image {image}: "
+    "sign the image, or let an administrator change the policy",
+}
+"""What to do about a failure, by a pattern of skopeo's message. The first pattern that matches counts."""
+
+
+def _last_message(output: str) -> str:
+    """Return the text of skopeo's last line, which has the form `time="…" level=fatal msg="…"`."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    match = re.search(r'level=fatal msg="((?:[^"\\]|\\.)*)"', text)
+    return (match[1].replace('\\"', '"') if match else text)[-600:]

@@ -1,0 +1,63 @@
+"""Read the settings of an image that become the start command of its template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sandbox_gateway.errors import Invalid
+
+_MAX_BYTES = 128 << 10
+"""The maximum size of all settings: Linux limits a single argument or variable to this size."""
+
+
+@dataclass(frozen=True)
+class StartSettings:
+    """How an image wants to be started. ``args`` is empty if the image does not say it."""
+
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    user: str = ""
+    """USER, UID, USER:GROUP or UID:GID; "" means root."""
+    cwd: str = "/"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
+    """Return the settings in an image's configuration. Raises Invalid if they do not have the specified types."""
+    settings = config.get("config") or {}
+    try:
+        args = [*_texts(settings.get("Entrypoint")), *_texts(settings.get("Cmd"))]
+        pairs = [text.split("=", 1) for text in _texts(settings.get("Env"))]
+        env = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[0]}
+        user, cwd = (_text(settings.get(key) or "") for key in ("User", "WorkingDir"))
+    except (TypeError, AttributeError):
+        raise Invalid(
+            "the image's configuration is not valid: its entry point, command and environment must be lists of texts"
+        ) from None
+    result = StartSettings(args, env, user, cwd if cwd.startswith("/") else f"/{cwd}")
+    text = result.to_json()
+    if len(text) > _MAX_BYTES or "\\u0000" in text:
+        raise Invalid(
+            "the image's entry point and environment contain a NUL character or are larger than "
+            f"{_MAX_BYTES >> 10} KiB: move them to a script in the image"
+        )
+    return result
+
+
+def _texts(value: object) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise TypeError
+    return [_text(item) for item in value]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value

@@ -1,0 +1,204 @@
+"""Test the checks of an image's layers and settings, without unpacking anything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs
+from sandbox_gateway.hosts.kvm_xfs.template.image import registry
+from sandbox_gateway.hosts.kvm_xfs.template.image.check_layers import LayerProblem, check_layers, check_member
+from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
+from sandbox_gateway.image_references import parse_image_reference
+from sandbox_gateway.recipes import Recipe, Source
+from tests.support.images import entry, layer, write_layout
+
+IMAGE = parse_image_reference("docker://registry.example/app:1")
+
+
+def check(tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100) -> str:
+    paths = [tmp_path / str(number) for number in range(len(layers))]
+    for path, data in zip(paths, layers, strict=True):
+        path.write_bytes(data)
+    return check_layers([str(path) for path in paths], max_bytes, max_entries)
+
+
+# --- layers --------------------------------------------------------------------------------------------------------
+
+HOSTILE_ENTRIES: dict[str, tuple[tuple[tarfile.TarInfo, bytes], str]] = {
+    "parent": (entry("../escaped"), "contains '../escaped', which leads outside"),
+    "parent below": (entry("a/../../escaped"), "which leads outside"),
+    "absolute": (entry("/escaped"), "contains '/escaped', which leads outside"),
+    "hard link to the host": (
+        entry("link", type=tarfile.LNKTYPE, linkname="/etc/shadow"),
+        "contains the hard link 'link' to '/etc/shadow', which leads outside",
+    ),
+    "hard link to a parent": (entry("a/link", type=tarfile.LNKTYPE, linkname="../shadow"), "which leads outside"),
+    "character device": (entry("mem", type=tarfile.CHRTYPE, devmajor=1, devminor=1), "contains the device 'mem'"),
+    "block device": (entry("dev/vda", type=tarfile.BLKTYPE, devmajor=254), "contains the device 'dev/vda'"),
+    "whiteout of the parent": (entry("a/.wh..."), "contains the invalid whiteout 'a/.wh...'"),
+    "whiteout of the directory": (entry(".wh.."), "contains the invalid whiteout '.wh..'"),
+    "whiteout of nothing": (entry(".wh."), "contains the invalid whiteout '.wh.'"),
+    "whiteout of a whiteout": (entry(".wh..wh.a"), "contains the invalid whiteout '.wh..wh.a'"),
+    "whiteout in a path": (entry(".wh.a/b"), "contains the invalid whiteout '.wh.a/b'"),
+    "long name": (entry("a" * 5000), "whose name or target is too long"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_ENTRIES)
+def test_an_entry_that_leads_outside_is_refused(tmp_path: Path, kind: str) -> None:
+    hostile_entry, problem = HOSTILE_ENTRIES[kind]
+    message = check(tmp_path, layer(entry("good")), gzip.compress(layer(entry("good"), hostile_entry)))
+    assert message.startswith("layer 2 of 2 contains ") and problem in message
+
+
+def test_ordinary_entries_are_accepted(tmp_path: Path) -> None:
+    entries = [
+        entry("./", type=tarfile.DIRTYPE),
+        entry("./etc/passwd", b"root"),
+        entry("etc/absolute", type=tarfile.SYMTYPE, linkname="/usr/bin/../lib"),
+        entry("etc/hard", type=tarfile.LNKTYPE, linkname="./etc/passwd"),
+        entry("fifo", type=tarfile.FIFOTYPE),
+        entry("etc/.wh.removed"),
+        entry("etc/.wh..wh..opq"),
+        entry("etc/..data"),
+        entry("äöü/" + "n" * 200, b"x"),
+    ]
+    assert check(tmp_path, layer(*entries), gzip.compress(layer(*entries)), layer()) == ""
+
+
+@given(
+    st.lists(st.sampled_from(["", ".", "..", "a", ".wh.", ".wh.a", ".wh..", ".wh...", ".wh..wh..opq"]), max_size=5),
+    st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE]),
+)
+def test_an_accepted_name_stays_below_the_root(parts: list[str], kind: bytes) -> None:
+    member, _ = entry("/".join(parts), type=kind, linkname="/".join(parts))
+    try:
+        check_member(member)
+    except LayerProblem:
+        return
+    path = os.path.normpath(f"/root/{member.name}")
+    assert path == "/root" or path.startswith("/root/")
+    name = PurePosixPath(member.name).name
+    if name.startswith(".wh.") and name != ".wh..wh..opq":
+        assert name.removeprefix(".wh.") not in ("", ".", "..")
+
+
+def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    too_many_bytes = "the image unpacks to more than 1 MiB, the size of the template's disk: set diskSizeMB"
+    half = gzip.compress(layer(entry("half", bytes(600 << 10))))
+    assert check(tmp_path, half) == ""
+    assert check(tmp_path, half, half).startswith(too_many_bytes)
+    padding = gzip.compress(layer(entry("small")) + bytes(4 << 20))
+    assert check(tmp_path, padding).startswith(too_many_bytes)
+    many = layer(*(entry(f"{number}") for number in range(101)))
+    assert "contains more than 100 files" in check(tmp_path, many)
+
+
+def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 40)
+    for format_options in (["--format=gnu"], ["--format=posix", "--sparse-version=1.0"]):
+        argv = ["tar", "--sparse", *format_options, "--create", "--directory", str(tmp_path), "huge"]
+        sparse = subprocess.run(argv, check=True, capture_output=True, timeout=60).stdout
+        assert "contains the sparse file 'huge'" in check(tmp_path, sparse)
+    assert "is compressed with zstd" in check(tmp_path, b"\x28\xb5\x2f\xfd rest")
+    whole = gzip.compress(layer(entry("file", os.urandom(5000))))
+    for damaged in (whole[:-3000], b"noise" * 200, b"\x1f\x8b" + b"noise" * 200, b"x"):
+        assert "layer 1 of 1 is damaged" in check(tmp_path, damaged)
+
+
+def test_a_jail_host_refuses_images() -> None:
+    with pytest.raises(Unsupported, match=r"a jail host cannot build templates from images.*use a host with virtual"):
+        rootfs.check_recipe(Recipe(source=Source.IMAGE, image="app:1"))
+
+
+# --- the layout ----------------------------------------------------------------------------------------------------
+
+
+def read(layout: Path) -> registry.CopiedImage:
+    layout.rename(layout.with_name(registry.LAYOUT))
+    return registry.read_layout(layout.parent, IMAGE)
+
+
+def test_a_layout_is_read(tmp_path: Path) -> None:
+    image = read(write_layout(tmp_path / "image", [layer(), layer(entry("a"))], {"Cmd": ["run"]}))
+    assert len(image.layers) == 2 and image.config["config"] == {"Cmd": ["run"]}
+    assert all((tmp_path / path).is_file() for path in image.layers)
+
+
+def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
+    def check_refused(message: str, edit: Any = None, **options: Any) -> None:
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        layout = write_layout(directory / "image", [layer(entry("file"))], **options)
+        if edit:
+            index = json.loads((layout / "index.json").read_text())
+            (layout / "index.json").write_text(json.dumps(edit(index)))
+        with pytest.raises(Invalid, match=message):
+            read(layout)
+
+    check_refused("is for linux/s390x, but this host runs linux/", architecture="s390x")
+    check_refused("compressed with zstd", media_type="application/vnd.oci.image.layer.v1.tar+zstd")
+    check_refused("is not an image of a root file system", lambda index: {"manifests": []})
+    check_refused("is not an image of a root file system", lambda index: [])
+    outside = {"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}
+    check_refused("is not an image of a root file system", lambda index: outside)
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "message"),
+    [
+        ("dial tcp 127.0.0.1:9: connect: connection refused", Invalid, "registry.example does not respond"),
+        ("pinging: http: server gave HTTP response to HTTPS client", Invalid, "kvm_xfs.insecure_registries"),
+        ("reading manifest 1 in registry.example/app: manifest unknown", Invalid, "does not exist: check its name"),
+        ("unauthorized: authentication required", Invalid, "kvm_xfs.registry_auth_file"),
+        ("no image found in manifest list for architecture s390x", Invalid, "for this host's platform"),
+        ("x509: certificate signed by unknown authority", Invalid, "certificate of the registry"),
+        ("Source image rejected: A signature was required", Invalid, "policy.json"),
+        ("copying: write /work/x: no space left on device", GatewayError, "disk is full"),
+        ('something with \\"quotes\\"', BackendFailed, 'skopeo cannot read the image .*: something with "quotes"'),
+    ],
+)
+def test_failures_of_skopeo_become_sentences(output: str, kind: type[GatewayError], message: str) -> None:
+    line = f'time="2026-01-01T00:00:00Z" level=fatal msg="{output}"'
+    error = registry.explain_failure(IMAGE, f"an earlier line\n{line}\n")
+    with pytest.raises(kind, match=message):
+        raise error
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_an_image_are_read() -> None:
+    settings = {
+        "Entrypoint": ["/run"],
+        "Cmd": ["--port", "80"],
+        "Env": ["A=b=c", "EMPTY=", "no value"],
+        "User": "1000:5",
+        "WorkingDir": "srv",
+    }
+    assert read_start_settings({"config": settings}) == StartSettings(
+        ["/run", "--port", "80"], {"A": "b=c", "EMPTY": ""}, "1000:5", "/srv"
+    )
+    for empty in ({}, {"config": None}, {"config": {"Env": None, "Cmd": None, "User": None}}):
+        assert read_start_settings(empty) == StartSettings()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"Cmd": "run"}, {"Env": [1]}, {"User": 5}, ["Cmd"], {"Cmd": ["a\0b"]}, {"Env": [f"A={'x' * (200 << 10)}"]}],
+)
+def test_invalid_settings_are_refused(settings: Any) -> None:
+    with pytest.raises(Invalid, match=r"configuration is not valid|NUL character"):
+        read_start_settings({"config": settings})
