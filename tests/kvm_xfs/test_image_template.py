@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
-from sandbox_gateway.recipes import Recipe
-from tests.support import session
 from tests.support.gateway import Gateway, build_template
-from tests.support.images import entry, layer, layer_of_tree, push, running_registry, write_layout
-
-LIBRARIES = "usr/lib/*-linux-gnu"
-FILES = [
-    *("./bin", "./lib", "./lib64", "./usr/lib64", "./etc/passwd", "./etc/group"),
-    *(f"./usr/bin/{name}" for name in ("dash", "sh", "cat", "env", "id", "pwd", "sleep", "stat")),
-    *(f"./{LIBRARIES}/{name}" for name in ("libc.so.6", "ld-linux-*", "libselinux.so.1", "libpcre2-8.so.0*")),
-]
-"""Files of a Debian tree that make a small image: without Python, systemd, ip, and bash."""
+from tests.support.images import entry, layer, push, running_registry, small_debian_layer, write_layout
+from tests.support.waiting import eventually
 
 SCRIPT = b"""#!/bin/sh
 { id; pwd; echo "$GREETING" "$1"; } > /tmp/started
@@ -31,7 +20,7 @@ exec sleep 100000
 @pytest.fixture(scope="module")
 def layout(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("image")
-    system = _small_debian_layer(directory)
+    system = small_debian_layer(directory)
     app = layer(
         entry("srv/app/run", SCRIPT, mode=0o755),
         entry("srv/app/owned", b"", uid=1000, gid=1001, mode=0o600),
@@ -44,19 +33,6 @@ def layout(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "WorkingDir": "/srv/made",
     }
     return write_layout(directory / "layout", [system, app], settings)
-
-
-def _small_debian_layer(directory: Path) -> bytes:
-    import asyncio
-
-    tree = directory / "tree"
-    tree.mkdir()
-    asyncio.run(unpack_debian(Recipe(), tree, directory, session.cache_dir(), lambda line: None))
-    pattern = " ".join(FILES)
-    names = subprocess.run(
-        ["sh", "-c", f"ls -d {pattern}"], cwd=tree, check=True, capture_output=True, text=True, timeout=60
-    ).stdout.split()
-    return layer_of_tree(tree, names)
 
 
 def test_a_template_from_a_registry_runs_its_entry_point(
@@ -84,5 +60,11 @@ def test_a_template_from_a_registry_runs_its_entry_point(
 
         build = {"name": "app", "cpuCount": 1, "memoryMB": 256, **recipe}
         assert instance.call("POST", "/templates", build)["buildStatus"] == "ready"
+        assert instance.call("POST", "/templates/app", status=200)["buildStatus"] == "ready"
         push(write_layout(tmp_path / "new", [layer(entry("etc/motd"))]), f"{registry}/team/app:1.0")
-        assert instance.call("POST", "/templates", build)["buildStatus"] == "building"
+        rebuild = instance.call("POST", "/templates/app", status=202)
+        status = f"/templates/{rebuild['templateID']}/builds/{rebuild['buildID']}/status"
+        eventually(lambda: instance.call("GET", status)["status"] == "error")
+        assert "the image has no /bin/sh" in instance.call("GET", status)["errorMessage"]
+        assert instance.call("GET", "/templates/app")["templateID"] == template["templateID"]
+        assert not list(instance.state_root.rglob(".partial*"))

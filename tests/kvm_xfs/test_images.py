@@ -18,6 +18,7 @@ import pytest
 from sandbox_gateway.command import run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import GatewayError, Invalid
+from sandbox_gateway.hosts.kvm_xfs.template.image import layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, confine
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
@@ -40,8 +41,8 @@ def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs |
     return asyncio.run(run())
 
 
-def unpack_entries(tmp_path: Path, *layers: Sequence[tuple[tarfile.TarInfo, bytes]], disk_mb: int = 64) -> Path:
-    layout = write_layout(tmp_path / "image", [layer(*entries) for entries in layers])
+def unpack_entries(tmp_path: Path, *contents: Sequence[tuple[tarfile.TarInfo, bytes]], disk_mb: int = 64) -> Path:
+    layout = write_layout(tmp_path / "image", [layer(*entries) for entries in contents])
     return unpack(f"oci:{layout}:test", tmp_path, disk_mb)
 
 
@@ -111,6 +112,15 @@ def test_large_images_are_refused_before_they_are_unpacked(tmp_path: Path) -> No
         unpack_entries(tmp_path / "zeros", [entry("zeros", bytes(9 << 20))], disk_mb=8)
     with pytest.raises(Invalid, match=r"larger than 8 MiB.*while it is compressed"):
         unpack_entries(tmp_path / "noise", [entry("noise", os.urandom(9 << 20))], disk_mb=8)
+
+
+def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_CHECKER_MEMORY_BYTES", 100 << 20)
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 150 << 20
+    layout = write_layout(tmp_path / "image", [header.tobuf() + bytes(header.size)])
+    with pytest.raises(Invalid, match="layer 1 of 1 has headers that are too large"):
+        unpack(f"oci:{layout}:test", tmp_path, disk_mb=1024)
 
 
 def test_a_program_that_reads_an_image_can_write_only_to_its_directory(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from cubesandbox._exceptions import AuthenticationError
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
 from tests.sdk.test_e2b import HOST_SERVER_PROGRAM, fetch_host, wait_until
+from tests.support.images import small_debian_layer, write_layout
+from tests.support.waiting import eventually
 
 CreateSandbox = Callable[..., Sandbox]
 _LARGE_FILE_BYTES = 50 << 20
@@ -369,6 +371,24 @@ def test_templates_can_be_listed_and_renamed(server, create_sandbox):
     assert error_info.value.status_code == 409
 
 
+@pytest.mark.usefixtures("needs_memory")
+@covers("Template.build", note="`image`, `cpu_count` and `memory_mb`; the image's entry point is started")
+@covers("Template.rebuild", note="builds only if the image has changed")
+def test_a_template_is_built_from_an_image(server, create_sandbox, tmp_path):
+    layout = write_layout(tmp_path / "layout", [small_debian_layer(tmp_path)], {"Cmd": ["sleep", "100000"]})
+    build = Template.build(name="image", image=f"oci:{layout}:test", cpu_count=1000, memory_mb=256)
+    eventually(lambda: Template.get_build_status(build.template_id, build.build_id).status != "building", 300)
+    assert Template.get_build_status("image", build.build_id).status == "ready", Template.get_build_logs(
+        "image", build.build_id
+    )
+    assert Template.rebuild("image").template_id == build.template_id
+    sandbox = create_sandbox("image")
+    assert "sleep" in sandbox.commands.run("cat /proc/[0-9]*/comm").stdout
+    assert sandbox.run_code("import sys; sys.executable").text == "'/opt/sandbox/bin/python3'"
+    sandbox.kill()
+    Template.delete("image")
+
+
 def test_errors_have_their_own_classes(server):
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Sandbox.create("no-such-template")
@@ -396,8 +416,10 @@ def test_threads_can_share_one_sandbox_object(shared_sandbox):
 def test_unsupported_options_are_refused(server, create_sandbox):
     """An unsupported option must not silently create something other than what the client requested."""
     original_id = Template.get(server.template).template_id
-    with pytest.raises(cubesandbox.ApiError, match=r"image: not supported, because .*; memory: .*set memoryMB"):
-        Template.build(name=server.template, image="nginx:latest", memory_mb=4096)
+    with pytest.raises(cubesandbox.ApiError, match=r"nodes: not supported, because .*; command: .*set startCommand"):
+        Template.build(name=server.template, image="nginx:latest", command=["nginx"], nodes=["10.0.0.7"])
+    with pytest.raises(cubesandbox.ApiError, match=r"whole number of CPUs"):
+        Template.build(name=server.template, image="nginx:latest", cpu_count=1500)
     assert Template.get(server.template).template_id == original_id
     with pytest.raises(cubesandbox.ApiError, match="host-mount"):
         create_sandbox(metadata={"host-mount": '[{"hostPath": "/srv", "mountPath": "/srv"}]'})

@@ -103,7 +103,7 @@ CLIENTS = (
         "cubesandbox",
         "cubesandbox 0.7.3",
         fields.list_cubesandbox_requests,
-        {"POST /templates/{}": _TEMPLATE_REASON},
+        {},
         {"GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds")},
     ),
     Client("forkd", "forkd 0.5.3", fields.list_forkd_requests),

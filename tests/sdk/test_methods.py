@@ -31,7 +31,7 @@ from e2b.sandbox_sync.paginator import SandboxPaginator, SnapshotPaginator
 from tests.support.session import REPOSITORY
 
 _UPDATE_COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py"
-_TEMPLATE_REASON = "templates are built from Debian packages, a directory or a tarball (templates.md)"
+_TEMPLATE_REASON = "build templates with a recipe (templates.md)"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ CLIENTS = (
         {
             "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
             "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
-            **{f"Template.{name}": _TEMPLATE_REASON for name in ("build", "rebuild", "update")},
+            "Template.update": "a template keeps its recipe: build a new one with the same name",
         },
     ),
     Client(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import gzip
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
+from sandbox_gateway.recipes import Recipe
 from tests.support import session
 
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
@@ -46,6 +49,24 @@ def layer_of_tree(root: Path, paths: Iterable[str]) -> bytes:
     """Return an uncompressed layer with files of a directory."""
     argv = ["tar", "--create", "--directory", str(root), "--numeric-owner", *paths]
     return subprocess.run(argv, check=True, capture_output=True, timeout=120).stdout
+
+
+_LIBRARIES = "usr/lib/*-linux-gnu"
+_SMALL_DEBIAN = [
+    *("bin", "lib", "lib64", "usr/lib64", "etc/passwd", "etc/group"),
+    *(f"usr/bin/{name}" for name in ("dash", "sh", "cat", "env", "id", "pwd", "sleep", "stat")),
+    *(f"{_LIBRARIES}/{name}" for name in ("libc.so.6", "ld-linux-*", "libselinux.so.1", "libpcre2-8.so.0*")),
+]
+"""Files of a Debian tree that make a small image: without Python, systemd, ip, and bash."""
+
+
+def small_debian_layer(directory: Path) -> bytes:
+    """Return a layer with the files of ``_SMALL_DEBIAN``. ``directory``: for temporary files."""
+    tree = directory / "debian"
+    tree.mkdir()
+    asyncio.run(unpack_debian(Recipe(), tree, directory, session.cache_dir(), lambda line: None))
+    paths = [str(path.relative_to(tree)) for pattern in _SMALL_DEBIAN for path in tree.glob(pattern)]
+    return layer_of_tree(tree, paths)
 
 
 def write_layout(

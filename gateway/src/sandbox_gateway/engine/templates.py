@@ -15,7 +15,7 @@ from sandbox_gateway.engine.prewarm import PrewarmPool
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
-from sandbox_gateway.errors import GatewayError, NameTaken, NotFound
+from sandbox_gateway.errors import Conflict, GatewayError, NameTaken, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
@@ -84,6 +84,17 @@ class Templates:
         self._add_build(build)
         self._context.background.start(self._run(build, recipe))
         return build
+
+    async def rebuild(self, ref: str) -> Build:
+        """Build a template again from its recipe, or return its build if a new one would not differ from it."""
+        template = self.get(ref)
+        if not template.recipe or not template.names:
+            raise Conflict(
+                f"template {ref!r} cannot be built again, because it has no name, or was built by a gateway that "
+                "stored no recipe: build it with a recipe"
+            )
+        name = ref if ref in template.names else template.names[0]
+        return await self.build(name, Recipe.model_validate(template.recipe), template.description)
 
     async def guest_digest(self) -> str:
         """Return the digest of the guest files with which this gateway builds templates."""

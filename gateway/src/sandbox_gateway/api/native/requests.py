@@ -458,6 +458,10 @@ def _require_alias(value: object) -> object:
     return value
 
 
+class RebuildTemplate(NativeBody):
+    """A request to build a template again; its recipe is the same as before."""
+
+
 class SetAlias(NativeBody):
     alias: Annotated[Name, BeforeValidator(_require_alias)]
 
@@ -482,8 +486,6 @@ class CreateTemplate(Sizes):
         "allowInternetAccess": Refusal(_TEMPLATE_NETWORK_REFUSAL.reason, accepted=(True,)),
         "exposedPorts": Refusal("because every port of a sandbox is reachable through the gateway: leave it out"),
         "env": Refusal("because templates have no environment variables: set envVars when you create a sandbox"),
-        "cpu": Refusal("because a sandbox has a whole number of CPUs: set cpuCount to that number"),
-        "memory": Refusal("because this gateway has a different name for it: set memoryMB"),
         "writableLayerSize": Refusal("because a sandbox has a single disk: set diskSizeMB"),
         **dict.fromkeys(
             ("probePath", "probePort"), Refusal("because the gateway does not probe ports: set readyProbe to a command")
@@ -494,6 +496,12 @@ class CreateTemplate(Sizes):
     }
 
     name: Name
+    memory_mb: int | None = Field(
+        None, alias="memoryMB", validation_alias=AliasChoices("memoryMB", "memory"), strict=True, ge=64, le=1 << 20
+    )
+    cpu: int | None = Field(
+        None, strict=True, ge=1000, le=256_000, description="The same as `cpuCount`, in thousandths of a CPU."
+    )
     source: Source | None = Field(None, alias="from", description="Absent: `image` with an image, else `debootstrap`.")
     suite: str | None = Field(None, max_length=64)
     mirror: str | None = Field(None, max_length=4096)
@@ -512,11 +520,22 @@ class CreateTemplate(Sizes):
         "a new template.",
     )
 
+    def _whole_cpus(self, thousandths: int) -> int:
+        cpus, rest = divmod(thousandths, 1000)
+        if rest or self.cpus not in (None, cpus):
+            raise Invalid(
+                f"'cpu' is {thousandths} thousandths of a CPU, but a sandbox has a whole number of CPUs: set "
+                "'cpuCount' to that number, and leave 'cpu' out"
+            )
+        return cpus
+
     def recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
         sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        if self.cpu is not None:
+            sizes["cpus"] = self._whole_cpus(self.cpu)
         recipe_fields = self.model_dump(
-            exclude={"name", "description", "prewarm", "cpus", "memory_mb", "disk_mb"}, exclude_none=True
+            exclude={"name", "description", "prewarm", "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
         )
         if self.source is None and self.image:
             recipe_fields["source"] = Source.IMAGE

@@ -36,6 +36,21 @@ async def create(body: requests.CreateTemplate, engine: EngineDep, response: Res
     return shapes.build_started_shape(build)
 
 
+@router.post(
+    "/templates/{ref}",
+    status_code=202,
+    summary="Build a template again if its image, its files or the gateway's guest files have changed",
+    responses={200: {"model": shapes.BuildStarted, "description": "Nothing has changed"}},
+)
+async def rebuild(
+    ref: Ref, engine: EngineDep, response: Response, body: requests.RebuildTemplate | None = None
+) -> shapes.BuildStarted:
+    build = await engine.templates.rebuild(ref)
+    if build.status == "ready":
+        response.status_code = 200
+    return shapes.build_started_shape(build)
+
+
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")
 async def index(
     response: Response,
