@@ -222,6 +222,36 @@ def test_missing_images_and_registries_are_reported(registry: str, tmp_path: Pat
         check_refused(reference, tmp_path / str(number), message, settings)
 
 
+async def test_a_cancelled_copy_leaves_no_process(tmp_path: Path) -> None:
+    connected = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+        registry = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        settings = KvmXfs(insecure_registries=[registry])
+        image = parse_image_reference(f"docker://{registry}/app:1")
+        copy = asyncio.ensure_future(copy_image(image, tmp_path, settings, 1 << 20, lambda line: None))
+        await asyncio.wait_for(connected.wait(), 30)
+        assert list_processes(registry)
+        copy.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await copy
+        for _ in range(100):
+            if not list_processes(registry):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"skopeo still runs: {list_processes(registry)}")
+
+
+def list_processes(text: str) -> list[str]:
+    """Return the ids of processes with ``text`` in their command line."""
+    return subprocess.run(["pgrep", "-f", text], capture_output=True, text=True, check=False).stdout.split()
+
+
 def test_credentials_are_used_and_are_in_no_command_line(
     layout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ HOSTILE_ENTRIES: dict[str, tuple[tuple[tarfile.TarInfo, bytes], str]] = {
     "whiteout of nothing": (entry(".wh."), "contains the invalid whiteout '.wh.'"),
     "whiteout of a whiteout": (entry(".wh..wh.a"), "contains the invalid whiteout '.wh..wh.a'"),
     "whiteout in a path": (entry(".wh.a/b"), "contains the invalid whiteout '.wh.a/b'"),
+    "root that is a link": (entry("./", type=tarfile.SYMTYPE, linkname="/etc"), "contains a root that is not a"),
     "long name": (entry("a" * 5000), "whose name or target is too long"),
 }
 

@@ -119,6 +119,8 @@ def check_member(member: tarfile.TarInfo) -> None:
         raise LayerProblem(f"contains the sparse file {name}: build the image with a tool that stores whole files")
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk() or member.isfifo()):
         raise LayerProblem(f"contains {name} of the unknown type {member.type!r}: build the image again")
+    if not parts and not member.isdir():
+        raise LayerProblem("contains a root that is not a directory: build the image again")
     if member.islnk():
         _split(member.linkname, f"contains the hard link {name} to {_quote(member.linkname)}")
     if len(member.name) > _MAX_NAME_LENGTH or len(member.linkname) > _MAX_NAME_LENGTH:

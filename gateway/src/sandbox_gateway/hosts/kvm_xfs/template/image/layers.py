@@ -56,5 +56,7 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
             )
         raise BackendFailed(f"umoci cannot unpack the image: {output or 'no message'}")
     tree = work_directory / TREE
+    if tree.is_symlink():
+        raise Invalid("the image cannot be unpacked: its root is not a directory")
     tree.chmod(0o755)
     return tree

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,12 +156,12 @@ def _blob_path(digest: object) -> Path:
 
 
 def _directory_bytes(directory: Path) -> int:
-    return sum(size for path in directory.rglob("*") for size in _file_size(path))
-
-
-def _file_size(path: Path) -> Iterator[int]:
-    with contextlib.suppress(FileNotFoundError):  # skopeo renames its temporary files.
-        yield path.lstat().st_size
+    size = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # skopeo renames its temporary files.
+                size += Path(folder, name).lstat().st_size
+    return size
 
 
 # --- skopeo --------------------------------------------------------------------------------------------------------
