@@ -19,6 +19,7 @@ from e2b.api.client_sync import get_api_client
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
+from tests.support.images import small_debian_layer, write_layout
 from tests.support.waiting import eventually
 
 CreateSandbox = Callable[..., Sandbox]
@@ -402,6 +403,50 @@ def test_the_status_of_a_build_contains_its_log(server):
     status = e2b.Template.get_build_status(build)
     assert status.status is e2b.TemplateBuildStatus.READY and status.reason is None
     assert [entry.message for entry in status.log_entries] == status.logs
+
+
+@pytest.mark.usefixtures("needs_memory")
+@covers("Template.build", note="from images, without `copy`, tags and credentials; each call builds completely")
+@covers("Template.get_build_status")
+def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
+    settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
+    layout = write_layout(tmp_path / "layout", [small_debian_layer(tmp_path)], settings)
+    template = (
+        e2b.Template()
+        .from_image(f"oci:{layout}:test")
+        .run_cmd('echo "$COLOUR $(id -u) $PWD" > /root.txt')
+        .set_envs({"SHAPE": "it's round"})
+        .set_workdir("/srv/work")
+        .set_user("games")
+        .run_cmd('echo "$COLOUR $SHAPE $(id -un) $PWD" > /tmp/games.txt')
+        .run_cmd("cat /root.txt /tmp/games.txt > all.txt", user="root")
+        .set_start_cmd('echo "$SHAPE $(id -un)" > /tmp/started; sleep 88888', "test -e /tmp/started")
+    )
+    messages = []
+    build = e2b.Template.build(
+        template, "steps", cpu_count=1, memory_mb=256, on_build_logs=lambda entry: messages.append(entry.message)
+    )
+    assert any("booting the base file system" in message for message in messages)
+    assert e2b.Template.get_build_status(build).status is e2b.TemplateBuildStatus.READY
+    sandbox = create_sandbox(build.template_id)
+    assert sandbox.files.read("/srv/work/all.txt") == "green 0 /\ngreen it's round games /srv/work\n"
+    assert sandbox.files.read("/tmp/started") == "it's round games\n"
+    command_lines = sandbox.commands.run("cat /proc/[0-9]*/cmdline; true").stdout
+    assert "88888" in command_lines and "77777" not in command_lines, "the image's own command was started"
+    sandbox.kill()
+    server.gateway.call("DELETE", "/templates/steps")
+
+
+def test_steps_that_are_not_supported_are_refused(server, tmp_path):
+    base = e2b.Template(file_context_path=tmp_path).from_image("app:1")
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(Exception, match="files cannot be copied into a template"):
+        e2b.Template.build(base.copy("file", "/srv/"), "refused")
+    with pytest.raises(e2b.BuildException, match="fromTemplate: not supported, because builds start from images"):
+        e2b.Template.build(e2b.Template().from_template(server.template), "refused")
+    with pytest.raises(e2b.BuildException, match="tags: not supported, because templates have names, but no tags"):
+        e2b.Template.build(e2b.Template().from_image("app:1"), "refused", tags=["stable"])
+    assert not e2b.Template.exists("refused")
 
 
 def test_errors_have_their_own_classes(server, create_sandbox):

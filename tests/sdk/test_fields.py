@@ -80,11 +80,8 @@ CLIENTS = (
             ),
             **dict.fromkeys(
                 (
-                    "GET /templates/{}/files/{}",
                     "PATCH /templates/{}",
                     "PATCH /v2/templates/{}",
-                    "POST /v2/templates/{}/builds/{}",
-                    "POST /v3/templates",
                 ),
                 _TEMPLATE_REASON,
             ),

@@ -17,10 +17,10 @@ from sandbox_gateway.api.app import create_app
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
-from sandbox_gateway.errors import GatewayError, NoSpace
+from sandbox_gateway.errors import GatewayError, NoSpace, NotFound
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy
+from sandbox_gateway.records import NetworkPolicy, Resources
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import build, create, open_engine, wait_until
 
@@ -36,6 +36,8 @@ _NOT_OPERATIONS = {
     "Volumes.state",
     "RoomMonitor.report",
     "Transfers.export",  # the transfer itself takes as long as its client
+    # consists of a measured operation
+    "Templates.rebuild",
     # steps of operations
     "Agents.identify",
     "Agents.mount_volumes",
@@ -106,6 +108,7 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("PrewarmPool.set_target", "prewarm.set", "", lambda e: e.prewarm.set_target("s", 1)),
     ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.level(e.snapshots.get("s")).ready)),
     ("", "prewarm.claim", "incremental", lambda e: create(e, "f", "s")),
+    ("Templates.start", "template.request", "", lambda e: start_announced(e, "u")),
 ]
 
 
@@ -127,6 +130,15 @@ def count(app: FastAPI, operation: str, memory: str, outcome: str) -> float:
     text = app.state.metrics.render().decode()
     found = re.search(rf"^sandbox_gateway_operation_seconds_count{{{re.escape(labels)}}} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+async def start_announced(engine: Engine, name: str) -> None:
+    announced = engine.templates.announce(name, Resources())
+    build = await engine.templates.start(name, announced.build_id, lambda resources: Recipe(resources=resources))
+    assert build is announced
+    with pytest.raises(NotFound):
+        await engine.templates.start(name, announced.build_id, lambda resources: Recipe(resources=resources))
+    assert engine.templates.get_build(announced.template_id, announced.build_id) is announced
 
 
 @pytest.fixture

@@ -27,7 +27,10 @@ class LogLine(NamedTuple):
 
 @dataclass
 class Build:
-    """A build of a template. ``status`` is "building", "ready" or "error"; ``reason`` says why the build failed."""
+    """A build of a template. ``status`` is "waiting", "building", "ready" or "error".
+
+    ``reason`` says why the build failed.
+    """
 
     template_id: str
     name: str

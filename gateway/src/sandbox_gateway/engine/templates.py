@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sandbox_gateway.engine.builds import Build
@@ -18,7 +18,7 @@ from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import Conflict, GatewayError, NameTaken, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.records import Resources, Snapshot, SnapshotKind, new_id, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
@@ -36,6 +36,8 @@ class Templates:
         self._builder = builder
         self._prewarm = prewarm
         self._builds: dict[str, Build] = {}
+        self._announced_builds: dict[str, tuple[Build, Resources]] = {}
+        """Builds whose recipes have not arrived yet, by their ids, and the sizes of their machines."""
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
@@ -85,6 +87,37 @@ class Templates:
         self._context.background.start(self._run(build, recipe))
         return build
 
+    def announce(self, name: str, resources: Resources) -> Build:
+        """Return a build that waits for ``start``. Only the newest 100 of them are kept."""
+        require_valid_name(name)
+        self._require_available(name)
+        build = Build(template_id=new_id(), name=name, digest="", status="waiting")
+        self._announced_builds[build.build_id] = build, resources
+        while len(self._announced_builds) > _MAX_BUILDS:
+            del self._announced_builds[next(iter(self._announced_builds))]
+        return build
+
+    @measured("template.request")
+    async def start(self, template_ref: str, build_id: str, make_recipe: Callable[[Resources], Recipe]) -> Build:
+        """Carry out an announced build, even if the template exists with the same recipe."""
+        if self._find_announced_build(template_ref, build_id) is None:
+            raise NotFound("build", build_id, parent=template_ref)
+        build, resources = self._announced_builds[build_id]
+        recipe = make_recipe(resources)
+        digest_of_source = await self._context.host.source_digest(recipe)
+        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        if self._announced_builds.pop(build_id, None) is None:
+            raise Conflict(f"build {build_id!r} has already been started: request a new build")
+        build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonical_recipe(recipe)
+        build.status = "building"
+        self._add_build(build)
+        self._context.background.start(self._run(build, recipe))
+        return build
+
+    def _find_announced_build(self, template_ref: str, build_id: str) -> Build | None:
+        build, _ = self._announced_builds.get(build_id, (None, None))
+        return build if build and template_ref in (build.template_id, build.name) else None
+
     async def rebuild(self, ref: str) -> Build:
         """Build a template again from its recipe, or return its build if a new one would not differ from it."""
         template = self.get(ref)
@@ -105,6 +138,8 @@ class Templates:
         for build in reversed(self._builds.values()):
             if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
                 return build
+        if (announced_build := self._find_announced_build(template_ref, build_id)) is not None:
+            return announced_build
         template = self.get(template_ref)
         build = _create_finished_build(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):

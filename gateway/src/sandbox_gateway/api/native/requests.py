@@ -20,6 +20,7 @@ from pydantic import (
 from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
+from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import MAX_LENGTH as MAX_IMAGE_LENGTH
@@ -32,6 +33,8 @@ MAX_PAIRS = 1000
 MAX_STORED_BYTES = 64 << 10
 """Maximum size of all metadata, or of all environment variables, of a sandbox."""
 MAX_COMMAND_LENGTH = 64 << 10
+IMAGE_BUILD_DISK_MB = 4096
+_IMAGE_READY_SECONDS = 300
 MAX_SETUP_BYTES = 256 << 10
 """Maximum size of all set-up commands of a template."""
 
@@ -458,6 +461,73 @@ def _require_alias(value: object) -> object:
     return value
 
 
+_CREDENTIALS_REFUSAL = Refusal(
+    "because recipes are stored and shown without secrets: let an administrator set kvm_xfs.registry_auth_file in the "
+    "gateway's configuration, and leave it out"
+)
+
+
+class AnnounceTemplate(NativeBody):
+    """The first request of a build by E2B's client. `BuildFromImage` is the second one."""
+
+    ignored: ClassVar[Mapping[str, str]] = {"alias": "an older name of `name`", "teamID": "there are no teams"}
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "tags": Refusal("because templates have names, but no tags: leave it out"),
+        "minFreeDiskMb": Refusal("because the disk of a template built from an image has 4096 MiB: leave it out"),
+    }
+
+    name: Name
+    cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
+    memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
+
+    def resources(self) -> Resources:
+        sizes = self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
+        return Resources(**sizes, disk_mb=IMAGE_BUILD_DISK_MB)
+
+
+class ImageStep(NativeBody):
+    ignored: ClassVar[Mapping[str, str]] = {
+        "force": "no step is cached",
+        "filesHash": "no files are uploaded",
+    }
+
+    type: str = Field(max_length=64)
+    args: list[Annotated[str, Field(max_length=MAX_COMMAND_LENGTH)]] = Field(default_factory=list, max_length=2000)
+
+
+class BuildFromImage(NativeBody):
+    ignored: ClassVar[Mapping[str, str]] = {"force": "no step is cached"}
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "fromTemplate": Refusal(
+            "because builds start from images: start from a sandbox of the template, and capture it"
+        ),
+        "fromImageRegistry": _CREDENTIALS_REFUSAL,
+    }
+
+    from_image: str = Field(min_length=1, max_length=MAX_IMAGE_LENGTH)
+    steps: list[ImageStep] = Field(default_factory=list, max_length=1000)
+    start_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
+    ready_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
+
+    def recipe(self, resources: Resources) -> Recipe:
+        """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
+        steps = compile_steps((step.type, step.args) for step in self.steps)
+        try:
+            return Recipe(
+                source=Source.IMAGE,
+                image=self.from_image,
+                setup=_check_setup_size(steps.commands),
+                start_command=steps.command(self.start_cmd) if self.start_cmd else "true",
+                ready_probe=steps.command(self.ready_cmd) if self.ready_cmd else "",
+                ready_timeout=_IMAGE_READY_SECONDS,
+                resources=resources,
+            )
+        except ValidationError as error:
+            raise Invalid(explain(error)) from None
+        except ValueError as error:
+            raise Invalid(str(error)) from None
+
+
 class RebuildTemplate(NativeBody):
     """A request to build a template again; its recipe is the same as before."""
 
@@ -468,10 +538,6 @@ class SetAlias(NativeBody):
 
 _COMMAND_REFUSAL = Refusal(
     "because a template's command is a shell command: set startCommand, which replaces the image's entry point"
-)
-_CREDENTIALS_REFUSAL = Refusal(
-    "because recipes are stored and shown without secrets: let an administrator set kvm_xfs.registry_auth_file in the "
-    "gateway's configuration, and leave it out"
 )
 _TEMPLATE_NETWORK_REFUSAL = Refusal(
     "because templates have no network policy: set network when you create a sandbox, and leave it out"

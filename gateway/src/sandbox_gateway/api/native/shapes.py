@@ -231,7 +231,7 @@ class BuildReasonShape(Shape):
 class BuildShape(Shape):
     build_id: str
     template_id: str
-    status: Literal["building", "ready", "error"]
+    status: Literal["waiting", "building", "ready", "error"]
     logs: list[str]
     log_entries: list[LogEntryShape] = Field(description="The same lines with their times, as E2B's clients read them.")
     reason: BuildReasonShape | None = Field(None, description="Why the build failed; absent if there is no error.")
@@ -247,8 +247,19 @@ class BuildStarted(Shape):
     build_id: str
     names: list[str]
     aliases: list[str]
-    build_status: Literal["building", "ready", "error"]
+    build_status: Literal["waiting", "building", "ready", "error"]
     digest: str
+
+
+class BuildAnnounced(Shape):
+    """A build that waits for its steps."""
+
+    template_id: str
+    build_id: str
+    names: list[str]
+    aliases: list[str]
+    tags: list[str] = []
+    public: bool = False
 
 
 class CaptureCostsShape(Shape):
@@ -651,6 +662,11 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
     )
     # E2B's client fails if the reason is null.
     return shape.model_copy(update={"reason": BuildReasonShape(message=build.reason)}) if build.reason else shape
+
+
+def build_announced_shape(build: Build) -> BuildAnnounced:
+    names = [build.name]
+    return BuildAnnounced(template_id=build.template_id, build_id=build.build_id, names=names, aliases=names)
 
 
 def build_started_shape(build: Build) -> BuildStarted:

@@ -15,9 +15,10 @@ from sandbox_gateway.api.native.view import get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, page_list
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.image_steps import COPY_PROBLEM
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.templates import is_outdated
-from sandbox_gateway.errors import NotFound
+from sandbox_gateway.errors import NotFound, Unsupported
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
 router = APIRouter(tags=["templates"])
@@ -49,6 +50,21 @@ async def rebuild(
     if build.status == "ready":
         response.status_code = 200
     return shapes.build_started_shape(build)
+
+
+@router.post("/v3/templates", status_code=202, summary="Request a build whose steps follow (E2B)")
+async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes.BuildAnnounced:
+    return shapes.build_announced_shape(engine.templates.announce(body.name, body.resources()))
+
+
+@router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start a requested build (E2B)")
+async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: EngineDep) -> shapes.BuildStarted:
+    return shapes.build_started_shape(await engine.templates.start(ref, build, body.recipe))
+
+
+@router.get("/templates/{ref}/files/{digest}", summary="Refused: files cannot be uploaded for a build (E2B)")
+async def show_file(ref: Ref, digest: str) -> None:
+    raise Unsupported(COPY_PROBLEM)
 
 
 @router.get("/templates", response_model_exclude_unset=True, summary="List templates")

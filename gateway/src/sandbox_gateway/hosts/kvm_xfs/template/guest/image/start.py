@@ -1,5 +1,8 @@
 #!/opt/sandbox/bin/python3 -ISB
-"""Run the entry point of the image from which the template was built, with its environment, user and directory."""
+"""Run the entry point of the image from which the template was built, with its environment, user and directory.
+
+An argument is a JSON object whose members replace the image's `args`, `user` and `cwd`, and extend its `env`.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,8 @@ def find_user(text: str) -> tuple[int, int, list[int], str]:
 def main() -> None:
     with open(SETTINGS) as file:
         settings = json.load(file)
+    changes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    settings = {**settings, **changes, "env": {**settings["env"], **changes.get("env", {})}}
     uid, gid, groups, home = find_user(settings["user"])
     env = {"PATH": DEFAULT_PATH, "HOME": home, **settings["env"]}
     os.makedirs(settings["cwd"], exist_ok=True)
