@@ -108,7 +108,7 @@ class Templates:
         digest = recipe.digest(await self.guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
-        build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonical_recipe(recipe)
+        build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
         build.status = "building"
         self._add_build(build)
         self._context.background.start(self._run(build, recipe))

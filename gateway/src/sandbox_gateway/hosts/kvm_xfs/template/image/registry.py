@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.command import proxy_settings, run_async
+from sandbox_gateway.command import read_proxy_settings, run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
@@ -203,7 +203,7 @@ async def _run_skopeo(
         work_directory,
         inputs=inputs,
         network=is_remote,
-        env=proxy_settings() if is_remote else {},
+        env=read_proxy_settings() if is_remote else {},
     )
     result = await run_async(command, timeout=timeout, check=False)
     if result.returncode != 0:
