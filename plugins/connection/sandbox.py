@@ -398,7 +398,7 @@ class Connection(ConnectionBase):
         display.vvv(make_printable(f"PUT {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(in_path).expanduser().open("rb") as file:
-                self._channel.upload(file, os.fstat(file.fileno()).st_size, out_path)
+                self._channel.upload_file(file, os.fstat(file.fileno()).st_size, out_path)
         except FileNotFoundError:
             raise AnsibleFileNotFound(f"the file or module {in_path} does not exist") from None
         except OSError as error:
@@ -413,7 +413,7 @@ class Connection(ConnectionBase):
         display.vvv(make_printable(f"FETCH {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(out_path).open("wb") as file:
-                self._channel.download(in_path, file)
+                self._channel.download_file(in_path, file)
         except OSError as error:
             raise AnsibleError(f"{out_path} cannot be written: {error.strerror or error}") from None
         except Failure as failure:

@@ -113,7 +113,7 @@ sandboxes:
       type: dict
       contains:
         allow_internet: {description: Whether it can reach every address that is not denied., type: bool}
-        allow_out: {description: Addresses, networks and names that are always reachable., type: list, elements: str}
+        allow_out: {description: "Addresses, networks and names that are always reachable.", type: list, elements: str}
         deny_out: {description: Addresses and networks that are not reachable., type: list, elements: str}
     volumes:
       description: Its volumes, sorted by path.

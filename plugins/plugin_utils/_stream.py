@@ -90,7 +90,7 @@ class Channel(Client):
         body = _FRAME_HEADER.pack(0, len(message)) + message
         return Process(self, *self.send_request("POST", "/process.Process/Start", body, headers))
 
-    def upload(self, file: BinaryIO, size: int, path: str) -> None:
+    def upload_file(self, file: BinaryIO, size: int, path: str) -> None:
         """Write ``size`` bytes of a regular file to ``path`` in the sandbox, in chunks."""
         connection = self.acquire_connection()
         try:
@@ -122,7 +122,7 @@ class Channel(Client):
             raise self.connection_lost_error("POST /files", error) from None
         self._read_to_end("POST /files", connection, self._check_status("POST /files", connection, response))
 
-    def download(self, path: str, out: BinaryIO) -> None:
+    def download_file(self, path: str, out: BinaryIO) -> None:
         """Write the file at ``path`` in the sandbox to ``out``, in chunks."""
         connection, response = self.send_request("GET", _files_target(path), None, {"Accept-Encoding": "identity"})
         chunk = memoryview(bytearray(_CHUNK_BYTES))
