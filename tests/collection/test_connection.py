@@ -515,6 +515,7 @@ def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web
 # --- a machine -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_play_runs_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
     """The play uses the inventory and connection plugins, as several users, on a fork of a running virtual machine."""
     api = shared_gateway

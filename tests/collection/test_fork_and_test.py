@@ -113,6 +113,7 @@ def test_the_default_variants_are_ranked(gateway: MemoryGateway, web_id: str, tm
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
 
 
+@pytest.mark.slow
 def test_the_best_variant_is_promoted_on_virtual_machines(
     shared_gateway: Gateway, template: str, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_check_mode_predicts_the_first_run_and_a_second_run_changes_nothing(jail
     )
 
 
+@pytest.mark.slow
 def test_data_is_kept_unless_removal_is_requested(jail_host: JailHost) -> None:
     assert not jail_host.apply().failed
     instance_dataset = f"{jail_host.dataset}/sandboxes/i1"
