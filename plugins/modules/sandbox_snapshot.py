@@ -189,7 +189,7 @@ EXAMPLES = r"""
 
 - name: Create a snapshot from a file that another gateway has written
   grove.sandbox.sandbox_snapshot:
-    name: before-upgrade
+    name: restored
     import_from: /srv/before-upgrade.snapshot
     trust: ["{{ exporting_gateway_fingerprint }}"]
 
