@@ -231,7 +231,7 @@ def test_the_page_shows_the_plan_of_its_first_play(
         SANDBOX_GATEWAY_URL=gateway.unix_url,
         ANSIBLE_CALLBACKS_ENABLED="grove.sandbox.plan",
     )
-    start = "The table of the play above, on a gateway with the costs of recent snapshots:\n\n```text\n"
+    start = "The table for the play above, on a gateway that knows the costs of recent snapshots:\n\n```text\n"
     table = format_table(check_success(run), runner)
     check_page(start, "```\n\n| sign | meaning |", f"{start}{table}\n")
 
