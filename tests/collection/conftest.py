@@ -13,6 +13,7 @@ import pytest
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import Target
 from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, serve
+from tests.support.samples import mark_slow_except
 
 
 @pytest.fixture(scope="session")
@@ -57,12 +58,18 @@ def plan_target(plan_gateway: MemoryGateway, tmp_path: Path) -> Target:
 _EXECUTION_KEYWORDS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
 
 each_execution = pytest.mark.parametrize(
-    ("target", "keywords"), [("memory", "in process"), ("memory", "as a module"), ("real", "in process")], indirect=True
+    ("target", "keywords"),
+    [
+        ("memory", "in process"),
+        pytest.param("memory", "as a module", marks=pytest.mark.slow),
+        ("real", "in process"),
+    ],
+    indirect=True,
 )
 """Runs a test in process and as a module, but only in process on the real gateway, because the code is the same."""
 
 
-@pytest.fixture(params=_EXECUTION_KEYWORDS)
+@pytest.fixture(params=mark_slow_except(("in process",), _EXECUTION_KEYWORDS))
 def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Play keywords that make tasks run in the action plugin or, if ``environment`` is set, as a module."""
     return _EXECUTION_KEYWORDS[request.param]

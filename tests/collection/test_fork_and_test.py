@@ -61,7 +61,7 @@ def make_variant_variables(scratch: Path, *commands: str) -> dict[str, Any]:
     return {"fork_variants": variants, "fork_test": f"cat {scratch}/{{{{ fork_variant.name }}}}"}
 
 
-@pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
+@pytest.mark.parametrize(("best", "winner"), [("least", "v1"), pytest.param("most", "v2", marks=pytest.mark.slow)])
 def test_the_best_variant_is_promoted_and_the_forks_are_removed(
     gateway: MemoryGateway, web_id: str, tmp_path: Path, best: str, winner: str
 ) -> None:
