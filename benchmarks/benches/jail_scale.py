@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.benches.scale import LOG_SETTINGS, SNAPSHOTS_PER_SANDBOX, Records, add_measures, collect_samples
+from benchmarks.benches.scale import LOG_SETTINGS, make_settings, measure_sizes
 from benchmarks.context import Context
 from benchmarks.measure import Result
 from sandbox_gateway import zfs
@@ -33,38 +33,25 @@ class JailScale:
     title = "100 to 1,000 snapshots on a jail host"
 
     def run(self, ctx: Context) -> Result:
-        sizes = _QUICK_SIZES if ctx.quick else _SIZES
-        starts, rounds = ctx.rounds(full=5, quick=2), ctx.rounds(full=30, quick=3)
-        settings = {"snapshots": list(sizes), "per_sandbox": SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds}
-        result = Result(self.name, self.title, settings, notes=[_NOTE])
+        result = Result(self.name, self.title, make_settings(ctx, _SIZES, _QUICK_SIZES), notes=[_NOTE])
         directory = session.run_dir()
         with (
             pools.pool(f"t{session.run_id()}s", directory, megabytes=_POOL_MB) as pool,
             emulated_freebsd(),
-            ctx.steps("sizes", len(sizes)) as steps,
         ):
-            sections = {
-                "host": {"kind": "jail_zfs"},
-                "jail_zfs": {"dataset": f"{pool.name}/scale"},
-                "log": LOG_SETTINGS,
-            }
+            dataset = f"{pool.name}/scale"
+            sections = {"host": {"kind": "jail_zfs"}, "jail_zfs": {"dataset": dataset}, "log": LOG_SETTINGS}
             state_directory = directory / "jail-scale"
             state_directory.mkdir()
-            gateway = Gateway(state_directory, sections, shim_environment())
-            records = Records(_ZfsStore(f"{pool.name}/scale"))
-            for size in sizes:
-                records.grow(size)
-                samples = collect_samples(gateway, records, starts=starts, rounds=rounds)
-                add_measures(
-                    result,
-                    size,
-                    samples,
-                    floor_title="read the properties only",
-                    start_limit_ms=None,
-                    is_largest=size == _SIZES[-1],
-                )
-                steps.advance()
-            gateway.client.close()
+            measure_sizes(
+                ctx,
+                result,
+                Gateway(state_directory, sections, shim_environment()),
+                _ZfsStore(dataset),
+                floor_title="read the properties only",
+                start_limit_ms=None,
+                largest_size=_SIZES[-1],
+            )
         return result
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,35 +51,60 @@ class Scale:
     title = "100 to 10,000 snapshots"
 
     def run(self, ctx: Context) -> Result:
-        sizes = _QUICK_SIZES if ctx.quick else _SIZES
-        starts, rounds = ctx.rounds(full=5, quick=2), ctx.rounds(full=30, quick=3)
-        result = Result(
-            self.name,
-            self.title,
-            {"snapshots": list(sizes), "per_sandbox": SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds},
-            notes=[_NOTE],
-        )
+        result = Result(self.name, self.title, make_settings(ctx, _SIZES, _QUICK_SIZES), notes=[_NOTE])
         directory = session.run_dir()
-        with (
-            LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs,
-            ctx.steps("sizes", len(sizes)) as steps,
-        ):
+        with LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs:
             gateway = Gateway(xfs.mount_point, {"log": LOG_SETTINGS})
-            records = Records(_XfsStore(Layout(gateway.state_root), xfs.mount_point / "images"))
-            for size in sizes:
-                records.grow(size)
-                samples = collect_samples(gateway, records, starts=starts, rounds=rounds)
-                add_measures(
-                    result,
-                    size,
-                    samples,
-                    floor_title="read the manifests only",
-                    start_limit_ms=_START_LIMIT_MS,
-                    is_largest=size == _SIZES[-1],
-                )
-                steps.advance()
-            gateway.client.close()
+            store = _XfsStore(Layout(gateway.state_root), xfs.mount_point / "images")
+            measure_sizes(
+                ctx,
+                result,
+                gateway,
+                store,
+                floor_title="read the manifests only",
+                start_limit_ms=_START_LIMIT_MS,
+                largest_size=_SIZES[-1],
+            )
         return result
+
+
+def make_settings(ctx: Context, sizes: Sequence[int], quick_sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the settings of a bench that ``measure_sizes`` carries out."""
+    return {
+        "snapshots": list(quick_sizes if ctx.quick else sizes),
+        "per_sandbox": SNAPSHOTS_PER_SANDBOX,
+        "starts": ctx.rounds(full=5, quick=2),
+        "rounds": ctx.rounds(full=30, quick=3),
+    }
+
+
+def measure_sizes(
+    ctx: Context,
+    result: Result,
+    gateway: Gateway,
+    store: Store,
+    *,
+    floor_title: str,
+    start_limit_ms: float | None,
+    largest_size: int,
+) -> None:
+    """Write more and more records to ``store``, and add the measures of ``gateway`` with each number of snapshots."""
+    settings = result.settings
+    records = Records(store)
+    with ctx.steps("sizes", len(settings["snapshots"])) as steps:
+        for size in settings["snapshots"]:
+            records.grow(size)
+            samples = _collect_samples(gateway, records, starts=settings["starts"], rounds=settings["rounds"])
+            _add_measures(
+                result,
+                size,
+                samples,
+                floor_title=floor_title,
+                start_limit_ms=start_limit_ms,
+                is_largest=size == largest_size,
+            )
+            steps.advance()
+    gateway.client.close()
 
 
 class Store(Protocol):
@@ -229,7 +254,7 @@ class _XfsStore:
         return [json.loads(manifest.read_bytes()) for manifest in manifests]
 
 
-def collect_samples(gateway: Gateway, records: Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
+def _collect_samples(gateway: Gateway, records: Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(starts):
         _, elapsed = time_call(records.store.read_all)
@@ -310,7 +335,7 @@ def _read_cpu_seconds(pid: int) -> float:
     return nanoseconds / 1e9
 
 
-def add_measures(
+def _add_measures(
     result: Result,
     size: int,
     samples: dict[str, list[float]],
