@@ -68,7 +68,7 @@ SUBJECTS = {
         (f"{GATEWAY_PATH}/hosts/network_policy.py",), (f"{UNIT_TEST_PATH}/test_network_policy.py",)
     ),
     "zfs-parse": Subject(
-        tuple(f"{GATEWAY_PATH}/zfs/{name}.py" for name in ("names", "options", "parse")),
+        tuple(f"src/zfs_core/{name}.py" for name in ("names", "options", "parse")),
         ("tests/jail_zfs/test_zfs_parse.py",),
     ),
     "pages": Subject(

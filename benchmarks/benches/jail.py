@@ -12,6 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
+from zfs_core import run as zfs_run
+
 from benchmarks.answers import Answers, recording_answers
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
@@ -29,7 +31,6 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
-from sandbox_gateway.zfs import run as zfs_run
 from tests.jail_zfs import pools
 from tests.support.jail_world import ShimHost, jail_zfs_world, shim_environment
 from tests.support.live import Live

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import zfs_core
+
 from benchmarks.benches.scale import LOG_SETTINGS, make_settings, measure_sizes
 from benchmarks.context import Context
 from benchmarks.measure import Result
-from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
 from sandbox_gateway.hosts.jail_zfs.storage.root import CONTAINERS, SANDBOXES, TEMPLATE_PREFIX
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES
@@ -67,21 +68,21 @@ class _ZfsStore:
     def __init__(self, dataset: str) -> None:
         self._dataset = dataset
         self._source = Sandbox(name="source", state=SandboxState.PAUSED)
-        zfs.lzc_create(dataset)
+        zfs_core.lzc_create(dataset)
         for name in CONTAINERS:
-            zfs.lzc_create(f"{dataset}/{name}", props={"atime": "off"})
+            zfs_core.lzc_create(f"{dataset}/{name}", props={"atime": "off"})
 
     def write_template(self, template: Snapshot) -> None:
         template.memory = MemoryMode.NONE
         dataset = f"{self._dataset}/{TEMPLATE_PREFIX}{template.id}"
-        zfs.lzc_create(dataset, props={"canmount": "noauto"})
-        zfs.lzc_snapshot([f"{dataset}@base"], encode(template, 1))
+        zfs_core.lzc_create(dataset, props={"canmount": "noauto"})
+        zfs_core.lzc_snapshot([f"{dataset}@base"], encode(template, 1))
         self._source.template_id = self._source.forked_from = self._source.head = self._source.base = template.id
         self._clone(self._source, f"{dataset}@base")
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         snapshot.source_sandbox = snapshot.origin_sandbox = self._source.id
-        zfs.lzc_snapshot([self._name_of(snapshot)], encode(snapshot, 1))
+        zfs_core.lzc_snapshot([self._name_of(snapshot)], encode(snapshot, 1))
 
     def write_sandbox(self, sandbox: Sandbox, head: Snapshot) -> None:
         self._clone(sandbox, self._name_of(head))
@@ -92,8 +93,8 @@ class _ZfsStore:
     def _clone(self, sandbox: Sandbox, origin: str) -> None:
         """Create the dataset of a sandbox, with its record."""
         options = {"canmount": "noauto", HEAD: encode(sandbox, 1)[HEAD]}
-        zfs.lzc_clone(f"{self._dataset}/{SANDBOXES}/{sandbox.instance}", origin, options)
+        zfs_core.lzc_clone(f"{self._dataset}/{SANDBOXES}/{sandbox.instance}", origin, options)
 
     def read_all(self) -> object:
         """Read all properties, as the gateway does at startup."""
-        return zfs.get_tree(self._dataset, VOLUME_SCAN_PROPERTIES), zfs.local_tree(self._dataset)
+        return zfs_core.get_tree(self._dataset, VOLUME_SCAN_PROPERTIES), zfs_core.local_tree(self._dataset)

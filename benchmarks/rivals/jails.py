@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import zfs_core
+
 from benchmarks.plays import Plays
 from benchmarks.rivals.probe import wait_for_answer
-from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.jail import jails
 from tests.collection import awx_collection
 from tests.jail_zfs import pools
@@ -184,5 +185,5 @@ def jail_playbooks(scratch: Path, settle_seconds: float) -> Iterator[tuple[OurPl
 def _create_hand_written_playbook(world: JailZfsWorld, scratch: Path) -> HandWrittenPlaybook:
     pool = world._pool
     dataset = f"{pool.name}/hand"
-    zfs.lzc_create(dataset)
+    zfs_core.lzc_create(dataset)
     return HandWrittenPlaybook(dataset, pool.mount_point / "hand", world._template.host["zfsSnapshot"], scratch)

@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot
@@ -157,7 +158,7 @@ def _check_objects(lock_directory: Path, acknowledged_objects: dict[str, str]) -
         "the scan found more than the base and one unacknowledged object per kill"
     )
     assert all("removed, because it was never committed" in note for note in scan.repaired), scan.repaired
-    for name in zfs.list_datasets(f"{_POOL_NAME}/sandboxes", depth=1)[1:]:
+    for name in zfs_core.list_datasets(f"{_POOL_NAME}/sandboxes", depth=1)[1:]:
         assert name.rpartition("/")[2] in {sandbox.instance for sandbox in scan.sandboxes}
     assert storage.scan().repaired == []
     storage.close()

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.zfs.run import mount_lock
+from zfs_core.run import mount_lock
+
 from tests.support import session
 from tests.support.waiting import eventually
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zfs_core
 
-from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
@@ -54,7 +54,7 @@ class JailGateway(Gateway):
 
     def list_zfs_snapshot_ids(self) -> set[str]:
         """Return the ids of the snapshots in ZFS, except for the template's."""
-        tree = zfs.get_tree(self.dataset, ("defer_destroy",))
+        tree = zfs_core.get_tree(self.dataset, ("defer_destroy",))
         names = {name for name, facts in tree.items() if "@" in name and not facts["defer_destroy"].is_on}
         return {name.partition("@")[2] for name in names if not name.endswith("@base")}
 
@@ -88,7 +88,7 @@ def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
     snapshot = gateway.call("POST", "/sandboxes/source/snapshots", body, status=201)
     assert (snapshot["status"], snapshot["memory"], snapshot["names"]) == ("ready", "none", ["mark"])
     assert snapshot["zfsSnapshot"].startswith(f"{gateway.dataset}/sandboxes/")
-    assert gateway.list_zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs.lzc_exists(snapshot["zfsSnapshot"])
+    assert gateway.list_zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs_core.lzc_exists(snapshot["zfsSnapshot"])
     gateway.sh("source", f"echo second >{_WORD_FILE}")
     later_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
     assert later_snapshot["parentSnapshotID"] == snapshot["snapshotID"]
@@ -126,14 +126,14 @@ def test_a_snapshot_survives_its_source_and_a_restart(gateway: JailGateway) -> N
         listed_snapshot["snapshotID"] == snapshot["snapshotID"]
         and listed_snapshot["sourceSandboxID"] == snapshot["sourceSandboxID"]
     )
-    assert zfs.lzc_exists(listed_snapshot["zfsSnapshot"])
+    assert zfs_core.lzc_exists(listed_snapshot["zfsSnapshot"])
     gateway.call("POST", "/snapshots/mark/fork", {"names": ["late"]}, status=201)
     assert read_word(gateway, "late") == "first"
     assert "late" in gateway.call("DELETE", "/snapshots/mark", status=409)["message"]
     gateway.call("DELETE", "/sandboxes/late", status=204)
     gateway.call("DELETE", "/snapshots/mark", status=204)
     assert gateway.list_zfs_snapshot_ids() == set()
-    assert zfs.list_datasets(f"{gateway.dataset}/sandboxes", depth=1)[1:] == []
+    assert zfs_core.list_datasets(f"{gateway.dataset}/sandboxes", depth=1)[1:] == []
 
 
 def test_snapshots_can_be_managed_with_sandboxctl(gateway: JailGateway) -> None:
@@ -174,9 +174,9 @@ def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zf
         name: gateway.call("POST", "/sandboxes/source/snapshots", {"name": name})
         for name in ("good", "torn", "short", "empty", "noise")
     }
-    datasets_before = set(zfs.list_datasets(gateway.dataset))
+    datasets_before = set(zfs_core.list_datasets(gateway.dataset))
     gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "broken", "timeout": -1})
-    (broken_dataset,) = set(zfs.list_datasets(gateway.dataset)) - datasets_before
+    (broken_dataset,) = set(zfs_core.list_datasets(gateway.dataset)) - datasets_before
     gateway.stop()
     jail_zfs_world.damage_snapshots(
         gateway.settings, **{name: snapshots[name]["snapshotID"] for name in ("torn", "short", "empty")}
@@ -197,8 +197,10 @@ def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zf
         snapshots["noise"]["zfsSnapshot"],
         broken_dataset,
     ):
-        assert zfs.local_props(name)[QUARANTINE] and name in log_text, "the snapshot was not quarantined and reported"
-    assert zfs.lzc_exists(snapshots["empty"]["zfsSnapshot"]), "a snapshot without a record was removed"
+        assert zfs_core.local_props(name)[QUARANTINE] and name in log_text, (
+            "the snapshot was not quarantined and reported"
+        )
+    assert zfs_core.lzc_exists(snapshots["empty"]["zfsSnapshot"]), "a snapshot without a record was removed"
     gateway.call("POST", "/snapshots/good/fork", {"names": ["fork"]}, status=201)
     assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
 

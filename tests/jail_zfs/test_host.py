@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zfs_core
+from zfs_core import run as zfs_run
+from zfs_core.causes import Cause
 
-from sandbox_gateway import zfs
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState
-from sandbox_gateway.zfs import run as zfs_run
-from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, debian_tarball, run_shim
@@ -121,9 +121,9 @@ def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Liv
     assert 0 < room.disk_free < room.disk_total
     assert 0 < room.memory_free < room.memory_total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used_bytes = room.disk_total - room.disk_free
-    zfs.lzc_set_prop(dataset, "quota", used_bytes + (500 << 20))
+    zfs_core.lzc_set_prop(dataset, "quota", used_bytes + (500 << 20))
     try:
-        datasets_before = zfs.list_datasets(dataset, types="filesystem,snapshot")
+        datasets_before = zfs_core.list_datasets(dataset, types="filesystem,snapshot")
         for operation in (
             live.engine.forks.create(TEMPLATE, ForkSpec()),
             live.engine.forks.clone("one", ForkSpec()),
@@ -131,7 +131,7 @@ def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Liv
         ):
             with pytest.raises(NoSpace, match="less than 512 MiB of disk space free"):
                 live.do(operation)
-        assert zfs.list_datasets(dataset, types="filesystem,snapshot") == datasets_before
+        assert zfs_core.list_datasets(dataset, types="filesystem,snapshot") == datasets_before
     finally:
         pools.run("zfs", "set", "quota=none", dataset)
     live.do(live.engine.snapshots.create("one", name="more"))
@@ -141,7 +141,7 @@ def test_a_fork_can_raise_the_disk_quota(live: Live) -> None:
     template_disk_mb = live.engine.templates.get(TEMPLATE).resources.disk_mb
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=template_disk_mb + 512)))
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
-    assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (template_disk_mb + 512) << 20
+    assert zfs_core.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (template_disk_mb + 512) << 20
 
 
 def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[..., Live]) -> None:
@@ -149,12 +149,12 @@ def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[...
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
-    assert zfs.lzc_exists(snapshot.host["zfsSnapshot"])
+    assert zfs_core.lzc_exists(snapshot.host["zfsSnapshot"])
     live.do(live.engine.sandboxes.delete("source"))
-    assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
+    assert zfs_core.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
     live_after_restart = make_live(config=live.config)
-    assert zfs.lzc_exists(live_after_restart.engine.snapshots.get("mark").host["zfsSnapshot"])
+    assert zfs_core.lzc_exists(live_after_restart.engine.snapshots.get("mark").host["zfsSnapshot"])
     fork = live_after_restart.do(live_after_restart.engine.forks.create("mark", ForkSpec()))
     assert live_after_restart.shell(fork.id, "cat /root/kept").strip() == "kept"
 
@@ -165,12 +165,12 @@ def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: 
     sandbox = live.sandbox("box")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     live.close()
-    record = zfs.local_props(dataset)[HEAD]
-    zfs.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
+    record = zfs_core.local_props(dataset)[HEAD]
+    zfs_core.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
     with pytest.raises(BackendFailed, match=r"newer release of the gateway \(its format is 2"):
         make_live(config=live.config)
-    assert QUARANTINE not in zfs.local_props(dataset)
-    zfs.lzc_set_prop(dataset, HEAD, record)
+    assert QUARANTINE not in zfs_core.local_props(dataset)
+    zfs_core.lzc_set_prop(dataset, HEAD, record)
     live_after_restart = make_live(config=live.config)
     assert live_after_restart.sandbox("box").state is SandboxState.RUNNING
     assert live_after_restart.sandbox("box").instance == sandbox.instance
@@ -183,7 +183,7 @@ def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: 
     for name in ("kept", "lost", "also-lost"):
         live.do(live.engine.snapshots.create("source", name=name))
     for name in ("lost", "also-lost"):
-        zfs.lzc_destroy_snaps([live.engine.snapshots.get(name).host["zfsSnapshot"]], False)
+        zfs_core.lzc_destroy_snaps([live.engine.snapshots.get(name).host["zfsSnapshot"]], False)
     assert live.do(live.engine.snapshots.delete("also-lost"))
     with pytest.raises(GatewayError, match="not found"):
         live.do(live.engine.forks.create("lost", ForkSpec()))
@@ -310,7 +310,7 @@ def test_a_mount_error_lists_the_holder(
     live.do(live.engine.sandboxes.pause("held"))
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.mounts_kept_in_use():
-        zfs.unmount(dataset)
+        zfs_core.unmount(dataset)
         with pytest.raises(Busy, match=r"no jail, mount or process that uses it was found\. Stop"):
             live.do(live.engine.sandboxes.resume("held"))
     monkeypatch.undo()
@@ -350,7 +350,9 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
     run_shim(
         "pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n"
     )
-    zfs.lzc_clone(f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
+    zfs_core.lzc_clone(
+        f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"]
+    )
     root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
     run_shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
     run_shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from zfs_core.parse import Property
 
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     DOOMED,
@@ -15,7 +16,6 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
 )
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
-from sandbox_gateway.zfs.parse import Property
 
 ROOT = "tank/g"
 VOLUME = Volume(name="one", size_mb=64)

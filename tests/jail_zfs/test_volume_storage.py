@@ -7,23 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zfs_core
+from zfs_core import snapshots
+from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.outcome import Outcome
 
-from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
-from sandbox_gateway.zfs import snapshots
-from sandbox_gateway.zfs.capabilities import openzfs_capabilities
-from sandbox_gateway.zfs.outcome import Outcome
 from tests.jail_zfs import pools
 
 
 def list_volume_datasets(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
     prefix = f"{storage.root.dataset}/volumes/"
     return [
-        name.removeprefix(prefix) for name in zfs.list_datasets(storage.root.dataset, types=types) if prefix in name
+        name.removeprefix(prefix)
+        for name in zfs_core.list_datasets(storage.root.dataset, types=types)
+        if prefix in name
     ]
 
 
@@ -83,20 +85,23 @@ def test_the_size_of_a_volume_is_enforced_and_can_grow_while_in_use(storage: Zfs
     path.unlink()
     storage.volumes.grow(volume, 128)
     write_megabytes(path, 100)
-    zfs.sync(volume.host["dataset"])
+    zfs_core.sync(volume.host["dataset"])
     assert 100 << 20 <= storage.volumes.used_bytes(volume.id) < 128 << 20
     assert reopen(storage).scan().volumes == [volume.model_copy(update={"size_mb": 128})]
 
 
 def test_a_scan_undoes_an_interrupted_growth(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    zfs.lzc_set_prop(volume.host["dataset"], "refquota", 500 << 20)
+    zfs_core.lzc_set_prop(volume.host["dataset"], "refquota", 500 << 20)
     scan = reopen(storage).scan()
     assert scan.volumes == [volume]
     assert scan.repaired == [
         f"{volume.host['dataset']}: reset to the size in its record, because its quota was different"
     ]
-    assert zfs.get_props([volume.host["dataset"]], ["refquota"])[volume.host["dataset"]]["refquota"].number == 64 << 20
+    assert (
+        zfs_core.get_props([volume.host["dataset"]], ["refquota"])[volume.host["dataset"]]["refquota"].number
+        == 64 << 20
+    )
 
 
 def test_a_clone_has_the_snapshots_contents_and_is_independent(storage: ZfsStorage) -> None:
@@ -188,7 +193,7 @@ INTERRUPTIONS: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]]
     ),
     "while retiring": lambda storage, volume, snapshot: (
         storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id)),
-        zfs.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", HEAD),
+        zfs_core.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", HEAD),
     ),
     "none": roll_back,
 }
@@ -210,7 +215,7 @@ def test_a_scan_completes_or_undoes_an_interrupted_rollback(storage: ZfsStorage,
     assert len(list_volume_datasets(storage, "filesystem")) == (1 if interruption == "before the commit" else 2)
     assert (
         sum(
-            zfs.is_mounted(f"{storage.root.dataset}/volumes/{name}")
+            zfs_core.is_mounted(f"{storage.root.dataset}/volumes/{name}")
             for name in list_volume_datasets(storage, "filesystem")
         )
         == 1
@@ -257,7 +262,7 @@ def test_a_scan_finishes_a_removal_interrupted_after_the_newest_dataset_is_destr
 
 def test_sweep_removes_an_uncommitted_volume(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    zfs.lzc_inherit_prop(volume.host["dataset"], HEAD)
+    zfs_core.lzc_inherit_prop(volume.host["dataset"], HEAD)
     assert reopen(storage).scan().volumes == []
     assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, because it was never committed"]
     assert list_volume_datasets(storage) == []
@@ -270,7 +275,7 @@ def test_damaged_records_are_quarantined_and_keep_their_data(storage: ZfsStorage
         take_snapshot(storage, intact_volume, "torn"),
     )
     dependent_snapshot = take_snapshot(storage, damaged_volume, "lost")
-    record = zfs.local_props(damaged_volume.host["dataset"])[HEAD]
+    record = zfs_core.local_props(damaged_volume.host["dataset"])[HEAD]
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", damaged_volume.host["dataset"])
     pools.run(
         "zfs",
@@ -286,13 +291,13 @@ def test_damaged_records_are_quarantined_and_keep_their_data(storage: ZfsStorage
         assert storage.volumes.sweep() == []
         assert list_volume_datasets(storage) == datasets_before
     assert len(scan.repaired) == 3, scan.repaired
-    assert "not JSON" in zfs.local_props(damaged_volume.host["dataset"])[QUARANTINE]
+    assert "not JSON" in zfs_core.local_props(damaged_volume.host["dataset"])[QUARANTINE]
     assert storage.volumes.is_known(damaged_volume.id) is None and storage.volumes.is_known(intact_volume.id) is True
-    zfs.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
+    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
     scan = reopen(storage).scan()
     assert {each.id for each in scan.volumes} == {intact_volume.id, damaged_volume.id}
     assert {each.id for each in scan.volume_snapshots} == {intact_snapshot.id, dependent_snapshot.id}
-    assert QUARANTINE not in zfs.local_props(damaged_volume.host["dataset"])
+    assert QUARANTINE not in zfs_core.local_props(damaged_volume.host["dataset"])
 
 
 def test_a_volume_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None:
@@ -320,7 +325,7 @@ def test_foreign_snapshots_are_not_destroyed(storage: ZfsStorage) -> None:
     with pytest.raises(InUseExternally, match="@hourly"):
         storage.volumes.commit_removal(volume.id)
     assert reopen(storage).scan().volumes == [volume]
-    assert DOOMED not in zfs.local_props(volume.host["dataset"])
+    assert DOOMED not in zfs_core.local_props(volume.host["dataset"])
 
 
 def create_sandbox(storage: ZfsStorage) -> Sandbox:
@@ -339,11 +344,11 @@ def test_capturing_a_sandbox_with_volumes_is_all_or_nothing(storage: ZfsStorage)
     ]
     # One of the names is already in use, so the snapshots taken before it must be removed again.
     pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{volume_snapshots[1].id}")
-    snapshots_before = zfs.list_datasets(storage.root.dataset, types="snapshot")
+    snapshots_before = zfs_core.list_datasets(storage.root.dataset, types="snapshot")
     with pytest.raises(GatewayError, match="already exists"):
         storage.snapshots.capture(sandbox.instance, record, volume_snapshots)
-    assert zfs.list_datasets(storage.root.dataset, types="snapshot") == snapshots_before
-    zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{volume_snapshots[1].id}"], False)
+    assert zfs_core.list_datasets(storage.root.dataset, types="snapshot") == snapshots_before
+    zfs_core.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{volume_snapshots[1].id}"], False)
     storage.snapshots.capture(sandbox.instance, record, volume_snapshots)
     scan = reopen(storage).scan()
     assert scan.snapshots[-1] == record
@@ -359,11 +364,11 @@ def test_sweep_removes_volume_snapshots_of_an_uncommitted_snapshot(storage: ZfsS
     scan = reopen(storage).scan()
     assert scan.volume_snapshots == []
     assert len(storage.volumes.sweep()) == 2
-    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{unused_snapshot.id}")
+    assert not zfs_core.lzc_exists(f"{volume.host['dataset']}@{unused_snapshot.id}")
     assert (reopen(storage).scan().volume_snapshots, storage.volumes.sweep()) == ([], [])
     storage.volumes.commit_removal(clone.id)
     storage.volumes.finish_removal(clone.id)
-    assert not zfs.lzc_exists(f"{volume.host['dataset']}@{cloned_snapshot.id}"), (
+    assert not zfs_core.lzc_exists(f"{volume.host['dataset']}@{cloned_snapshot.id}"), (
         "the snapshot was not removed with its clone"
     )
 

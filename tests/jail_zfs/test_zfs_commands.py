@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zfs_core
+from zfs_core import exceptions as lzc_exc
+from zfs_core import run as zfs_run
+from zfs_core.causes import Cause
 
-from sandbox_gateway import zfs
-from sandbox_gateway.zfs import exceptions as lzc_exc
-from sandbox_gateway.zfs import run as zfs_run
-from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 
 
@@ -31,18 +31,18 @@ def _get_single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
 
 def test_a_dataset_can_be_created_and_destroyed(root: str, root_path: Path) -> None:
     name = f"{root}/a".encode()
-    zfs.lzc_create(name, props={b"sandbox:x": b"1 2", "atime": False})
-    assert zfs.lzc_exists(name) and zfs.lzc_exists(name.decode())
-    assert (root_path / "a").is_dir() and zfs.is_mounted(name)
-    assert zfs.local_props(name) == {"sandbox:x": "1 2"}
-    zfs.lzc_destroy(name)
-    assert not zfs.lzc_exists(name)
-    assert zfs.list_datasets(root) == [root]
+    zfs_core.lzc_create(name, props={b"sandbox:x": b"1 2", "atime": False})
+    assert zfs_core.lzc_exists(name) and zfs_core.lzc_exists(name.decode())
+    assert (root_path / "a").is_dir() and zfs_core.is_mounted(name)
+    assert zfs_core.local_props(name) == {"sandbox:x": "1 2"}
+    zfs_core.lzc_destroy(name)
+    assert not zfs_core.lzc_exists(name)
+    assert zfs_core.list_datasets(root) == [root]
 
 
 def test_create_raises_specific_errors(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
-    exists_error = _catch_error(zfs.lzc_create, f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
+    exists_error = _catch_error(zfs_core.lzc_create, f"{root}/a")
     assert isinstance(exists_error, lzc_exc.FilesystemExists) and isinstance(exists_error, lzc_exc.DatasetExists)
     assert (exists_error.name, exists_error.errno, exists_error.message) == (
         f"{root}/a",
@@ -50,323 +50,333 @@ def test_create_raises_specific_errors(root: str) -> None:
         "Filesystem already exists",
     )
     assert str(exists_error).startswith(f"[Errno 17] Filesystem already exists: '{root}/a'")
-    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/no/a"), lzc_exc.ParentNotFound)
-    assert isinstance(_catch_error(zfs.lzc_create, "nopool/a"), lzc_exc.ParentNotFound)
-    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/a b"), lzc_exc.NameInvalid)
-    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "tape"), lzc_exc.DatasetTypeInvalid)
+    assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/no/a"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_create, "nopool/a"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/a b"), lzc_exc.NameInvalid)
+    assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/b", "tape"), lzc_exc.DatasetTypeInvalid)
     for props in ({"refquota": "banana"}, {"used": "1"}, {"nonsense": "1"}, {"a:B": "1"}, {"a:b": "x" * 9000}):
-        assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "zfs", props), lzc_exc.PropertyInvalid)
-    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "zfs", {"reservation": "100T"}), lzc_exc.NoSpace)
-    assert zfs.list_datasets(root) == [root, f"{root}/a"]
+        assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/b", "zfs", props), lzc_exc.PropertyInvalid)
+    assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/b", "zfs", {"reservation": "100T"}), lzc_exc.NoSpace)
+    assert zfs_core.list_datasets(root) == [root, f"{root}/a"]
 
 
 def test_an_unmountable_dataset_is_destroyed(root: str, root_path: Path) -> None:
     (root_path / "a" / "in the way").mkdir(parents=True)
-    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/a"), lzc_exc.MountFailed)
-    assert not zfs.lzc_exists(f"{root}/a")
+    assert isinstance(_catch_error(zfs_core.lzc_create, f"{root}/a"), lzc_exc.MountFailed)
+    assert not zfs_core.lzc_exists(f"{root}/a")
 
 
 def test_snapshots_are_taken_with_their_properties(root: str) -> None:
     for short_name in "ab":
-        zfs.lzc_create(f"{root}/{short_name}")
+        zfs_core.lzc_create(f"{root}/{short_name}")
     snapshot_names = [f"{root}/a@1", f"{root}/b@1"]
-    zfs.lzc_snapshot(snapshot_names, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
+    zfs_core.lzc_snapshot(snapshot_names, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
     for name in snapshot_names:
-        assert zfs.local_props(name) == {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'}
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [snapshot_names[0]])), lzc_exc.SnapshotExists)
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
-    duplicate_error = _catch_error(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
+        assert zfs_core.local_props(name) == {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'}
+    assert isinstance(
+        _get_single_error(_catch_error(zfs_core.lzc_snapshot, [snapshot_names[0]])), lzc_exc.SnapshotExists
+    )
+    assert isinstance(
+        _get_single_error(_catch_error(zfs_core.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound
+    )
+    duplicate_error = _catch_error(zfs_core.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
     assert isinstance(duplicate_error, lzc_exc.SnapshotFailure) and isinstance(
         _get_single_error(duplicate_error), lzc_exc.DuplicateSnapshots
     )
     assert isinstance(
-        _get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer
+        _get_single_error(_catch_error(zfs_core.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer
     )
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
-    assert zfs.list_snapshots(f"{root}/a") == [snapshot_names[0]]
+    assert isinstance(_get_single_error(_catch_error(zfs_core.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
+    assert isinstance(
+        _get_single_error(_catch_error(zfs_core.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong
+    )
+    assert zfs_core.list_snapshots(f"{root}/a") == [snapshot_names[0]]
 
 
 def test_taking_several_snapshots_is_all_or_nothing(root: str) -> None:
     for short_name in "abc":
-        zfs.lzc_create(f"{root}/{short_name}")
-    zfs.lzc_snapshot([f"{root}/c@1"])
-    error = _catch_error(zfs.lzc_snapshot, [f"{root}/a@1", f"{root}/b@1", f"{root}/c@1"])
+        zfs_core.lzc_create(f"{root}/{short_name}")
+    zfs_core.lzc_snapshot([f"{root}/c@1"])
+    error = _catch_error(zfs_core.lzc_snapshot, [f"{root}/a@1", f"{root}/b@1", f"{root}/c@1"])
     assert isinstance(_get_single_error(error), lzc_exc.SnapshotExists)
-    assert zfs.list_datasets(root, types="snapshot") == [f"{root}/c@1"]
+    assert zfs_core.list_datasets(root, types="snapshot") == [f"{root}/c@1"]
 
 
 def test_clone_creates_a_dataset_or_raises_specific_errors(root: str, root_path: Path) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     (root_path / "a" / "file").write_text("here")
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    zfs.lzc_clone(f"{root}/b", f"{root}/a@1", {"refquota": 10 << 20, "sandbox:x": "1"})
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    zfs_core.lzc_clone(f"{root}/b", f"{root}/a@1", {"refquota": 10 << 20, "sandbox:x": "1"})
     assert (root_path / "b" / "file").read_text() == "here"
-    assert zfs.get_props([f"{root}/b"], ["refquota"])[f"{root}/b"]["refquota"].number == 10 << 20
-    assert zfs.list_clones(f"{root}/a@1") == [f"{root}/b"]
-    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/b", f"{root}/a@1"), lzc_exc.FilesystemExists)
-    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/c", f"{root}/a@no"), lzc_exc.DatasetNotFound)
-    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/no/c", f"{root}/a@1"), lzc_exc.DatasetNotFound)
-    assert isinstance(_catch_error(zfs.lzc_clone, "nopool/c", f"{root}/a@1"), lzc_exc.PoolsDiffer)
-    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/c", f"{root}/a"), lzc_exc.SnapshotNameInvalid)
+    assert zfs_core.get_props([f"{root}/b"], ["refquota"])[f"{root}/b"]["refquota"].number == 10 << 20
+    assert zfs_core.list_clones(f"{root}/a@1") == [f"{root}/b"]
+    assert isinstance(_catch_error(zfs_core.lzc_clone, f"{root}/b", f"{root}/a@1"), lzc_exc.FilesystemExists)
+    assert isinstance(_catch_error(zfs_core.lzc_clone, f"{root}/c", f"{root}/a@no"), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_clone, f"{root}/no/c", f"{root}/a@1"), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_clone, "nopool/c", f"{root}/a@1"), lzc_exc.PoolsDiffer)
+    assert isinstance(_catch_error(zfs_core.lzc_clone, f"{root}/c", f"{root}/a"), lzc_exc.SnapshotNameInvalid)
     with pytest.raises(OSError, match="quota"):
         (root_path / "b" / "big").write_bytes(os.urandom(11 << 20))
 
 
 def test_destroying_several_snapshots_is_all_or_nothing(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     for short_name in "123":
-        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
-    zfs.lzc_clone(f"{root}/b", f"{root}/a@2")
-    zfs.lzc_destroy_snaps([f"{root}/a@never", f"{root}/nor@this"], False)
-    error = _catch_error(zfs.lzc_destroy_snaps, [f"{root}/a@1", f"{root}/a@2"], False)
+        zfs_core.lzc_snapshot([f"{root}/a@{short_name}"])
+    zfs_core.lzc_clone(f"{root}/b", f"{root}/a@2")
+    zfs_core.lzc_destroy_snaps([f"{root}/a@never", f"{root}/nor@this"], False)
+    error = _catch_error(zfs_core.lzc_destroy_snaps, [f"{root}/a@1", f"{root}/a@2"], False)
     assert isinstance(error, lzc_exc.SnapshotDestructionFailure)
     cloned_error = _get_single_error(error)
     assert isinstance(cloned_error, lzc_exc.SnapshotIsCloned) and cloned_error.related == (f"{root}/b",)
-    assert len(zfs.list_snapshots(f"{root}/a")) == 3, "a snapshot was destroyed although another one was refused"
-    zfs.lzc_destroy_snaps([f"{root}/a@1", f"{root}/a@2"], True)
-    assert zfs.list_snapshots(f"{root}/a") == [f"{root}/a@2", f"{root}/a@3"]
-    zfs.lzc_destroy(f"{root}/b")
-    assert zfs.list_snapshots(f"{root}/a") == [f"{root}/a@3"]
+    assert len(zfs_core.list_snapshots(f"{root}/a")) == 3, "a snapshot was destroyed although another one was refused"
+    zfs_core.lzc_destroy_snaps([f"{root}/a@1", f"{root}/a@2"], True)
+    assert zfs_core.list_snapshots(f"{root}/a") == [f"{root}/a@2", f"{root}/a@3"]
+    zfs_core.lzc_destroy(f"{root}/b")
+    assert zfs_core.list_snapshots(f"{root}/a") == [f"{root}/a@3"]
 
 
 def test_destroy_removes_only_the_named_dataset(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
-    zfs.lzc_create(f"{root}/a/child")
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    error = _catch_error(zfs.lzc_destroy, f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a/child")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    error = _catch_error(zfs_core.lzc_destroy, f"{root}/a")
     assert isinstance(error, lzc_exc.DatasetBusy)
     assert sorted(error.related) == [f"{root}/a/child", f"{root}/a@1"]
-    assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/a@1"), lzc_exc.NameInvalid)
-    assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/no"), lzc_exc.FilesystemNotFound)
-    assert zfs.lzc_exists(f"{root}/a@1")
+    assert isinstance(_catch_error(zfs_core.lzc_destroy, f"{root}/a@1"), lzc_exc.NameInvalid)
+    assert isinstance(_catch_error(zfs_core.lzc_destroy, f"{root}/no"), lzc_exc.FilesystemNotFound)
+    assert zfs_core.lzc_exists(f"{root}/a@1")
 
 
 def test_a_dataset_with_open_files_is_busy(root: str, root_path: Path) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     with (root_path / "a" / "open").open("w"):
-        assert isinstance(_catch_error(zfs.unmount, f"{root}/a"), lzc_exc.DatasetBusy)
-        assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/a"), lzc_exc.DatasetBusy)
-    zfs.lzc_destroy(f"{root}/a")
+        assert isinstance(_catch_error(zfs_core.unmount, f"{root}/a"), lzc_exc.DatasetBusy)
+        assert isinstance(_catch_error(zfs_core.lzc_destroy, f"{root}/a"), lzc_exc.DatasetBusy)
+    zfs_core.lzc_destroy(f"{root}/a")
 
 
 def test_only_a_rollback_to_the_latest_snapshot_is_possible(root: str, root_path: Path) -> None:
-    zfs.lzc_create(f"{root}/a")
-    assert isinstance(_catch_error(zfs.lzc_rollback, f"{root}/a"), lzc_exc.SnapshotNotFound)
+    zfs_core.lzc_create(f"{root}/a")
+    assert isinstance(_catch_error(zfs_core.lzc_rollback, f"{root}/a"), lzc_exc.SnapshotNotFound)
     for short_name in "12":
         (root_path / "a" / "file").write_text(short_name)
-        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
+        zfs_core.lzc_snapshot([f"{root}/a@{short_name}"])
     (root_path / "a" / "file").write_text("later")
-    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotLatest)
-    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@9"), lzc_exc.SnapshotNotFound)
-    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/no", f"{root}/no@9"), lzc_exc.FilesystemNotFound)
-    assert zfs.lzc_rollback(f"{root}/a".encode()) == f"{root}/a@2".encode()
+    assert isinstance(_catch_error(zfs_core.lzc_rollback_to, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotLatest)
+    assert isinstance(_catch_error(zfs_core.lzc_rollback_to, f"{root}/a", f"{root}/a@9"), lzc_exc.SnapshotNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_rollback_to, f"{root}/no", f"{root}/no@9"), lzc_exc.FilesystemNotFound)
+    assert zfs_core.lzc_rollback(f"{root}/a".encode()) == f"{root}/a@2".encode()
     assert (root_path / "a" / "file").read_text() == "2"
 
 
 def test_promote_moves_snapshots_to_the_clone(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
-    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/a"), lzc_exc.NotClone)
-    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/no"), lzc_exc.FilesystemNotFound)
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    zfs.lzc_clone(f"{root}/b", f"{root}/a@1")
-    zfs.lzc_snapshot([f"{root}/b@2"])
-    zfs.lzc_promote(f"{root}/b")
-    assert zfs.list_snapshots(f"{root}/b") == [f"{root}/b@1", f"{root}/b@2"]
-    assert zfs.list_clones(f"{root}/b@1") == [f"{root}/a"]
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/a"), lzc_exc.SnapshotExists)
+    zfs_core.lzc_create(f"{root}/a")
+    assert isinstance(_catch_error(zfs_core.lzc_promote, f"{root}/a"), lzc_exc.NotClone)
+    assert isinstance(_catch_error(zfs_core.lzc_promote, f"{root}/no"), lzc_exc.FilesystemNotFound)
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    zfs_core.lzc_clone(f"{root}/b", f"{root}/a@1")
+    zfs_core.lzc_snapshot([f"{root}/b@2"])
+    zfs_core.lzc_promote(f"{root}/b")
+    assert zfs_core.list_snapshots(f"{root}/b") == [f"{root}/b@1", f"{root}/b@2"]
+    assert zfs_core.list_clones(f"{root}/b@1") == [f"{root}/a"]
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    assert isinstance(_catch_error(zfs_core.lzc_promote, f"{root}/a"), lzc_exc.SnapshotExists)
 
 
 def test_rename_moves_mount_and_snapshots(root: str, root_path: Path) -> None:
     for name in ("a", "b", "in"):
-        zfs.lzc_create(f"{root}/{name}")
+        zfs_core.lzc_create(f"{root}/{name}")
     (root_path / "a" / "file").write_text("here")
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/b"), lzc_exc.FilesystemExists)
-    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/no/b"), lzc_exc.ParentNotFound)
-    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/no", f"{root}/c"), lzc_exc.FilesystemNotFound)
-    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", "nopool/a"), lzc_exc.PoolsDiffer)
-    assert zfs.is_mounted(f"{root}/a"), "the failed rename did not mount it again"
-    zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    assert isinstance(_catch_error(zfs_core.lzc_rename, f"{root}/a", f"{root}/b"), lzc_exc.FilesystemExists)
+    assert isinstance(_catch_error(zfs_core.lzc_rename, f"{root}/a", f"{root}/no/b"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_rename, f"{root}/no", f"{root}/c"), lzc_exc.FilesystemNotFound)
+    assert isinstance(_catch_error(zfs_core.lzc_rename, f"{root}/a", "nopool/a"), lzc_exc.PoolsDiffer)
+    assert zfs_core.is_mounted(f"{root}/a"), "the failed rename did not mount it again"
+    zfs_core.lzc_rename(f"{root}/a", f"{root}/in/a")
     assert (root_path / "in" / "a" / "file").read_text() == "here"
-    assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"]
+    assert zfs_core.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"]
 
 
 def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
     """By default, `zfs rename` unmounts clones and tries to mount them again."""
     for name in ("a", "in"):
-        zfs.lzc_create(f"{root}/{name}")
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    zfs.lzc_clone(f"{root}/b", f"{root}/a@1")
-    zfs.lzc_snapshot([f"{root}/b@1"])
-    zfs.lzc_clone(f"{root}/c", f"{root}/b@1")
-    zfs.unmount(f"{root}/a")
+        zfs_core.lzc_create(f"{root}/{name}")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    zfs_core.lzc_clone(f"{root}/b", f"{root}/a@1")
+    zfs_core.lzc_snapshot([f"{root}/b@1"])
+    zfs_core.lzc_clone(f"{root}/c", f"{root}/b@1")
+    zfs_core.unmount(f"{root}/a")
     mount_ids_before = pools.mount_ids(root_path)
     with pools.mounts_kept_in_use():
-        is_refused = not zfs.detect_capabilities().rename_without_unmount
-        error = _catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if is_refused else None
+        is_refused = not zfs_core.detect_capabilities().rename_without_unmount
+        error = _catch_error(zfs_core.lzc_rename, f"{root}/a", f"{root}/in/a") if is_refused else None
     assert pools.mount_ids(root_path) == mount_ids_before
     if error is not None:
         assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
     for name in ("b", "c"):
-        zfs.unmount(f"{root}/{name}")
-    zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
-    assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs.is_mounted(f"{root}/b")
+        zfs_core.unmount(f"{root}/{name}")
+    zfs_core.lzc_rename(f"{root}/a", f"{root}/in/a")
+    assert zfs_core.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs_core.is_mounted(f"{root}/b")
 
 
 def test_mount_waits_until_the_dataset_is_released(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     with ThreadPoolExecutor(1) as pool, pools.mounts_kept_in_use():
-        zfs.unmount(f"{root}/a")
-        mount_future = pool.submit(zfs.mount, f"{root}/a")
+        zfs_core.unmount(f"{root}/a")
+        mount_future = pool.submit(zfs_core.mount, f"{root}/a")
         with pytest.raises(TimeoutError):
             mount_future.result(1)
     mount_future.result()
-    assert zfs.is_mounted(f"{root}/a")
+    assert zfs_core.is_mounted(f"{root}/a")
 
 
 def test_mount_of_a_busy_dataset_times_out(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     with pools.mounts_kept_in_use():
-        zfs.unmount(f"{root}/a")
-        assert isinstance(_catch_error(zfs.mount, f"{root}/a"), lzc_exc.DatasetBusy)
-    zfs.mount(f"{root}/a")
+        zfs_core.unmount(f"{root}/a")
+        assert isinstance(_catch_error(zfs_core.mount, f"{root}/a"), lzc_exc.DatasetBusy)
+    zfs_core.mount(f"{root}/a")
 
 
 def test_a_held_snapshot_is_not_destroyed_until_its_release(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     snapshot_name = f"{root}/a@1"
-    zfs.lzc_snapshot([snapshot_name])
-    assert zfs.lzc_hold({snapshot_name: "keep this", f"{root}/a@no": "x"}) == [f"{root}/a@no"]
-    assert list(zfs.lzc_get_holds(snapshot_name)) == ["keep this"]
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "keep this"})), lzc_exc.HoldExists)
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "x" * 300})), lzc_exc.NameTooLong)
-    assert isinstance(_get_single_error(_catch_error(zfs.lzc_hold, {snapshot_name: "-r"})), lzc_exc.NameInvalid)
+    zfs_core.lzc_snapshot([snapshot_name])
+    assert zfs_core.lzc_hold({snapshot_name: "keep this", f"{root}/a@no": "x"}) == [f"{root}/a@no"]
+    assert list(zfs_core.lzc_get_holds(snapshot_name)) == ["keep this"]
     assert isinstance(
-        _get_single_error(_catch_error(zfs.lzc_destroy_snaps, [snapshot_name], False)), lzc_exc.SnapshotIsHeld
+        _get_single_error(_catch_error(zfs_core.lzc_hold, {snapshot_name: "keep this"})), lzc_exc.HoldExists
     )
     assert isinstance(
-        _get_single_error(_catch_error(zfs.lzc_release, {snapshot_name: ["other"]})), lzc_exc.HoldNotFound
+        _get_single_error(_catch_error(zfs_core.lzc_hold, {snapshot_name: "x" * 300})), lzc_exc.NameTooLong
     )
-    assert zfs.lzc_release({snapshot_name: ["keep this"], f"{root}/a@no": ["x"]}) == [f"{root}/a@no"]
-    assert zfs.lzc_get_holds(snapshot_name) == {}
-    assert isinstance(_catch_error(zfs.lzc_get_holds, f"{root}/a@no"), lzc_exc.SnapshotNotFound)
-    zfs.lzc_destroy_snaps([snapshot_name], False)
+    assert isinstance(_get_single_error(_catch_error(zfs_core.lzc_hold, {snapshot_name: "-r"})), lzc_exc.NameInvalid)
+    assert isinstance(
+        _get_single_error(_catch_error(zfs_core.lzc_destroy_snaps, [snapshot_name], False)), lzc_exc.SnapshotIsHeld
+    )
+    assert isinstance(
+        _get_single_error(_catch_error(zfs_core.lzc_release, {snapshot_name: ["other"]})), lzc_exc.HoldNotFound
+    )
+    assert zfs_core.lzc_release({snapshot_name: ["keep this"], f"{root}/a@no": ["x"]}) == [f"{root}/a@no"]
+    assert zfs_core.lzc_get_holds(snapshot_name) == {}
+    assert isinstance(_catch_error(zfs_core.lzc_get_holds, f"{root}/a@no"), lzc_exc.SnapshotNotFound)
+    zfs_core.lzc_destroy_snaps([snapshot_name], False)
 
 
 def test_the_last_release_destroys_a_deferred_snapshot(root: str) -> None:
-    zfs.lzc_create(f"{root}/a")
-    zfs.lzc_snapshot([f"{root}/a@1"])
-    zfs.lzc_hold({f"{root}/a@1": "t"})
-    zfs.lzc_destroy_snaps([f"{root}/a@1"], True)
-    assert zfs.lzc_exists(f"{root}/a@1")
-    zfs.lzc_release({f"{root}/a@1": ["t"]})
-    assert not zfs.lzc_exists(f"{root}/a@1")
+    zfs_core.lzc_create(f"{root}/a")
+    zfs_core.lzc_snapshot([f"{root}/a@1"])
+    zfs_core.lzc_hold({f"{root}/a@1": "t"})
+    zfs_core.lzc_destroy_snaps([f"{root}/a@1"], True)
+    assert zfs_core.lzc_exists(f"{root}/a@1")
+    zfs_core.lzc_release({f"{root}/a@1": ["t"]})
+    assert not zfs_core.lzc_exists(f"{root}/a@1")
 
 
 def test_a_dataset_can_be_sent_and_received(root: str, root_path: Path) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     for short_name in "12":
         (root_path / "a" / "file").write_text(short_name)
-        zfs.lzc_snapshot([f"{root}/a@{short_name}"])
+        zfs_core.lzc_snapshot([f"{root}/a@{short_name}"])
     with (
         tempfile.TemporaryFile() as full_stream,
         tempfile.TemporaryFile() as incremental_stream,
         tempfile.TemporaryFile() as invalid_stream,
     ):
-        zfs.lzc_send(f"{root}/a@1", None, full_stream.fileno())
-        zfs.lzc_send(f"{root}/a@2", f"{root}/a@1", incremental_stream.fileno())
+        zfs_core.lzc_send(f"{root}/a@1", None, full_stream.fileno())
+        zfs_core.lzc_send(f"{root}/a@2", f"{root}/a@1", incremental_stream.fileno())
         invalid_stream.write(b"no stream")
 
         def receive(name: str, stream: object, force: bool = False) -> None:
             os.lseek(stream.fileno(), 0, os.SEEK_SET)  # type: ignore[attr-defined]
-            zfs.lzc_receive(name, stream.fileno(), force)  # type: ignore[attr-defined]
+            zfs_core.lzc_receive(name, stream.fileno(), force)  # type: ignore[attr-defined]
 
         # zfs-fuse looks for the stream's origin on its own, and therefore reports another error.
         error = _catch_error(receive, f"{root}/b@2", incremental_stream)
         assert isinstance(error, lzc_exc.DatasetNotFound | lzc_exc.StreamMismatch)
         assert isinstance(_catch_error(receive, f"{root}/b@2", invalid_stream), lzc_exc.BadStream)
         receive(f"{root}/b@1", full_stream)
-        zfs.mount(f"{root}/b")
+        zfs_core.mount(f"{root}/b")
         assert (root_path / "b" / "file").read_text() == "1"
         assert isinstance(_catch_error(receive, f"{root}/b@1", full_stream), lzc_exc.DatasetExists)
         (root_path / "b" / "file").write_text("changed")
         assert isinstance(_catch_error(receive, f"{root}/b@2", incremental_stream), lzc_exc.DestinationModified)
         receive(f"{root}/b@2", incremental_stream, True)
         assert (root_path / "b" / "file").read_text() == "2"
-        zfs.lzc_create(f"{root}/c")
-        zfs.lzc_snapshot([f"{root}/c@0"])
+        zfs_core.lzc_create(f"{root}/c")
+        zfs_core.lzc_snapshot([f"{root}/c@0"])
         assert isinstance(_catch_error(receive, f"{root}/c@2", incremental_stream), lzc_exc.StreamMismatch)
     with tempfile.TemporaryFile() as output:
         fd = output.fileno()
-        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@no", None, fd), lzc_exc.SnapshotNotFound)
-        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", f"{root}/b@1", fd), lzc_exc.SnapshotMismatch)
-        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", "nopool/b@1", fd), lzc_exc.PoolsDiffer)
+        assert isinstance(_catch_error(zfs_core.lzc_send, f"{root}/a@no", None, fd), lzc_exc.SnapshotNotFound)
+        assert isinstance(_catch_error(zfs_core.lzc_send, f"{root}/a@1", f"{root}/b@1", fd), lzc_exc.SnapshotMismatch)
+        assert isinstance(_catch_error(zfs_core.lzc_send, f"{root}/a@1", "nopool/b@1", fd), lzc_exc.PoolsDiffer)
 
 
 def test_only_the_datasets_own_properties_are_returned(root: str) -> None:
-    zfs.lzc_create(f"{root}/a", props={"sandbox:x": "parent"})
-    zfs.lzc_create(f"{root}/a/b")
-    zfs.lzc_snapshot([f"{root}/a/b@1"], {"sandbox:y": "line\nend\tlocal\nand \x7f more"})
-    tree = zfs.local_tree(root)
+    zfs_core.lzc_create(f"{root}/a", props={"sandbox:x": "parent"})
+    zfs_core.lzc_create(f"{root}/a/b")
+    zfs_core.lzc_snapshot([f"{root}/a/b@1"], {"sandbox:y": "line\nend\tlocal\nand \x7f more"})
+    tree = zfs_core.local_tree(root)
     assert tree == {
         f"{root}/a": {"sandbox:x": "parent"},
         f"{root}/a/b@1": {"sandbox:y": "line\nend\tlocal\nand \x7f more"},
     }
-    props = zfs.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
+    props = zfs_core.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
     assert (props["sandbox:x"].value, props["sandbox:x"].is_local) == ("parent", False)
     assert props["sandbox:no"].value == "-"
-    zfs.lzc_inherit_prop(f"{root}/a", "sandbox:x")
-    assert f"{root}/a" not in zfs.local_tree(root)
-    assert isinstance(_catch_error(zfs.get_props, [f"{root}/a", f"{root}/no"], ["used"]), lzc_exc.DatasetNotFound)
-    assert isinstance(_catch_error(zfs.get_props, [f"{root}/a"], ["nonsense"]), lzc_exc.PropertyInvalid)
-    assert isinstance(_catch_error(zfs.lzc_set_prop, f"{root}/no", "a:b", "1"), lzc_exc.DatasetNotFound)
+    zfs_core.lzc_inherit_prop(f"{root}/a", "sandbox:x")
+    assert f"{root}/a" not in zfs_core.local_tree(root)
+    assert isinstance(_catch_error(zfs_core.get_props, [f"{root}/a", f"{root}/no"], ["used"]), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs_core.get_props, [f"{root}/a"], ["nonsense"]), lzc_exc.PropertyInvalid)
+    assert isinstance(_catch_error(zfs_core.lzc_set_prop, f"{root}/no", "a:b", "1"), lzc_exc.DatasetNotFound)
 
 
 def test_names_that_only_zfs_accepts_can_be_read(root: str) -> None:
     pools.run("zfs", "create", f"{root}/a b")
     pools.run("zfs", "create", f"{root}/-x")
-    assert zfs.list_datasets(root) == [root, f"{root}/-x", f"{root}/a b"]
-    assert set(zfs.get_tree(root, ["origin"])) == {root, f"{root}/-x", f"{root}/a b"}
+    assert zfs_core.list_datasets(root) == [root, f"{root}/-x", f"{root}/a b"]
+    assert set(zfs_core.get_tree(root, ["origin"])) == {root, f"{root}/-x", f"{root}/a b"}
     for name in (f"{root}/-x", f"{root}/a b"):
-        zfs.lzc_destroy(name)
+        zfs_core.lzc_destroy(name)
 
 
 @pytest.mark.parametrize("name", ["", "-r", "a b", "ä" * 10, "n" * 300, "nopool", "nopool/a@b", "/", "a\nb", b"\xff"])
 def test_lzc_exists_returns_false_for_impossible_names(root: str, name: str | bytes) -> None:
-    assert not zfs.lzc_exists(name)
+    assert not zfs_core.lzc_exists(name)
 
 
 def test_a_quota_below_the_used_space_is_refused(root: str, root_path: Path) -> None:
-    zfs.lzc_create(f"{root}/a")
+    zfs_core.lzc_create(f"{root}/a")
     (root_path / "a" / "file").write_bytes(os.urandom(3 << 20))
-    zfs.sync(f"{root}/a")
-    assert isinstance(_catch_error(zfs.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaExceeded)
+    zfs_core.sync(f"{root}/a")
+    assert isinstance(_catch_error(zfs_core.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaExceeded)
 
 
 def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> None:
     a, b = f"{root}/a", f"{root}/b"
-    zfs.lzc_create(a)
+    zfs_core.lzc_create(a)
     (root_path / "a" / "file").write_text("1")
-    zfs.lzc_snapshot([f"{a}@1"])
-    zfs.lzc_snapshot([f"{a}@2"])
-    assert not zfs.has_changed_since(a, f"{a}@1")
-    zfs.lzc_clone(b, f"{a}@2")
+    zfs_core.lzc_snapshot([f"{a}@1"])
+    zfs_core.lzc_snapshot([f"{a}@2"])
+    assert not zfs_core.has_changed_since(a, f"{a}@1")
+    zfs_core.lzc_clone(b, f"{a}@2")
     assert (root_path / "b" / "file").read_text() == "1"
-    assert not zfs.has_changed_since(b, f"{a}@2")
-    assert not zfs.has_changed_since(b, f"{a}@1"), "a difference was found between two equal snapshots"
-    zfs.lzc_snapshot([f"{b}@3"])
-    assert not zfs.has_changed_since(b, f"{a}@1")
+    assert not zfs_core.has_changed_since(b, f"{a}@2")
+    assert not zfs_core.has_changed_since(b, f"{a}@1"), "a difference was found between two equal snapshots"
+    zfs_core.lzc_snapshot([f"{b}@3"])
+    assert not zfs_core.has_changed_since(b, f"{a}@1")
     (root_path / "b" / "file").touch()
     for snapshot_name in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.has_changed_since(b, snapshot_name)
-    zfs.lzc_snapshot([f"{b}@4"])
-    zfs.lzc_snapshot([f"{b}@5"])
-    assert not zfs.has_changed_since(b, f"{b}@5")
-    assert not zfs.has_changed_since(b, f"{b}@4")
+        assert zfs_core.has_changed_since(b, snapshot_name)
+    zfs_core.lzc_snapshot([f"{b}@4"])
+    zfs_core.lzc_snapshot([f"{b}@5"])
+    assert not zfs_core.has_changed_since(b, f"{b}@5")
+    assert not zfs_core.has_changed_since(b, f"{b}@4")
     for snapshot_name in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.has_changed_since(b, snapshot_name)
-    assert isinstance(_catch_error(zfs.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
-    assert isinstance(_catch_error(zfs.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)
+        assert zfs_core.has_changed_since(b, snapshot_name)
+    assert isinstance(_catch_error(zfs_core.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
+    assert isinstance(_catch_error(zfs_core.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)

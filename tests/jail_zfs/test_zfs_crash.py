@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import zfs_core
+from zfs_core import process
 
-from sandbox_gateway import zfs
-from sandbox_gateway.zfs import process
 from tests.support import session
 
 
@@ -40,5 +40,5 @@ def test_storage_survives_an_unavailable_daemon(scenario: str, need_root: None) 
 def test_a_missing_zfs_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(process, "_EXTRA_PATH", "/nonexistent")
-    with pytest.raises(zfs.exceptions.ZFSInitializationFailed, match="run the jail_zfs_host role"):
-        zfs.check_reachable()
+    with pytest.raises(zfs_core.exceptions.ZFSInitializationFailed, match="run the jail_zfs_host role"):
+        zfs_core.check_reachable()

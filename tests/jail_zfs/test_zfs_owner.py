@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import zfs_core
 
-from sandbox_gateway import zfs
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.jail_zfs.storage import host_lock
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
@@ -18,7 +18,9 @@ from tests.support.waiting import eventually
 
 
 def _change_owner(root: str, **changes: object) -> None:
-    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, json.dumps(json.loads(host_lock._read_own_identity()) | changes))
+    zfs_core.lzc_set_prop(
+        root, host_lock.OWNER_PROPERTY, json.dumps(json.loads(host_lock._read_own_identity()) | changes)
+    )
 
 
 def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, lock_directory: Path) -> None:
@@ -29,7 +31,7 @@ def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, lock_d
     second_storage = ZfsStorage(root, state_root=lock_directory)
     assert second_storage.open() == []
     second_storage.close()
-    assert zfs.local_props(root) == {}
+    assert zfs_core.local_props(root) == {}
 
 
 def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tmp_path: Path) -> None:
@@ -64,11 +66,11 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
     zfs_wrapper.chmod(0o755)
     program = (
         "import sys, pathlib\n"
-        "from sandbox_gateway import zfs\n"
+        "import zfs_core\n"
         "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
         "storage = ZfsStorage(sys.argv[1], state_root=pathlib.Path(sys.argv[2]))\n"
         "storage.open()\n"
-        "zfs.lzc_snapshot([sys.argv[1] + '@late'])\n"
+        "zfs_core.lzc_snapshot([sys.argv[1] + '@late'])\n"
     )
     argv = [sys.executable, "-c", program, root, str(lock_directory)]
     with subprocess.Popen(argv, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as gateway:
@@ -78,7 +80,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
         gateway.kill()
     successor = ZfsStorage(root, state_root=lock_directory)
     assert "which has ended" in successor.open()[0]
-    assert zfs.lzc_exists(f"{root}@late"), "the startup did not wait for the command"
+    assert zfs_core.lzc_exists(f"{root}@late"), "the startup did not wait for the command"
     successor.close()
 
 
@@ -97,7 +99,7 @@ def test_an_owner_in_another_container_is_respected(root: str, lock_directory: P
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
 def test_an_invalid_owner_is_replaced(root: str, lock_directory: Path, text: str) -> None:
-    zfs.lzc_set_prop(root, host_lock.OWNER_PROPERTY, text)
+    zfs_core.lzc_set_prop(root, host_lock.OWNER_PROPERTY, text)
     storage = ZfsStorage(root, state_root=lock_directory)
     assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

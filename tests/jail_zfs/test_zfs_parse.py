@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-from sandbox_gateway.zfs import names, options, parse
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_listed_datasets, join_lines
-from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
-from sandbox_gateway.zfs.parse import Property
+from zfs_core import names, options, parse
+from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
+from zfs_core.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
+from zfs_core.parse import Property
 
 _names = st.text(
     st.characters(exclude_characters="\t\n\0'", exclude_categories=["Cs"]), min_size=1, max_size=300

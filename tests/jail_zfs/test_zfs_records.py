@@ -7,6 +7,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zfs_core.options import VALUE_MAX, format_property_assignment
+from zfs_core.parse import Property
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs.storage import sandbox_scan
@@ -19,8 +21,6 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     find_stale_parts,
 )
 from sandbox_gateway.records import NewerFormat, Record, Sandbox, Snapshot, Volume, VolumeSnapshot
-from sandbox_gateway.zfs.options import VALUE_MAX, format_property_assignment
-from sandbox_gateway.zfs.parse import Property
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=3000)
 _sandboxes = st.builds(

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zfs_core
 
-from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, Busy, InUseExternally, NoSpace, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
@@ -24,7 +24,9 @@ _DATASETS_OF_EMPTY_STORAGE = ["", "/ballast", "/retired", "/sandboxes", "/volume
 
 
 def _list_dataset_names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
-    return [name.removeprefix(storage.root.dataset) for name in zfs.list_datasets(storage.root.dataset, types=types)]
+    return [
+        name.removeprefix(storage.root.dataset) for name in zfs_core.list_datasets(storage.root.dataset, types=types)
+    ]
 
 
 def _create_base(storage: ZfsStorage, text: str = "base") -> Snapshot:
@@ -55,7 +57,7 @@ def test_a_sandbox_can_be_created_and_removed(storage: ZfsStorage) -> None:
     sandbox = _create_sandbox(storage, base, metadata={"ü": "€"})
     path = storage.instances.path(sandbox.instance)
     assert (path / "file").read_text() == "base"
-    assert not zfs.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
+    assert not zfs_core.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base], [sandbox], [])
     assert storage.snapshots.full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
@@ -85,7 +87,7 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
     retired_dataset = storage.snapshots.full_name(snapshot.id).partition("@")[0]
-    assert not zfs.is_mounted(retired_dataset)
+    assert not zfs_core.is_mounted(retired_dataset)
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base, snapshot], [], [])
 
@@ -111,14 +113,14 @@ def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None
     fork_names = {fork.id: fork.name for fork in forks}
     assert set(caught.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
     assert all(name in caught.value.message for name in fork_names.values())
-    zfs.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
+    zfs_core.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted_instance)
     with pytest.raises(InUseExternally, match="@") as caught:
         storage.snapshots.destroy(base.id)
     assert list(caught.value.users) == ["hold"]
-    zfs.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
+    zfs_core.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 
 
@@ -245,12 +247,12 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     assert len(scan.repaired) == 3
     assert any("is not JSON" in note for note in scan.repaired)
     assert any(f"also has the record of the snapshot {base.id}" in note for note in scan.repaired)
-    assert "not JSON" in zfs.local_props(storage.instances.dataset(damaged_sandbox.instance))[QUARANTINE]
+    assert "not JSON" in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))[QUARANTINE]
     storage.instances.save(damaged_sandbox)
     scan = _reopen(storage).scan()
     assert {sandbox.name for sandbox in scan.sandboxes} == {"good", "bad"}
     assert f"{storage.instances.dataset(damaged_sandbox.instance)}: its record can be read again" in scan.repaired
-    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(damaged_sandbox.instance))
+    assert QUARANTINE not in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))
 
 
 def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage: ZfsStorage) -> None:
@@ -258,13 +260,13 @@ def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage:
     sandbox = _create_sandbox(storage, base)
     storage.instances.clone(base.id, new_id())  # It was never committed, so a scan would remove it.
     dataset = storage.instances.dataset(sandbox.instance)
-    record = zfs.local_props(dataset)[HEAD]
+    record = zfs_core.local_props(dataset)[HEAD]
     newer_record = record.replace('"state":"running"', '"state":"frozen"')
     pools.run("zfs", "set", f"{HEAD}={newer_record}", dataset)
-    state_before = (_list_dataset_names(storage), zfs.local_tree(storage.root.dataset))
+    state_before = (_list_dataset_names(storage), zfs_core.local_tree(storage.root.dataset))
     with pytest.raises(BackendFailed, match=f"{dataset} was written by a newer release .*its state is 'frozen'"):
         _reopen(storage).scan()
-    assert (_list_dataset_names(storage), zfs.local_tree(storage.root.dataset)) == state_before
+    assert (_list_dataset_names(storage), zfs_core.local_tree(storage.root.dataset)) == state_before
     pools.run("zfs", "set", f"{HEAD}={record}", dataset)
     assert _reopen(storage).scan().sandboxes == [sandbox]
 
@@ -281,7 +283,7 @@ def test_an_ambiguous_value_does_not_hide_other_records(storage: ZfsStorage, amb
             storage.instances.dataset(sandbox.instance),
         )
     scan = _reopen(storage).scan()
-    assert all(zfs.lzc_exists(storage.instances.dataset(sandbox.instance)) for sandbox in sandboxes)
+    assert all(zfs_core.lzc_exists(storage.instances.dataset(sandbox.instance)) for sandbox in sandboxes)
     assert all("removed" not in note and "retired" not in note for note in scan.repaired)
 
 
@@ -322,7 +324,7 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
         storage.instances.save(sandbox)
         scan = _reopen(storage).scan()
         assert (scan.sandboxes, scan.repaired) == ([sandbox], [])
-    assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
     big_snapshot = Snapshot(recipe={"setup": ["x" * 100_000]})
     storage.snapshots.capture(sandbox.instance, big_snapshot)
     big_snapshot.names = ["named"]
@@ -336,9 +338,9 @@ def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     partial_props = encode(sandbox.model_copy(update={"metadata": {"A": "x" * 30_000}}), 2)
     for prop, value in partial_props.items():
         if prop != HEAD:
-            zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
+            zfs_core.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert _reopen(storage).scan().sandboxes == [sandbox]
-    assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
 
 
 def test_has_diverged_compares_an_instance_with_its_ancestors(storage: ZfsStorage) -> None:
@@ -373,12 +375,12 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
     _set_disk_quota(storage, instance, 64)
     _write_megabytes(path / "more", 20)
     with pytest.raises(OverQuota):
-        zfs.sync(storage.instances.dataset(instance))
+        zfs_core.sync(storage.instances.dataset(instance))
         _set_disk_quota(storage, instance, 8)
     dataset = storage.instances.dataset(instance)
-    assert zfs.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
+    assert zfs_core.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
     assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
-    assert zfs.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
+    assert zfs_core.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
     assert sorted(_list_dataset_names(storage, "filesystem")) == sorted(
         [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
     )
@@ -386,7 +388,7 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
 
 @translate_errors
 def _set_disk_quota(storage: ZfsStorage, instance: str, disk_mb: int) -> None:
-    zfs.lzc_set_prop(storage.instances.dataset(instance), "refquota", disk_mb << 20)
+    zfs_core.lzc_set_prop(storage.instances.dataset(instance), "refquota", disk_mb << 20)
 
 
 def _write_megabytes(path: Path, megabytes: int) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from zfs_core import process
 
 from sandbox_gateway import command
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.hosts.kvm_xfs.template import debian
-from sandbox_gateway.zfs import process
 from tests.kvm_xfs.conftest import build
 from tests.kvm_xfs.test_rootfs import create_recipe, tree  # noqa: F401
 from tests.support import session

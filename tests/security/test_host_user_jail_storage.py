@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zfs_core
 
-from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
@@ -113,7 +113,7 @@ def test_environments_of_the_previous_release_are_moved(
     sandbox = create_sandbox(storage, base, env={}, state_reason="y" * length)
     sandbox.env = ENV
     for prop, value in encode_as_previous_release(sandbox, 2).items():
-        zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
+        zfs_core.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert SECRET in list_properties(storage)
     sandboxes, notes = restart(storage)
     assert sandboxes == [sandbox] and "moved its environment variables" in notes[0]
@@ -129,7 +129,7 @@ def test_environments_that_a_previous_release_left_on_retired_instances_are_remo
     storage.snapshots.capture(sandbox.instance, Snapshot(source_sandbox=sandbox.id))
     sandbox.env = ENV
     for prop, value in encode_as_previous_release(sandbox, 2).items():
-        zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
+        zfs_core.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     storage.instances.forget(sandbox.instance)
     assert not storage.instances.discard(sandbox.instance)
     assert SECRET in list_properties(storage)
@@ -155,7 +155,7 @@ def test_a_missing_file_is_reported_and_can_be_restored(storage: ZfsStorage, bas
 CRASH_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from sandbox_gateway import zfs
+import zfs_core
 from sandbox_gateway.hosts.jail_zfs.storage import secret_files
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 
@@ -170,7 +170,7 @@ def kill(*arguments, **options):
 if step == "before the file is complete":
     secret_files.json.dump = kill
 elif step == "between file and record":
-    zfs.lzc_set_prop = kill
+    zfs_core.lzc_set_prop = kill
 elif step == "before the old file is removed":
     secret_files.SecretFiles.remove_superseded = kill
 elif step == "before the file of a removed sandbox is removed":
@@ -215,7 +215,7 @@ def test_environments_are_durable_before_their_record(
 ) -> None:
     """The file and its directory entry survive a power failure that the record survives."""
     durable: list[tuple[Path, int]] = []
-    set_prop, fsync = zfs.lzc_set_prop, os.fsync
+    set_prop, fsync = zfs_core.lzc_set_prop, os.fsync
 
     def record_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -228,7 +228,7 @@ def test_environments_are_durable_before_their_record(
         set_prop(*arguments, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(zfs, "lzc_set_prop", check_and_set_prop)
+    monkeypatch.setattr(zfs_core, "lzc_set_prop", check_and_set_prop)
     sandbox = create_sandbox(storage, base)
     assert len(durable) == 2
     monkeypatch.undo()
@@ -258,11 +258,11 @@ def test_files_of_another_dataset_are_kept(
 def test_files_are_kept_while_a_record_is_damaged(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
     sandbox = create_sandbox(storage, base)
     dataset = storage.instances.dataset(sandbox.instance)
-    head = zfs.local_props(dataset)[HEAD]
-    zfs.lzc_set_prop(dataset, HEAD, head[:-10])
+    head = zfs_core.local_props(dataset)[HEAD]
+    zfs_core.lzc_set_prop(dataset, HEAD, head[:-10])
     assert restart(storage)[0] == []
-    assert QUARANTINE in zfs.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
-    zfs.lzc_set_prop(dataset, HEAD, head)
+    assert QUARANTINE in zfs_core.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
+    zfs_core.lzc_set_prop(dataset, HEAD, head)
     assert restart(storage)[0] == [sandbox]
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zfs_core
+from zfs_core import snapshots
 
-from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
@@ -27,7 +28,6 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
-from sandbox_gateway.zfs import snapshots
 from tests.freebsd_shim.harness import BIN_DIRECTORY
 from tests.jail_zfs import pools
 from tests.support import session
@@ -143,13 +143,13 @@ class JailZfsWorld:
         config = self._config(f"w{next(_config_numbers)}", sections)
         dataset = f"{config.jail_zfs.dataset}/_template-{self._template.id}"
         record = self._template.model_copy(update={"host": {}})
-        zfs.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
-        zfs.lzc_snapshot([f"{dataset}@base"], encode(record, 1))
+        zfs_core.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
+        zfs_core.lzc_snapshot([f"{dataset}@base"], encode(record, 1))
         return config
 
     def _config(self, name: str, sections: dict[str, Any]) -> Config:
         dataset = f"{self._pool.name}/{name}"
-        zfs.lzc_create(dataset)
+        zfs_core.lzc_create(dataset)
         state = session.run_dir() / f"jail-{name}"
         state.mkdir(mode=0o711)
         defaults: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ class JailZfsWorld:
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.mount_point(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
-        properties_by_name = zfs.get_tree(root, ("defer_destroy", "type"))
+        properties_by_name = zfs_core.get_tree(root, ("defer_destroy", "type"))
         # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
         # place, unmounted, until the next scan. So does the previous dataset of a rolled-back volume, until its last
         # snapshot is removed.
@@ -218,7 +218,7 @@ class JailZfsWorld:
         }
 
     def read_properties(self, config: Config) -> list[str]:
-        zfs.sync(config.jail_zfs.dataset)
+        zfs_core.sync(config.jail_zfs.dataset)
         output = pools.run("zfs", "get", "-Hrp", "-o", "name,property,value,source", "all", config.jail_zfs.dataset)
         # How much space is available depends on everything else in the pool.
         return [line for line in output.stdout.splitlines() if line.split("\t")[1] != "available"]
@@ -269,7 +269,7 @@ class JailZfsWorld:
         def refuse(*args: Any) -> None:
             raise BackendFailed("forced")
 
-        monkeypatch.setattr("sandbox_gateway.zfs.lzc_snapshot", refuse)
+        monkeypatch.setattr("zfs_core.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make the next capture fail after it has taken its first snapshots."""
@@ -278,7 +278,7 @@ class JailZfsWorld:
 
         def refuse(names: Sequence[str], options: Sequence[str]) -> None:
             if captured_names:
-                raise zfs.exceptions.ZFSGenericError(5, names[0], "forced")
+                raise zfs_core.exceptions.ZFSGenericError(5, names[0], "forced")
             captured_names.extend(names)
             take_snapshots(names, options)
 
@@ -302,26 +302,26 @@ class JailZfsWorld:
                 run_shim("umount", "-f", node)
         for name in traces["datasets"]:
             if name.startswith(("/sandboxes/", "/volumes/")):
-                zfs.unmount(f"{config.jail_zfs.dataset}{name}")
+                zfs_core.unmount(f"{config.jail_zfs.dataset}{name}")
         run_shim("ifconfig", f"{prefix}br", "destroy", check=False)
 
     def _find_full_name(self, config: Config, snapshot_id: str) -> str:
-        full_names = zfs.list_datasets(config.jail_zfs.dataset, types="snapshot")
+        full_names = zfs_core.list_datasets(config.jail_zfs.dataset, types="snapshot")
         return next(name for name in full_names if name.endswith(f"@{snapshot_id}"))
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         name = self._find_full_name(config, torn)
-        zfs.lzc_set_prop(name, HEAD, zfs.local_props(name)[HEAD][:100])
-        zfs.lzc_set_prop(
+        zfs_core.lzc_set_prop(name, HEAD, zfs_core.local_props(name)[HEAD][:100])
+        zfs_core.lzc_set_prop(
             self._find_full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
         )
-        zfs.lzc_inherit_prop(self._find_full_name(config, empty), HEAD)
+        zfs_core.lzc_inherit_prop(self._find_full_name(config, empty), HEAD)
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         name = self._find_full_name(config, snapshot.id)
-        head = json.loads(zfs.local_props(name)[HEAD])
+        head = json.loads(zfs_core.local_props(name)[HEAD])
         head["record"] |= fields
-        zfs.lzc_set_prop(name, HEAD, json.dumps(head))
+        zfs_core.lzc_set_prop(name, HEAD, json.dumps(head))
 
 
 def _is_within(process: Path, directory: Path) -> bool:

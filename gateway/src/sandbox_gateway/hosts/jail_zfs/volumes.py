@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry
@@ -95,7 +96,7 @@ class JailVolumes:
         If ZFS cannot take several snapshots atomically on this host, stops the jails that write to the sandbox or the
         volumes.
         """
-        is_atomic = not volumes or (await asyncio.to_thread(zfs.detect_capabilities)).atomic_snapshots
+        is_atomic = not volumes or (await asyncio.to_thread(zfs_core.detect_capabilities)).atomic_snapshots
         jails = [] if is_atomic else await self._find_writers(sandbox, {each.volume for each in volumes})
         async with self._suspension.suspended(jails):
             yield

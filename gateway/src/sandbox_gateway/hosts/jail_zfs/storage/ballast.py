@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sandbox_gateway import zfs
+import zfs_core
 
 _BALLAST_BYTES = 16 << 20
 
@@ -24,19 +24,19 @@ class Ballast:
         """Call ``change``, and if the pool is full, release the ballast and call ``change`` again."""
         try:
             change()
-        except zfs.exceptions.NoSpace:
-            if not zfs.lzc_exists(self._dataset):
+        except zfs_core.exceptions.NoSpace:
+            if not zfs_core.lzc_exists(self._dataset):
                 raise
-            zfs.lzc_destroy(self._dataset)
+            zfs_core.lzc_destroy(self._dataset)
             change()
 
     def refill(self) -> list[str]:
         """Recreate the ballast if it is missing. Returns a warning if the pool is too full."""
-        if zfs.lzc_exists(self._dataset):
+        if zfs_core.lzc_exists(self._dataset):
             return []
         try:
-            zfs.lzc_create(self._dataset, props={"canmount": "off", "refreservation": str(_BALLAST_BYTES)})
-        except (zfs.exceptions.NoSpace, zfs.exceptions.QuotaExceeded):
+            zfs_core.lzc_create(self._dataset, props={"canmount": "off", "refreservation": str(_BALLAST_BYTES)})
+        except (zfs_core.exceptions.NoSpace, zfs_core.exceptions.QuotaExceeded):
             return [
                 f"the pool of {self._root} is nearly full: {_BALLAST_BYTES >> 20} MiB could not be reserved. "
                 "Remove snapshots or sandboxes"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.hosts.jail_zfs.storage import marks
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
@@ -45,7 +46,7 @@ class DatasetTree:
 
     @staticmethod
     def is_retired(dataset: str) -> bool:
-        props = zfs.get_props([dataset], ["canmount", HEAD])[dataset]
+        props = zfs_core.get_props([dataset], ["canmount", HEAD])[dataset]
         return marks.is_retired(props["canmount"], props[HEAD].is_local)
 
     def destroy_or_retire(self, dataset: str) -> bool:
@@ -53,20 +54,20 @@ class DatasetTree:
 
         A retired dataset is unmounted, has no record, and has the property ``canmount=noauto``.
         """
-        if not zfs.list_snapshots(dataset):
+        if not zfs_core.list_snapshots(dataset):
             self.destroy(dataset)
             return True
         self._records.remove(dataset)
-        zfs.unmount(dataset)
-        self._ballast.run_even_if_full(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
+        zfs_core.unmount(dataset)
+        self._ballast.run_even_if_full(lambda: zfs_core.lzc_set_prop(dataset, "canmount", "noauto"))
         self._remove_mount_point(dataset)
         return False
 
     def destroy(self, dataset: str) -> None:
         """Destroy a dataset that has no snapshots, and then its origin's dataset if nothing else needs it."""
-        origin = zfs.get_props([dataset], ["origin"])[dataset]["origin"].value
-        zfs.unmount(dataset)
-        zfs.lzc_destroy(dataset)
+        origin = zfs_core.get_props([dataset], ["origin"])[dataset]["origin"].value
+        zfs_core.unmount(dataset)
+        zfs_core.lzc_destroy(dataset)
         self._remove_mount_point(dataset)
         if origin != "-":
             self.destroy_if_unused(origin.partition("@")[0])
@@ -76,8 +77,8 @@ class DatasetTree:
 
         Then does the same for its origin's dataset. Ignores failures, because the next scan retries.
         """
-        with suppress(zfs.exceptions.ZFSError):
-            if self._is_disposable(dataset) and not zfs.list_snapshots(dataset):
+        with suppress(zfs_core.exceptions.ZFSError):
+            if self._is_disposable(dataset) and not zfs_core.list_snapshots(dataset):
                 self.destroy(dataset)
 
     def _remove_mount_point(self, dataset: str) -> None:

@@ -21,9 +21,11 @@ import time
 from pathlib import Path
 from typing import IO
 
-from sandbox_gateway import command, zfs
+import zfs_core
+from zfs_core import process
+
+from sandbox_gateway import command
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.zfs import process
 
 OWNER_PROPERTY = "sandbox:owner"
 _RETRY_SECONDS = 0.05
@@ -47,7 +49,7 @@ class HostLock:
         try:
             notes = self._take_over()
             identity = _read_own_identity()
-            zfs.lzc_set_prop(self._root, OWNER_PROPERTY, identity)
+            zfs_core.lzc_set_prop(self._root, OWNER_PROPERTY, identity)
             if self._read_owner() != identity:
                 raise Conflict(f"another gateway took over {self._root} at the same time: stop one of the two gateways")
         except BaseException:
@@ -59,8 +61,8 @@ class HostLock:
         """Remove the owner property, and release the lock even if ZFS cannot be reached."""
         if self._file is None:
             return
-        with contextlib.suppress(zfs.exceptions.ZFSError):
-            zfs.lzc_inherit_prop(self._root, OWNER_PROPERTY)
+        with contextlib.suppress(zfs_core.exceptions.ZFSError):
+            zfs_core.lzc_inherit_prop(self._root, OWNER_PROPERTY)
         self._unlock()
 
     def _lock(self) -> None:
@@ -112,7 +114,7 @@ class HostLock:
             self._file = None
 
     def _read_owner(self) -> str:
-        owner = zfs.get_props([self._root], [OWNER_PROPERTY])[self._root][OWNER_PROPERTY]
+        owner = zfs_core.get_props([self._root], [OWNER_PROPERTY])[self._root][OWNER_PROPERTY]
         return owner.value if owner.is_local else ""
 
     def _take_over(self) -> list[str]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
@@ -62,9 +63,9 @@ class InstanceStorage:
             options["refquota"] = str(disk_mb << 20)
         try:
             self._names.call_with_name(
-                snapshot_id, lambda origin: zfs.lzc_clone(self.dataset(instance), origin, options)
+                snapshot_id, lambda origin: zfs_core.lzc_clone(self.dataset(instance), origin, options)
             )
-        except zfs.exceptions.NoSpace:
+        except zfs_core.exceptions.NoSpace:
             check_quota(self._names.find(snapshot_id), disk_mb)
             raise
         return self.path(instance)
@@ -72,7 +73,7 @@ class InstanceStorage:
     @translate_errors
     def mount(self, instance: str) -> Path:
         """Mount an instance's file system unless it is already mounted, and return its path."""
-        zfs.mount(self.dataset(instance))
+        zfs_core.mount(self.dataset(instance))
         return self.path(instance)
 
     @translate_errors
@@ -90,15 +91,15 @@ class InstanceStorage:
         """
         try:
             return self._names.call_with_name(
-                snapshot_id, lambda name: zfs.has_changed_since(self.dataset(instance), name)
+                snapshot_id, lambda name: zfs_core.has_changed_since(self.dataset(instance), name)
             )
-        except zfs.exceptions.SnapshotMismatch:
+        except zfs_core.exceptions.SnapshotMismatch:
             return True
 
     @translate_errors
     def unique_bytes(self, instance: str) -> int:
         """Return the number of bytes that would be freed if this instance were destroyed."""
-        return zfs.used_bytes(self.dataset(instance))
+        return zfs_core.used_bytes(self.dataset(instance))
 
     def is_retired(self, dataset: str) -> bool:
         if not dataset.startswith(self._root.child(SANDBOXES, "")):
@@ -115,8 +116,8 @@ class InstanceStorage:
         If the clone belongs to no sandbox, both values are the name of the clone.
         """
         try:
-            record = decode(zfs.local_props(clone), "sandbox").record
-        except (ValueError, zfs.exceptions.DatasetNotFound):
+            record = decode(zfs_core.local_props(clone), "sandbox").record
+        except (ValueError, zfs_core.exceptions.DatasetNotFound):
             return clone, clone
         assert isinstance(record, Sandbox)
         return record.id, record.name
@@ -126,7 +127,7 @@ class InstanceStorage:
     @translate_errors
     def forget(self, instance: str) -> None:
         """Remove the record of an instance. The instance then belongs to no sandbox, so the next scan removes it."""
-        with suppress(zfs.exceptions.DatasetNotFound):
+        with suppress(zfs_core.exceptions.DatasetNotFound):
             self._records.remove(self.dataset(instance))
 
     @translate_errors
@@ -145,7 +146,7 @@ class InstanceStorage:
                 return True
             self._move_to_retired(dataset)
             return False
-        except zfs.exceptions.FilesystemNotFound:
+        except zfs_core.exceptions.FilesystemNotFound:
             return True
 
     def _move_to_retired(self, dataset: str) -> None:
@@ -155,8 +156,8 @@ class InstanceStorage:
         """
         new_name = self._root.child(RETIRED, dataset.rpartition("/")[2])
         try:
-            self._ballast.run_even_if_full(lambda: zfs.lzc_rename(dataset, new_name, retry=False))
-        except zfs.exceptions.DatasetBusy:
+            self._ballast.run_even_if_full(lambda: zfs_core.lzc_rename(dataset, new_name, retry=False))
+        except zfs_core.exceptions.DatasetBusy:
             return
         self._names.rename_dataset(dataset, new_name)
 
@@ -173,7 +174,7 @@ class InstanceStorage:
         notes += [
             self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
             for instance in findings.uncommitted
-            if HEAD not in zfs.local_props(self.dataset(instance))
+            if HEAD not in zfs_core.local_props(self.dataset(instance))
         ]
         for name in findings.empty:
             self.tree.destroy_if_unused(name)
@@ -185,7 +186,7 @@ class InstanceStorage:
         try:
             teardown(instance)
             is_removed = self._discard(dataset)
-        except (GatewayError, zfs.exceptions.ZFSError) as error:
+        except (GatewayError, zfs_core.exceptions.ZFSError) as error:
             return f"{dataset}: {reason}, but it could not be removed yet: {error}"
         return f"{dataset}: {'removed' if is_removed else 'retired'}, because {reason}"
 
@@ -193,6 +194,6 @@ class InstanceStorage:
         """Try again to move a retired dataset. Returns an error message on failure, so that the gateway can start."""
         try:
             self._move_to_retired(dataset)
-        except zfs.exceptions.ZFSError as error:
+        except zfs_core.exceptions.ZFSError as error:
             return f"{dataset}: retired, but it could not be moved to {self._root.dataset}/{RETIRED} yet: {error}"
         return ""

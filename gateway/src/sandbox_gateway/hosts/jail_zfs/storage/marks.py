@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from zfs_core.parse import Property
+
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
-from sandbox_gateway.zfs.parse import Property
 
 SCAN_PROPERTIES = ("createtxg", "defer_destroy", "canmount")
 """The native properties that a scan reads from every dataset and snapshot."""

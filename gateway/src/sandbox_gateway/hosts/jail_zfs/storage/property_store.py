@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, find_stale_parts
@@ -50,7 +51,7 @@ class PropertyStore:
         secret_file = self._secret_files.write(record) if isinstance(record, Sandbox) else ""
         props = encode(record, generation, secret_file)
         for prop, value in props.items():
-            self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, name, prop, value))
+            self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, name, prop, value))
         self._secret_files.remove_superseded(record.id)
         if name in self._multipart:
             self._remove_stale_parts(name)
@@ -60,21 +61,21 @@ class PropertyStore:
     @staticmethod
     def _remove_stale_parts(name: str) -> None:
         """Remove stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
-        with suppress(zfs.exceptions.ZFSError):
-            for prop in find_stale_parts(zfs.local_props(name)):
-                zfs.lzc_inherit_prop(name, prop)
+        with suppress(zfs_core.exceptions.ZFSError):
+            for prop in find_stale_parts(zfs_core.local_props(name)):
+                zfs_core.lzc_inherit_prop(name, prop)
 
     def remove(self, dataset: str) -> None:
         """Remove the record of a dataset, if it has one."""
-        if HEAD in zfs.local_props(dataset):
-            self._ballast.run_even_if_full(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
+        if HEAD in zfs_core.local_props(dataset):
+            self._ballast.run_even_if_full(lambda: zfs_core.lzc_inherit_prop(dataset, HEAD))
 
     def mark(self, marks: Marks) -> None:
         """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
-        with suppress(zfs.exceptions.ZFSError):
+        with suppress(zfs_core.exceptions.ZFSError):
             for name, reason in marks.pending_marks.items():
-                zfs.lzc_set_prop(name, QUARANTINE, reason)
+                zfs_core.lzc_set_prop(name, QUARANTINE, reason)
             for name in marks.recovered:
-                zfs.lzc_inherit_prop(name, QUARANTINE)
+                zfs_core.lzc_inherit_prop(name, QUARANTINE)
             for name, prop in marks.stale:
-                zfs.lzc_inherit_prop(name, prop)
+                zfs_core.lzc_inherit_prop(name, prop)

@@ -7,7 +7,8 @@ import re
 import threading
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import BackendFailed, Conflict
 
 TEMPLATE_PREFIX = "_template-"
@@ -53,8 +54,8 @@ class RootDataset:
 
     def check(self) -> None:
         """Raise ZFSInitializationFailed if ZFS cannot be reached, or BackendFailed if the dataset does not exist."""
-        zfs.check_reachable()
-        if not zfs.lzc_exists(self.dataset):
+        zfs_core.check_reachable()
+        if not zfs_core.lzc_exists(self.dataset):
             raise BackendFailed(
                 f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}` or the jail_zfs_host role"
             )
@@ -64,14 +65,14 @@ class RootDataset:
 
         Raises BackendFailed if the dataset has no usable mount point.
         """
-        facts = zfs.get_props([self.dataset], ["mountpoint", "type"])[self.dataset]
+        facts = zfs_core.get_props([self.dataset], ["mountpoint", "type"])[self.dataset]
         path = facts["mountpoint"].value
         if facts["type"].value != "filesystem" or not path.startswith("/"):
             raise BackendFailed(
                 f"the dataset {self.dataset} has no usable mount point (mountpoint={path}): run `zfs set "
                 f"mountpoint=/some/directory {self.dataset}`"
             )
-        zfs.mount(self.dataset)
+        zfs_core.mount(self.dataset)
         self._mountpoint = Path(os.path.realpath(path))
         for name in CONTAINERS:
             self._ensure_container(f"{self.dataset}/{name}")
@@ -81,7 +82,7 @@ class RootDataset:
             directory.chmod(0o700)
 
     def _ensure_container(self, name: str) -> None:
-        if not zfs.lzc_exists(name):
+        if not zfs_core.lzc_exists(name):
             # exclude instances from tools that snapshot all datasets, because such snapshots prevent their destruction
-            zfs.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
-        zfs.mount(name)
+            zfs_core.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
+        zfs_core.mount(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 
@@ -69,11 +70,11 @@ class SnapshotNames:
             name = self.find(snapshot_id)
             try:
                 return action(name)
-            except zfs.exceptions.DatasetNotFound:
+            except zfs_core.exceptions.DatasetNotFound:
                 with self._root.tree_lock, self._root.index_lock:
                     if self._names.get(snapshot_id) != name:
                         continue
-                    if zfs.lzc_exists(name):
+                    if zfs_core.lzc_exists(name):
                         raise
                     del self._names[snapshot_id]
                     raise self._not_found_error(snapshot_id) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import InUseExternally
 
 
@@ -15,15 +16,15 @@ def destroy_snapshot(name: str, *, deferred: bool, check_clones: Callable[[], No
     if the snapshot is held, and calls ``check_clones``, which raises InUseExternally if a clone prevents hiding it.
     """
     try:
-        zfs.lzc_destroy_snaps([name], False)
+        zfs_core.lzc_destroy_snaps([name], False)
         return True
-    except zfs.exceptions.SnapshotDestructionFailure as failure:
+    except zfs_core.exceptions.SnapshotDestructionFailure as failure:
         error = failure.errors[0]
-        if not isinstance(error, zfs.exceptions.SnapshotIsHeld | zfs.exceptions.SnapshotIsCloned):
+        if not isinstance(error, zfs_core.exceptions.SnapshotIsHeld | zfs_core.exceptions.SnapshotIsCloned):
             raise
     if not deferred:
         check_clones()
-        if isinstance(error, zfs.exceptions.SnapshotIsHeld):
+        if isinstance(error, zfs_core.exceptions.SnapshotIsHeld):
             raise InUseExternally({"hold": {name: name}}, "Release it first (`zfs release`).")
-    zfs.lzc_destroy_snaps([name], True)
-    return not zfs.lzc_exists(name)
+    zfs_core.lzc_destroy_snaps([name], True)
+    return not zfs_core.lzc_exists(name)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
@@ -49,14 +50,14 @@ class SnapshotStorage:
         Destroys the dataset if ``fill`` raises an exception.
         """
         dataset = f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}"
-        zfs.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
+        zfs_core.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
         try:
-            zfs.mount(dataset)
+            zfs_core.mount(dataset)
             fill(self._root.mountpoint / f"{TEMPLATE_PREFIX}{record.id}")
-            zfs.unmount(dataset)
+            zfs_core.unmount(dataset)
             self._capture(f"{dataset}@{_BASE_NAME}", record)
         except BaseException:
-            with suppress(zfs.exceptions.ZFSError):
+            with suppress(zfs_core.exceptions.ZFSError):
                 self._instances.tree.destroy(dataset)
             raise
         return record
@@ -75,7 +76,7 @@ class SnapshotStorage:
         volume_names, volume_props = self._volume_snapshots.describe(volumes)
         # The volumes come first: if the command is interrupted, their snapshots are ignored unless the sandbox's
         # snapshot exists.
-        zfs.lzc_snapshot([*volume_names.values(), name], volume_props | props)
+        zfs_core.lzc_snapshot([*volume_names.values(), name], volume_props | props)
         with self._root.index_lock:
             self._volume_snapshots.names.add(volume_names)
             self._names.add({record.id: name})
@@ -106,7 +107,7 @@ class SnapshotStorage:
     def _check_clones(self, name: str) -> None:
         """Raise InUseExternally if the snapshot has clones that are not retired."""
         clones: dict[str, str] = {}
-        for clone in zfs.list_clones(name):
+        for clone in zfs_core.list_clones(name):
             if not self._instances.is_retired(clone):
                 clones.update([self._instances.identify(clone)])
         if clones:

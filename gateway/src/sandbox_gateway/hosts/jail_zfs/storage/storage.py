@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.host_lock import HostLock
@@ -100,7 +101,7 @@ class ZfsStorage:
     @translate_errors
     def space(self) -> tuple[int, int]:
         """Return the free space of the root dataset, and the total of its free and used space, in bytes."""
-        facts = zfs.get_props([self.root.dataset], ["available", "used"])[self.root.dataset]
+        facts = zfs_core.get_props([self.root.dataset], ["available", "used"])[self.root.dataset]
         return facts["available"].number, facts["available"].number + facts["used"].number
 
     @translate_errors
@@ -114,7 +115,7 @@ class ZfsStorage:
         """
         with self.root.tree_lock:
             root_dataset = self.root.dataset
-            facts, local = zfs.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs.local_tree(root_dataset)
+            facts, local = zfs_core.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs_core.local_tree(root_dataset)
             findings = interpret_sandboxes(root_dataset, facts, local)
             volume_findings = interpret_volumes(root_dataset, facts, local)
             refuse_newer_records(findings.marks.newer | volume_findings.marks.newer)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
@@ -52,7 +53,7 @@ class VolumeDatasets:
     def list_all(self, volume_id: str) -> list[str]:
         """Return all datasets of a volume, current and former, newest first."""
         numbered_datasets = []
-        for dataset in zfs.list_datasets(f"{self._root.dataset}/{VOLUMES}", depth=1)[1:]:
+        for dataset in zfs_core.list_datasets(f"{self._root.dataset}/{VOLUMES}", depth=1)[1:]:
             key = parse_volume_key(dataset.rpartition("/")[2])
             if key is not None and key[0] == volume_id:
                 numbered_datasets.append((key[1], dataset))
@@ -71,8 +72,8 @@ class VolumeDatasets:
         """
         volume_id = self.owner_id(clone)
         try:
-            record = decode(zfs.local_props(self._current.get(volume_id, clone)), "volume").record
-        except (ValueError, zfs.exceptions.DatasetNotFound):
+            record = decode(zfs_core.local_props(self._current.get(volume_id, clone)), "volume").record
+        except (ValueError, zfs_core.exceptions.DatasetNotFound):
             return clone, clone
         assert isinstance(record, Volume)
         return record.id, record.name
@@ -80,7 +81,7 @@ class VolumeDatasets:
     # ---- whether a dataset is still needed ----
 
     def is_retired_with_snapshots(self, dataset: str) -> bool:
-        return self.tree.is_retired(dataset) and bool(zfs.list_snapshots(dataset))
+        return self.tree.is_retired(dataset) and bool(zfs_core.list_snapshots(dataset))
 
     def _is_disposable(self, dataset: str) -> bool:
         """Return whether a dataset of a volume is retired.
@@ -89,4 +90,4 @@ class VolumeDatasets:
         """
         if self.owner_id(dataset) == dataset:
             return False
-        return self.tree.is_retired(dataset) and DOOMED not in zfs.local_props(dataset)
+        return self.tree.is_retired(dataset) and DOOMED not in zfs_core.local_props(dataset)

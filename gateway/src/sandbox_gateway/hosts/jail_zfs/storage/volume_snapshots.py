@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_property
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
@@ -33,7 +34,7 @@ class VolumeSnapshots:
     def capture(self, record: VolumeSnapshot) -> None:
         """Take a snapshot of a volume and store the record in it."""
         names, props = self.describe([record])
-        zfs.lzc_snapshot(names.values(), props)
+        zfs_core.lzc_snapshot(names.values(), props)
         self.names.add(names)
 
     def describe(self, records: Sequence[VolumeSnapshot]) -> tuple[dict[str, str], dict[str, str]]:
@@ -58,8 +59,8 @@ class VolumeSnapshots:
             self._datasets.tree.destroy_if_unused(name.partition("@")[0])
 
     def _destroy(self, name: str, deferred: bool) -> None:
-        if not zfs.lzc_exists(name):
-            raise zfs.exceptions.SnapshotNotFound(name)
+        if not zfs_core.lzc_exists(name):
+            raise zfs_core.exceptions.SnapshotNotFound(name)
         destroy_snapshot(name, deferred=deferred, check_clones=lambda: self.check_no_cloned_volumes([name]))
 
     def check_no_cloned_volumes(self, names: Sequence[str]) -> None:
@@ -67,7 +68,7 @@ class VolumeSnapshots:
         if not names:
             return
         clones: dict[str, str] = {}
-        facts = zfs.get_props(zfs.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
+        facts = zfs_core.get_props(zfs_core.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
         for clone, props in facts.items():
             origin = props["origin"].value
             if origin in names and self._datasets.owner_id(clone) != self._datasets.owner_id(origin.partition("@")[0]):
@@ -80,11 +81,11 @@ class VolumeSnapshots:
         if not names:
             return
         held_snapshots = {
-            name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number
+            name for name, facts in zfs_core.get_props(names, ["userrefs"]).items() if facts["userrefs"].number
         }
         own_snapshots = self.names.list_all()
         # Hidden snapshots are not in the index, but are not foreign: ZFS destroys them with their last clone.
-        deferral_props = zfs.get_props(names, ["defer_destroy"])
+        deferral_props = zfs_core.get_props(names, ["defer_destroy"])
         hidden_snapshots = {name for name, facts in deferral_props.items() if facts["defer_destroy"].is_on}
         foreign_snapshots = set(names) - own_snapshots - hidden_snapshots - held_snapshots
         if held_snapshots or foreign_snapshots:

@@ -18,7 +18,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, encode
@@ -79,8 +80,8 @@ class VolumeStorage:
         """Mount a volume if necessary, and return the path of its files on the host. Raises NotFound."""
         dataset = self.dataset(volume_id)
         try:
-            zfs.mount(dataset)
-        except zfs.exceptions.DatasetNotFound:
+            zfs_core.mount(dataset)
+        except zfs_core.exceptions.DatasetNotFound:
             raise NotFound("volume", volume_id) from None
         return self.path(dataset)
 
@@ -89,8 +90,8 @@ class VolumeStorage:
         """Return the size of the data in a volume, in bytes. Raises NotFound."""
         dataset = self.dataset(volume_id)
         try:
-            return zfs.get_props([dataset], ["referenced"])[dataset]["referenced"].number
-        except zfs.exceptions.DatasetNotFound:
+            return zfs_core.get_props([dataset], ["referenced"])[dataset]["referenced"].number
+        except zfs_core.exceptions.DatasetNotFound:
             raise NotFound("volume", volume_id) from None
 
     # ---- creating and growing ----
@@ -112,19 +113,19 @@ class VolumeStorage:
         self._records.add_generations({record.id: 1})
 
     def _create_empty(self, dataset: str, record: Volume) -> None:
-        zfs.lzc_create(dataset, props={"refquota": str(record.size_mb << 20)})
+        zfs_core.lzc_create(dataset, props={"refquota": str(record.size_mb << 20)})
         try:
             self.path(dataset).chmod(0o777)
             self._records.write(dataset, record)
         except BaseException:
-            with suppress(zfs.exceptions.ZFSError):
+            with suppress(zfs_core.exceptions.ZFSError):
                 self._datasets.tree.destroy(dataset)
             raise
 
     def _clone(self, source: str, dataset: str, props: dict[str, str], size_mb: int) -> None:
         try:
-            self._snapshots.names.call_with_name(source, lambda origin: zfs.lzc_clone(dataset, origin, props))
-        except zfs.exceptions.NoSpace:
+            self._snapshots.names.call_with_name(source, lambda origin: zfs_core.lzc_clone(dataset, origin, props))
+        except zfs_core.exceptions.NoSpace:
             self._snapshots.names.call_with_name(source, lambda origin: check_quota(origin, size_mb, "volume"))
             raise
 
@@ -132,12 +133,12 @@ class VolumeStorage:
     def grow(self, record: Volume, size_mb: int) -> None:
         """Increase a volume's size to ``size_mb`` MiB. After an interruption, the next scan resets the quota."""
         dataset = self.dataset(record.id)
-        zfs.lzc_set_prop(dataset, "refquota", size_mb << 20)
+        zfs_core.lzc_set_prop(dataset, "refquota", size_mb << 20)
         try:
             self._records.write(dataset, record.model_copy(update={"size_mb": size_mb}))
         except BaseException:
-            with suppress(zfs.exceptions.ZFSError):
-                zfs.lzc_set_prop(dataset, "refquota", record.size_mb << 20)
+            with suppress(zfs_core.exceptions.ZFSError):
+                zfs_core.lzc_set_prop(dataset, "refquota", record.size_mb << 20)
             raise
 
     # ---- rollback ----
@@ -184,11 +185,11 @@ class VolumeStorage:
         """
         with self._root.tree_lock:
             datasets = self._datasets.list_all(volume_id)
-            names = [name for dataset in datasets for name in zfs.list_snapshots(dataset)]
+            names = [name for dataset in datasets for name in zfs_core.list_snapshots(dataset)]
             self._snapshots.check_no_cloned_volumes(names)
             self._snapshots.check_only_own_snapshots(names)
             if datasets:
-                self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, datasets[0], DOOMED, "yes"))
+                self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, datasets[0], DOOMED, "yes"))
             with self._root.index_lock:
                 self._datasets.remove(volume_id)
                 self._snapshots.names.remove_names(names)
@@ -200,10 +201,10 @@ class VolumeStorage:
             datasets = self._datasets.list_all(volume_id)
             # Mark the other datasets before the newest one, which depends on them, is destroyed.
             for dataset in reversed(datasets):
-                if DOOMED not in zfs.local_props(dataset):
-                    self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, dataset, DOOMED, "yes"))
+                if DOOMED not in zfs_core.local_props(dataset):
+                    self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, dataset, DOOMED, "yes"))
             for dataset in datasets:
-                zfs.lzc_destroy_snaps(zfs.list_snapshots(dataset), False)
+                zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), False)
                 self._datasets.tree.destroy(dataset)
 
     # ---- after a scan ----
@@ -218,10 +219,12 @@ class VolumeStorage:
         self._records.mark(findings.marks)
         notes = findings.marks.list_notes()
         for dataset, size in findings.sizes.items():
-            set_quota = partial(zfs.lzc_set_prop, dataset, "refquota", size)
+            set_quota = partial(zfs_core.lzc_set_prop, dataset, "refquota", size)
             action = "reset to the size in its record"
             notes.append(_attempt(dataset, action, "because its quota was different", set_quota))
-        mount_notes = [_attempt(dataset, "mounted", "", partial(zfs.mount, dataset)) for dataset in findings.unmounted]
+        mount_notes = [
+            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset)) for dataset in findings.unmounted
+        ]
         return [note for note in notes + mount_notes if note]
 
     def sweep(self) -> list[str]:
@@ -250,6 +253,6 @@ def _attempt(name: str, action: str, reason: str, change: Callable[[], object]) 
     """Call ``change`` and describe its result. Returns "" for a successful change without a ``reason``."""
     try:
         change()
-    except (GatewayError, zfs.exceptions.ZFSError) as error:
+    except (GatewayError, zfs_core.exceptions.ZFSError) as error:
         return f"{name}: could not be {action} yet: {error}"
     return reason and f"{name}: {action}, {reason}"

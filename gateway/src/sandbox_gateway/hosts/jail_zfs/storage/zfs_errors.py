@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from sandbox_gateway import zfs
+import zfs_core
+
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NoSpace, OverQuota
 
 P = ParamSpec("P")
@@ -30,39 +31,43 @@ def translated_errors() -> Iterator[None]:
     """Raise GatewayError instead of ZFSError inside this context."""
     try:
         yield
-    except zfs.exceptions.MultipleOperationsFailure as error:
+    except zfs_core.exceptions.MultipleOperationsFailure as error:
         raise to_gateway_error(error.errors[0]) from error
-    except zfs.exceptions.ZFSError as error:
+    except zfs_core.exceptions.ZFSError as error:
         raise to_gateway_error(error) from error
 
 
-def to_gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
+def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
     name_suffix = f" {error.name}" if error.name else ""
     match error:
-        case zfs.exceptions.NoSpace():
+        case zfs_core.exceptions.NoSpace():
             pool = (error.name or "").partition("/")[0] or "ZFS"
             return NoSpace(
                 f"the pool {pool} has no space left{name_suffix and f' for{name_suffix}'}: remove snapshots or "
                 "sandboxes"
             )
-        case zfs.exceptions.QuotaExceeded():
+        case zfs_core.exceptions.QuotaExceeded():
             return OverQuota(
                 f"the disk quota of{name_suffix or ' the dataset'} is too small for its data: choose a larger quota"
             )
-        case zfs.exceptions.ZFSInitializationFailed():
+        case zfs_core.exceptions.ZFSInitializationFailed():
             return BackendFailed(f"ZFS cannot be reached: {error.details}")
-        case zfs.exceptions.DatasetBusy():
+        case zfs_core.exceptions.DatasetBusy():
             dependents_suffix = f" ({', '.join(error.related)})" if error.related else ""
             return Busy(
                 f"the dataset{name_suffix} is busy{dependents_suffix}: a process or a mount still uses it, so try "
                 "again later"
             )
-        case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
+        case zfs_core.exceptions.SuspendedPool() | zfs_core.exceptions.ReadOnlyPool():
             return BackendFailed(
                 f"the pool of{name_suffix or ' the dataset'} does not accept writes ({error.message}): run "
                 "`zpool status` to find the cause"
             )
-        case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
+        case (
+            zfs_core.exceptions.NameInvalid()
+            | zfs_core.exceptions.NameTooLong()
+            | zfs_core.exceptions.PropertyInvalid()
+        ):
             return Invalid(f"ZFS rejected{name_suffix}: {error.details or error.message}")
     return BackendFailed(f"ZFS failed: {error}")
 
@@ -72,7 +77,7 @@ def check_quota(origin: str, size_mb: int | None, noun: str = "disk") -> None:
 
     zfs-fuse reports "out of space" if a clone would be larger than its quota.
     """
-    referenced = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
+    referenced = zfs_core.get_props([origin], ["referenced"])[origin]["referenced"].number
     if size_mb is not None and referenced > size_mb << 20:
         raise OverQuota(
             f"a {noun} of {size_mb} MiB is too small, because the snapshot contains {(referenced >> 20) + 1} MiB: "

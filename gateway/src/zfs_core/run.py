@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import ZFSGenericError
-from sandbox_gateway.zfs.outcome import Outcome
-from sandbox_gateway.zfs.process import TIMEOUT_SECONDS, execute
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
+from zfs_core.exceptions import ZFSGenericError
+from zfs_core.outcome import Outcome
+from zfs_core.process import TIMEOUT_SECONDS, execute
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import FilesystemNotFound
-from sandbox_gateway.zfs.names import Name, pool_of, validate_filesystem_name
-from sandbox_gateway.zfs.outcome import check
-from sandbox_gateway.zfs.parse import parse_table
-from sandbox_gateway.zfs.properties import get_props
-from sandbox_gateway.zfs.run import run, run_with_retries
+from zfs_core.causes import Cause
+from zfs_core.exceptions import FilesystemNotFound
+from zfs_core.names import Name, pool_of, validate_filesystem_name
+from zfs_core.outcome import check
+from zfs_core.parse import parse_table
+from zfs_core.properties import get_props
+from zfs_core.run import run, run_with_retries
 
 
 def is_mounted(name: Name) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import (
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
+from zfs_core.exceptions import (
     DatasetNotFound,
     DuplicateSnapshots,
     FilesystemNotFound,
@@ -24,8 +24,8 @@ from sandbox_gateway.zfs.exceptions import (
     SnapshotNotLatest,
     ZFSError,
 )
-from sandbox_gateway.zfs.listing import list_clones, list_snapshots, lzc_exists
-from sandbox_gateway.zfs.names import (
+from zfs_core.listing import list_clones, list_snapshots, lzc_exists
+from zfs_core.names import (
     Name,
     filesystem_of,
     pool_of,
@@ -33,10 +33,10 @@ from sandbox_gateway.zfs.names import (
     validate_new_snapshot_name,
     validate_snapshot_name,
 )
-from sandbox_gateway.zfs.options import Props, format_property_options
-from sandbox_gateway.zfs.outcome import ErrorFactory, check, error_of
-from sandbox_gateway.zfs.properties import get_props
-from sandbox_gateway.zfs.run import run, run_with_retries
+from zfs_core.options import Props, format_property_options
+from zfs_core.outcome import ErrorFactory, check, error_of
+from zfs_core.properties import get_props
+from zfs_core.run import run, run_with_retries
 
 
 def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:

@@ -6,8 +6,8 @@ import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import (
+from zfs_core.causes import Cause
+from zfs_core.exceptions import (
     DatasetBusy,
     DatasetExists,
     DatasetNotFound,

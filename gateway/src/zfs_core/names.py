@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sandbox_gateway.zfs.exceptions import FilesystemNameInvalid, NameInvalid, NameTooLong, SnapshotNameInvalid
+from zfs_core.exceptions import FilesystemNameInvalid, NameInvalid, NameTooLong, SnapshotNameInvalid
 
 NAME_MAX = 255
 """Maximum length, in bytes, of the full name of a dataset or snapshot, and of the name of a user property."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import (
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
+from zfs_core.exceptions import (
     BadStream,
     DatasetNotFound,
     DestinationModified,
@@ -17,12 +17,12 @@ from sandbox_gateway.zfs.exceptions import (
     StreamMismatch,
     StreamTruncated,
 )
-from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, decode_name, pool_of, validate_new_snapshot_name, validate_snapshot_name
-from sandbox_gateway.zfs.options import Props, format_property_options
-from sandbox_gateway.zfs.outcome import ErrorFactory, check
-from sandbox_gateway.zfs.process import TRANSFER_TIMEOUT_SECONDS
-from sandbox_gateway.zfs.run import run
+from zfs_core.listing import lzc_exists
+from zfs_core.names import Name, decode_name, pool_of, validate_new_snapshot_name, validate_snapshot_name
+from zfs_core.options import Props, format_property_options
+from zfs_core.outcome import ErrorFactory, check
+from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
+from zfs_core.run import run
 
 
 def lzc_send(

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from sandbox_gateway.zfs.exceptions import ZFSOutputError
-from sandbox_gateway.zfs.options import NATIVE_PROPERTY_NAME, USER_PROPERTY_NAME
+from zfs_core.exceptions import ZFSOutputError
+from zfs_core.options import NATIVE_PROPERTY_NAME, USER_PROPERTY_NAME
 
 _SOURCE = re.compile(r"local|default|received|temporary|none|-|inherited from .+", re.DOTALL)
 

@@ -10,8 +10,8 @@ import errno
 import re
 from dataclasses import dataclass
 
-from sandbox_gateway.zfs.exceptions import ZFSGenericError
-from sandbox_gateway.zfs.process import execute
+from zfs_core.exceptions import ZFSGenericError
+from zfs_core.process import execute
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import (
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
+from zfs_core.exceptions import (
     DatasetBusy,
     DatasetTypeInvalid,
     FilesystemExists,
@@ -18,18 +18,18 @@ from sandbox_gateway.zfs.exceptions import (
     PropertyInvalid,
     SnapshotExists,
 )
-from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.mounts import is_mounted, list_mounted_dependents, mount, unmount
-from sandbox_gateway.zfs.names import (
+from zfs_core.listing import lzc_exists
+from zfs_core.mounts import is_mounted, list_mounted_dependents, mount, unmount
+from zfs_core.names import (
     Name,
     pool_of,
     validate_filesystem_name,
     validate_new_filesystem_name,
     validate_snapshot_name,
 )
-from sandbox_gateway.zfs.options import Props, format_property_options
-from sandbox_gateway.zfs.outcome import ErrorFactory, Outcome, check
-from sandbox_gateway.zfs.run import run, run_with_retries
+from zfs_core.options import Props, format_property_options
+from zfs_core.outcome import ErrorFactory, Outcome, check
+from zfs_core.run import run, run_with_retries
 
 
 def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:

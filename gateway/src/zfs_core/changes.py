@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
-from sandbox_gateway.zfs.listing import list_snapshots, lzc_exists
-from sandbox_gateway.zfs.names import Name, filesystem_of, validate_filesystem_name, validate_snapshot_name
-from sandbox_gateway.zfs.outcome import error_of
-from sandbox_gateway.zfs.parse import parse_get
-from sandbox_gateway.zfs.process import read_first_bytes
-from sandbox_gateway.zfs.properties import get_props, sync, written_bytes
-from sandbox_gateway.zfs.run import run
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
+from zfs_core.listing import list_snapshots, lzc_exists
+from zfs_core.names import Name, filesystem_of, validate_filesystem_name, validate_snapshot_name
+from zfs_core.outcome import error_of
+from zfs_core.parse import parse_get
+from zfs_core.process import read_first_bytes
+from zfs_core.properties import get_props, sync, written_bytes
+from zfs_core.run import run
 
 
 def has_changed_since(name: Name, snap: Name) -> bool:

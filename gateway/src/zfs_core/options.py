@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from sandbox_gateway.zfs.exceptions import PropertyInvalid
-from sandbox_gateway.zfs.names import NAME_MAX, Name, decode_name
+from zfs_core.exceptions import PropertyInvalid
+from zfs_core.names import NAME_MAX, Name, decode_name
 
 VALUE_MAX = 8191
 """Maximum length, in bytes, of a user property's value."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import (
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.causes import Cause
+from zfs_core.exceptions import (
     DatasetNotFound,
     FeatureNotSupported,
     HoldExists,
@@ -19,12 +19,12 @@ from sandbox_gateway.zfs.exceptions import (
     SnapshotNotFound,
     ZFSOutputError,
 )
-from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, decode_name, validate_snapshot_name
-from sandbox_gateway.zfs.outcome import check, error_of
-from sandbox_gateway.zfs.parse import parse_table
-from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
-from sandbox_gateway.zfs.run import run
+from zfs_core.listing import lzc_exists
+from zfs_core.names import Name, decode_name, validate_snapshot_name
+from zfs_core.outcome import check, error_of
+from zfs_core.parse import parse_table
+from zfs_core.properties import local_props, lzc_inherit_prop, lzc_set_prop
+from zfs_core.run import run
 
 _HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 

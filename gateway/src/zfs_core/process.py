@@ -9,10 +9,9 @@ import subprocess
 import threading
 from typing import IO
 
-from sandbox_gateway.command import build_child_environment
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_listed_datasets, join_lines
-from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
-from sandbox_gateway.zfs.outcome import Outcome
+from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
+from zfs_core.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
+from zfs_core.outcome import Outcome
 
 TIMEOUT_SECONDS = 60.0
 """Timeout of a command that does not transfer a stream."""
@@ -112,7 +111,8 @@ def _list_inherited_fds() -> list[int]:
 
 
 def _build_environment() -> dict[str, str]:
-    return build_child_environment(PATH=f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"))
+    """Return the environment of a command. It contains no other variables, because these may contain secrets."""
+    return {"PATH": f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"), "LC_ALL": "C"}
 
 
 def _read(stream: IO[bytes], count: int) -> bytes:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.exceptions import ZFSOutputError
-from sandbox_gateway.zfs.listing import list_datasets
-from sandbox_gateway.zfs.names import Name, validate_existing_name, validate_filesystem_name
-from sandbox_gateway.zfs.options import Value, format_property_assignment, validate_property_name
-from sandbox_gateway.zfs.outcome import check
-from sandbox_gateway.zfs.parse import Property, check_complete, parse_get, parse_table
-from sandbox_gateway.zfs.run import run
+from zfs_core.capabilities import detect_capabilities
+from zfs_core.exceptions import ZFSOutputError
+from zfs_core.listing import list_datasets
+from zfs_core.names import Name, validate_existing_name, validate_filesystem_name
+from zfs_core.options import Value, format_property_assignment, validate_property_name
+from zfs_core.outcome import check
+from zfs_core.parse import Property, check_complete, parse_get, parse_table
+from zfs_core.run import run
 
 
 def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
-from sandbox_gateway.zfs.names import (
+from zfs_core.causes import Cause
+from zfs_core.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
+from zfs_core.names import (
     Name,
     filesystem_of,
     pool_of,
@@ -12,9 +12,9 @@ from sandbox_gateway.zfs.names import (
     validate_filesystem_name,
     validate_snapshot_name,
 )
-from sandbox_gateway.zfs.outcome import check, error_of
-from sandbox_gateway.zfs.parse import parse_table
-from sandbox_gateway.zfs.run import run
+from zfs_core.outcome import check, error_of
+from zfs_core.parse import parse_table
+from zfs_core.run import run
 
 
 def check_reachable() -> None:
