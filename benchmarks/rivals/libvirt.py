@@ -203,7 +203,7 @@ class Libvirt:
         assert self._process is not None
         with Path(f"/proc/{self._process.pid}/ns/net").open("rb") as namespace:
             if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns to the rivals' network")
+                raise OSError(ctypes.get_errno(), "entering the network namespace of the rivals")
 
 
 def render_domain_xml(

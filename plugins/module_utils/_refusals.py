@@ -49,7 +49,7 @@ def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Fa
     )
 
 
-def template_building_error(name: str) -> Failure:
+def template_not_ready_error(name: str) -> Failure:
     return Failure(f"template {name!r} is being built and cannot be removed yet: wait until the build ends", "conflict")
 
 

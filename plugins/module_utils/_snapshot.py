@@ -269,7 +269,7 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
         return [_plan_import(want, have, name)]
     if not want.sandboxes:
         raise Failure(
-            f"snapshot {name!r} not found: name the sandbox to capture with 'sandbox', or an existing snapshot",
+            f"snapshot {name!r} not found: set 'sandbox' to the sandbox to capture, or name an existing snapshot",
             "not_found",
         )
     sandbox = have.sandboxes[want.sandboxes[name]]

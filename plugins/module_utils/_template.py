@@ -135,7 +135,7 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     current = have.resources.get(name)
     if want.state == "absent":
         if current is not None and current["status"] == "building":
-            raise _refusals.template_building_error(name)
+            raise _refusals.template_not_ready_error(name)
         return [] if current is None or current["status"] == "error" else [_plan_removal(want, have, name, current)]
     if current is None and name in have.taken_names:
         raise _refusals.name_taken_error(name, have.taken_names[name])

@@ -124,7 +124,7 @@ def _replace_file(path: Path, data: bytes) -> None:
 def load(path: str) -> dict[str, Any]:
     """Return the plan in a file. Raises Failure if the file is not a valid, unedited and unexpired plan.
 
-    A process reads the file again only if it has changed. Do not modify the plan.
+    The plan is cached in this process until the file changes. Do not modify the plan.
     """
     version, plan = _loaded_plans.get(path, (None, {}))
     if version is None or version != _find_version(path):

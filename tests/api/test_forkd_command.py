@@ -42,7 +42,7 @@ def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def start_command(target: str, tmp_path: Path) -> Iterator[StartCommand]:
-    """A function that applies the assignments in ``settings``, starts the command, and waits until it listens."""
+    """A function that applies the assignments in ``settings``, starts the command, and waits until it is listening."""
     processes: list[subprocess.Popen[str]] = []
 
     def start_with(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -268,13 +268,13 @@ def test_a_mount_waits_for_a_volume_rollback(live: Live, monkeypatch: pytest.Mon
     engine, rollback = live.engine, live.engine.host.rollback_volume
     attachments: list[asyncio.Future[Any]] = []
 
-    async def rollback_slowly(*args: Any) -> None:
+    async def roll_back_slowly(*args: Any) -> None:
         attachments.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
         await asyncio.sleep(0.3)
         assert not attachments[0].done() and engine.sandboxes.get("late").mounts == []
         await rollback(*args)
 
-    monkeypatch.setattr(engine.host, "rollback_volume", rollback_slowly)
+    monkeypatch.setattr(engine.host, "rollback_volume", roll_back_slowly)
     live.do(engine.volumes.rollback("data", "mark"))
     eventually(lambda: attachments[0].done())
     assert read_file(live, "late", "/data/file") == "before"

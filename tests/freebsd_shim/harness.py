@@ -38,7 +38,7 @@ class Shim:
         assert (result.returncode, result.stderr) == (0, ""), (words, result)
         return result.stdout
 
-    def check_fails(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
+    def expect_failure(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
         """Run a command that must exit with ``code``, print exactly ``stderr``, and leave standard output empty."""
         result = self(*words, input=input, **environ)
         assert (result.returncode, result.stderr.rstrip("\n"), result.stdout) == (code, stderr, ""), result

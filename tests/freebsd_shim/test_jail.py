@@ -37,39 +37,43 @@ def test_jls_prints_jails(shim: Shim) -> None:
     header, row = shim.check_ok("jls").splitlines()
     assert header == "   JID  IP Address      Hostname                      Path"
     assert row.split() == ["1", "sx1-host", str(shim.root)]
-    shim.check_fails(1, 'jls: jail "none" not found', "jls", "-j", "none", "jid")
-    shim.check_fails(1, "jls: unknown parameter: nome", "jls", "nome")
+    shim.expect_failure(1, 'jls: jail "none" not found', "jls", "-j", "none", "jid")
+    shim.expect_failure(1, "jls: unknown parameter: nome", "jls", "nome")
 
 
 def test_jail_reports_errors_like_freebsd(shim: Shim) -> None:
     shim.create_jail()
     path = f"path={shim.root}"
-    shim.check_fails(1, 'jail: "sx1" already exists', "jail", "-i", "-c", "name=sx1", path, "persist")
-    shim.check_fails(
+    shim.expect_failure(1, 'jail: "sx1" already exists', "jail", "-i", "-c", "name=sx1", path, "persist")
+    shim.expect_failure(
         1, "jail: path /nowhere: No such file or directory", "jail", "-c", "name=a", "path=/nowhere", "persist"
     )
-    shim.check_fails(
+    shim.expect_failure(
         1, "jail: path /etc/passwd: Not a directory", "jail", "-c", "name=a", "path=/etc/passwd", "persist"
     )
-    shim.check_fails(1, "jail: new jail must persist or attach", "jail", "-c", "name=a", path)
-    shim.check_fails(1, "jail: unknown parameter: wnet", "jail", "-c", "name=a", path, "persist", "wnet=new")
-    shim.check_fails(1, 'jail: jail "a" not found', "jail", "-c", "name=a.b", path, "persist")
+    shim.expect_failure(1, "jail: new jail must persist or attach", "jail", "-c", "name=a", path)
+    shim.expect_failure(1, "jail: unknown parameter: wnet", "jail", "-c", "name=a", path, "persist", "wnet=new")
+    shim.expect_failure(1, 'jail: jail "a" not found', "jail", "-c", "name=a.b", path, "persist")
     numeric_name_error = "jail: name cannot be numeric (unless it is the jid)"
-    shim.check_fails(1, numeric_name_error, "jail", "-c", "jid=9", "name=8", path, "persist")
-    shim.check_fails(
+    shim.expect_failure(1, numeric_name_error, "jail", "-c", "jid=9", "name=8", path, "persist")
+    shim.expect_failure(
         1, 'jail: securelevel: non-integer value "x"', "jail", "-c", "name=a", path, "persist", "securelevel=x"
     )
-    shim.check_fails(1, 'jail: vnet: unknown jailsys value "own"', "jail", "-c", "name=a", path, "persist", "vnet=own")
-    shim.check_fails(1, "jail: jail_set: Invalid argument", "jail", "-c", "name=a", path, "persist", "enforce_statfs=3")
+    shim.expect_failure(
+        1, 'jail: vnet: unknown jailsys value "own"', "jail", "-c", "name=a", path, "persist", "vnet=own"
+    )
+    shim.expect_failure(
+        1, "jail: jail_set: Invalid argument", "jail", "-c", "name=a", path, "persist", "enforce_statfs=3"
+    )
     long_name = "name=" + "n" * 300
-    shim.check_fails(1, "jail: jail_set: File name too long", "jail", "-c", long_name, path, "persist")
-    shim.check_fails(
+    shim.expect_failure(1, "jail: jail_set: File name too long", "jail", "-c", long_name, path, "persist")
+    shim.expect_failure(
         1,
         "jail: vnet jails cannot have IP address restrictions",
         *("jail", "-c", "name=a", path, "persist", "vnet", "ip4.addr=10.0.0.1"),
     )
     # meta exists since 15.0
-    shim.check_fails(1, "jail: unknown parameter: meta.id", "jail", "-c", "name=a", path, "persist", "meta.id=5")
+    shim.expect_failure(1, "jail: unknown parameter: meta.id", "jail", "-c", "name=a", path, "persist", "meta.id=5")
     shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1500068")
     shim.check_ok("jail", "-c", "name=a", path, "persist", "meta.id=5")
     assert shim.check_ok("jls", "-j", "a", "meta.id") == "5\n"
@@ -85,9 +89,9 @@ def test_unknown_options_fail(shim: Shim) -> None:
 def test_mount_devfs_requires_a_directory_that_is_not_a_symlink(shim: Shim) -> None:
     (shim.root / "dev").rmdir()
     command = ["jail", "-c", "name=a", f"path={shim.root}", "persist", "mount.devfs"]
-    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *command)
+    shim.expect_failure(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *command)
     (shim.root / "dev").symlink_to("/tmp")
-    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *command)
+    shim.expect_failure(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *command)
 
 
 def test_a_failed_creation_is_undone(shim: Shim) -> None:
@@ -176,10 +180,10 @@ def test_jexec_sets_environment_and_user(shim: Shim) -> None:
     assert (
         shim.check_ok("jexec", "-U", "guest", "sx1", "sh", "-c", 'echo "$(id -u) $USER $HOME"') == "1234 guest /tmp\n"
     )
-    shim.check_fails(1, "jexec: guest: no such user", "jexec", "-u", "guest", "sx1", "id")
-    shim.check_fails(1, 'jexec: jail "none" not found', "jexec", "none", "id")
-    shim.check_fails(1, "jexec: jail 77 not found", "jexec", "77", "id")
-    shim.check_fails(1, "jexec: execvp: /no/such: No such file or directory", "jexec", "sx1", "/no/such")
+    shim.expect_failure(1, "jexec: guest: no such user", "jexec", "-u", "guest", "sx1", "id")
+    shim.expect_failure(1, 'jexec: jail "none" not found', "jexec", "none", "id")
+    shim.expect_failure(1, "jexec: jail 77 not found", "jexec", "77", "id")
+    shim.expect_failure(1, "jexec: execvp: /no/such: No such file or directory", "jexec", "sx1", "/no/such")
     assert shim("jexec", "sx1").returncode == 0  # A shell whose input is empty.
 
 
@@ -216,7 +220,7 @@ def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
         each.communicate()
     assert shim("pkill", "-KILL", "-j", "1").returncode == 1  # nothing matched
     assert shim("pkill", "-KILL", "-j", "99").returncode == 1
-    shim.check_fails(2, "pkill: Invalid jail ID or name `none2'", "pkill", "-KILL", "-j", "none2")
+    shim.expect_failure(2, "pkill: Invalid jail ID or name `none2'", "pkill", "-KILL", "-j", "none2")
     assert [each["name"] for each in list_jails(shim)] == ["sx1"]
 
 
@@ -231,14 +235,14 @@ def test_removing_a_jail_terminates_processes_and_keeps_mounts(shim: Shim) -> No
     assert f"devfs on {shim.root}/dev (devfs)\n" == shim.check_ok("mount", "-t", "devfs")
     assert shim.check_ok("mount", "-t", "nullfs") != ""
     shim.check_ok("umount", f"{shim.root}/dev")
-    shim.check_fails(1, 'jail: "sx1" not found', "jail", "-r", "sx1")
-    shim.check_fails(1, 'jail: "5" not found', "jail", "-R", "5")
+    shim.expect_failure(1, 'jail: "sx1" not found', "jail", "-r", "sx1")
+    shim.expect_failure(1, 'jail: "5" not found', "jail", "-R", "5")
 
 
 def test_a_mount_is_busy_while_a_jail_uses_it(shim: Shim) -> None:
     shim.check_ok("mount", "-t", "nullfs", str(shim.root), str(shim.root / "vol"))
     shim.check_ok("jail", "-c", "name=a", f"path={shim.root}/vol", "persist")
-    shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
+    shim.expect_failure(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
     shim.check_ok("jail", "-R", "a")
     shim.check_ok("umount", f"{shim.root}/vol")
 
@@ -252,7 +256,7 @@ def test_mounts_appear_and_disappear_in_a_running_jail(shim: Shim, tmp_path: Pat
     assert "Read-only file system" in shim("jexec", "sx1", "sh", "-c", "echo > /vol/file").stderr
     process = shim.start("jexec", "sx1", "sh", "-c", "cd /vol; echo in; sleep 1000")
     assert process.stdout is not None and process.stdout.readline() == "in\n"
-    shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
+    shim.expect_failure(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
     shim.check_ok("pkill", "-KILL", "-j", "sx1")
     process.communicate()
     shim.check_ok("umount", f"{shim.root}/vol")
@@ -264,8 +268,8 @@ def test_jail_parameters_can_be_updated(shim: Shim) -> None:
     shim.check_ok("jail", "-m", "name=sx1", "host.hostname=other", "children.max=3")
     assert shim.check_ok("jls", "-j", "sx1", "host.hostname", "children.max") == "other 3\n"
     assert shim.check_ok("jexec", "sx1", "hostname") == "other\n"
-    shim.check_fails(1, "jail: vnet cannot be changed after creation", "jail", "-m", "name=sx1", "vnet=inherit")
-    shim.check_fails(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
+    shim.expect_failure(1, "jail: vnet cannot be changed after creation", "jail", "-m", "name=sx1", "vnet=inherit")
+    shim.expect_failure(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
 
 
 def test_a_nonpersistent_jail_is_dying_after_its_last_process_exits(shim: Shim) -> None:
@@ -286,8 +290,8 @@ def test_dying_jails_are_listed_only_on_request(shim: Shim) -> None:
     shim.check_ok("freebsd-shim", "set", "dying", "forever")
     shim.check_ok("jail", "-R", "sx1")
     assert list_jails(shim) == [] and list_jails(shim, "-d")[0]["dying"] == "true"
-    shim.check_fails(1, 'jexec: jail "sx1" is dying', "jexec", "sx1", "id")
-    shim.check_fails(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
+    shim.expect_failure(1, 'jexec: jail "sx1" is dying', "jexec", "sx1", "id")
+    shim.expect_failure(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
     shim.check_ok("jail", "-R", "sx1")  # Removing it again succeeds.
     shim.check_ok("umount", f"{shim.root}/dev")
     assert shim.create_jail() == "2"  # The name can be used again.

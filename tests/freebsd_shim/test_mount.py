@@ -71,14 +71,14 @@ def test_a_mount_inherits_nothing_from_a_removed_mount(shim: Shim, directories: 
 def test_conflicting_mounts_are_refused(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
-    shim.check_fails(
+    shim.expect_failure(
         1, f"mount_nullfs: {target}: Device busy", *("mount", "-t", "nullfs", "-o", "nocover", str(source), str(target))
     )
-    shim.check_fails(
+    shim.expect_failure(
         1, f"mount_nullfs: {target}: Resource deadlock avoided", *("mount", "-t", "nullfs", str(source), str(target))
     )
     shim.check_ok("mount", "-t", "nullfs", f"{source}/inner", f"{target}/inner")
-    shim.check_fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
+    shim.expect_failure(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
     shim.check_ok("umount", f"{target}/inner", str(target))
 
 
@@ -150,7 +150,7 @@ def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, directories: tupl
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("freebsd-shim", "set", "busy", str(target))
     for options in ([], ["-f"]):
-        shim.check_fails(1, f"umount: unmount of {target} failed: Device busy", "umount", *options, str(target))
+        shim.expect_failure(1, f"umount: unmount of {target} failed: Device busy", "umount", *options, str(target))
     shim.check_ok("freebsd-shim", "set", "busy", "")
     shim.check_ok("umount", str(target))
 
@@ -158,25 +158,25 @@ def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, directories: tupl
 def test_mount_reports_errors_like_freebsd(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     command = ["mount", "-t", "nullfs"]
-    shim.check_fails(1, f"mount: {target}/none: No such file or directory", *command, str(source), f"{target}/none")
-    shim.check_fails(
+    shim.expect_failure(1, f"mount: {target}/none: No such file or directory", *command, str(source), f"{target}/none")
+    shim.expect_failure(
         64, f"mount_nullfs: {source}/none: No such file or directory", *command, f"{source}/none", str(target)
     )
-    shim.check_fails(
+    shim.expect_failure(
         1,
         f"mount_nullfs: {target}: mount option <nodev> is unknown: Invalid argument",
         *(*command, "-o", "ro,nodev", str(source), str(target)),
     )
     assert shim("mount", "-Z").returncode == 1
     assert shim("mount", "-t", "ext4", str(source), str(target)).returncode == 70
-    shim.check_fails(1, f"umount: {target}: not a file system root directory", "umount", str(target))
-    shim.check_fails(
+    shim.expect_failure(1, f"umount: {target}: not a file system root directory", "umount", str(target))
+    shim.expect_failure(
         1,
         "umount: /nowhere: statfs: No such file or directory\numount: /nowhere: unknown file system",
         *("umount", "/nowhere"),
     )
     fsid = "00ff00ff00ff00ff"
-    shim.check_fails(
+    shim.expect_failure(
         1, f"umount: {fsid}: statfs: No such file or directory\numount: {fsid}: unknown file system", "umount", fsid
     )
 
@@ -189,7 +189,7 @@ def test_umount_by_special_removes_the_newest_mount(shim: Shim, directories: tup
     shim.check_ok("mount", "-t", "nullfs", str(source), str(other_target))
     assert shim.check_ok("umount", "-v", str(source)) == f"{source}: unmount from {other_target}\n"
     with (target / "open").open("w"):
-        shim.check_fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
+        shim.expect_failure(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
         shim.check_ok("umount", "-f", str(target))
     assert list_nullfs_mounts(shim) == []
 

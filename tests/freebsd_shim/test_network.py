@@ -86,7 +86,7 @@ def test_interfaces_return_to_the_host_when_the_jail_ends(shim: Shim) -> None:
     output = shim.check_ok("ifconfig", "sx1b")
     assert "ether 02:00:00:00:00:05" in output and "inet " not in output
     shim.check_ok("ifconfig", "sx1b", "destroy")
-    shim.check_fails(1, "ifconfig: interface sx1a does not exist", "ifconfig", "sx1a")
+    shim.expect_failure(1, "ifconfig: interface sx1a does not exist", "ifconfig", "sx1a")
 
 
 def test_a_dying_jail_keeps_its_interfaces(shim: Shim) -> None:
@@ -94,8 +94,8 @@ def test_a_dying_jail_keeps_its_interfaces(shim: Shim) -> None:
     connect_jail(shim, "sx1", 5)
     shim.check_ok("freebsd-shim", "set", "dying", "forever")
     shim.check_ok("jail", "-R", "sx1")
-    shim.check_fails(1, "ifconfig: interface sx1b does not exist", "ifconfig", "sx1b")
-    shim.check_fails(1, 'ifconfig: jail "sx1" is dying', "ifconfig", "sx1b", "-vnet", "sx1")
+    shim.expect_failure(1, "ifconfig: interface sx1b does not exist", "ifconfig", "sx1b")
+    shim.expect_failure(1, 'ifconfig: jail "sx1" is dying', "ifconfig", "sx1b", "-vnet", "sx1")
     shim.check_ok("ifconfig", "sx1a", "destroy")
 
 
@@ -104,14 +104,16 @@ def test_interfaces_are_created_and_renamed(shim: Shim) -> None:
     shim.check_ok("ifconfig", "epair0a", "name", "one")
     shim.check_ok("ifconfig", "epair0b", "name", "two")
     assert shim.check_ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
-    shim.check_fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
+    shim.expect_failure(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
     assert shim.check_ok("ifconfig", "bridge7", "create") == ""
     rename_error_prefix = "ifconfig: ioctl SIOCSIFNAME (set name): "
-    shim.check_fails(1, rename_error_prefix + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
+    shim.expect_failure(1, rename_error_prefix + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
     shim.check_ok("ifconfig", "one", "name", "fifteencharacte")
-    shim.check_fails(1, rename_error_prefix + "File exists", "ifconfig", "two", "name", "fifteencharacte")
-    shim.check_fails(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
-    shim.check_fails(1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create")
+    shim.expect_failure(1, rename_error_prefix + "File exists", "ifconfig", "two", "name", "fifteencharacte")
+    shim.expect_failure(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
+    shim.expect_failure(
+        1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create"
+    )
 
 
 def test_ifconfig_and_route_report_errors_like_freebsd(shim: Shim) -> None:
@@ -119,28 +121,28 @@ def test_ifconfig_and_route_report_errors_like_freebsd(shim: Shim) -> None:
     shim.check_ok("ifconfig", "epair", "create")
     shim.check_ok("ifconfig", "bridge", "create")
     shim.check_ok("ifconfig", "bridge", "create")
-    shim.check_fails(1, "ifconfig: interface none0 does not exist", "ifconfig", "none0", "up")
-    shim.check_fails(1, "ifconfig: BRDGADD none0: No such file or directory", "ifconfig", "bridge0", "addm", "none0")
+    shim.expect_failure(1, "ifconfig: interface none0 does not exist", "ifconfig", "none0", "up")
+    shim.expect_failure(1, "ifconfig: BRDGADD none0: No such file or directory", "ifconfig", "bridge0", "addm", "none0")
     shim.check_ok("ifconfig", "bridge0", "addm", "epair0a")
-    shim.check_fails(1, "ifconfig: BRDGADD epair0a: File exists", "ifconfig", "bridge0", "addm", "epair0a")
-    shim.check_fails(1, "ifconfig: BRDGADD epair0a: Device busy", "ifconfig", "bridge1", "addm", "epair0a")
-    shim.check_fails(
+    shim.expect_failure(1, "ifconfig: BRDGADD epair0a: File exists", "ifconfig", "bridge0", "addm", "epair0a")
+    shim.expect_failure(1, "ifconfig: BRDGADD epair0a: Device busy", "ifconfig", "bridge1", "addm", "epair0a")
+    shim.expect_failure(
         1, "ifconfig: BRDGDEL epair0b: No such file or directory", "ifconfig", "bridge0", "deletem", "epair0b"
     )
     shim.check_ok("ifconfig", "bridge0", "deletem", "epair0a")
-    shim.check_fails(1, 'ifconfig: jail "none" not found', "ifconfig", "epair0b", "vnet", "none")
-    shim.check_fails(
+    shim.expect_failure(1, 'ifconfig: jail "none" not found', "ifconfig", "epair0b", "vnet", "none")
+    shim.expect_failure(
         1, "ifconfig: SIOCSIFRVNET(1, epair0b): Device not configured", "ifconfig", "epair0b", "-vnet", "sx1"
     )
-    shim.check_fails(1, "ifconfig: jail not found: No such file or directory", "ifconfig", "-j", "none", "-l")
-    shim.check_fails(1, "ifconfig: foo: bad value", "ifconfig", "epair0a", "foo")
-    shim.check_fails(1, "ifconfig: malformed link-level address", "ifconfig", "epair0a", "ether", "02:00")
-    shim.check_fails(1, "ifconfig: 'vnet' requires argument", "ifconfig", "epair0a", "vnet")
-    shim.check_fails(1, "ifconfig: SIOCIFDESTROY: Invalid argument", "ifconfig", "lo0", "destroy")
+    shim.expect_failure(1, "ifconfig: jail not found: No such file or directory", "ifconfig", "-j", "none", "-l")
+    shim.expect_failure(1, "ifconfig: foo: bad value", "ifconfig", "epair0a", "foo")
+    shim.expect_failure(1, "ifconfig: malformed link-level address", "ifconfig", "epair0a", "ether", "02:00")
+    shim.expect_failure(1, "ifconfig: 'vnet' requires argument", "ifconfig", "epair0a", "vnet")
+    shim.expect_failure(1, "ifconfig: SIOCIFDESTROY: Invalid argument", "ifconfig", "lo0", "destroy")
     address_error = "ifconfig: ioctl (SIOCDIFADDR): Can't assign requested address"
-    shim.check_fails(1, address_error, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
+    shim.expect_failure(1, address_error, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
     shim.check_ok("jail", "-c", "name=plain", f"path={shim.root}", "persist")
-    shim.check_fails(1, "ifconfig: SIOCSIFVNET: File exists", "ifconfig", "epair0b", "vnet", "plain")
+    shim.expect_failure(1, "ifconfig: SIOCSIFVNET: File exists", "ifconfig", "epair0b", "vnet", "plain")
 
 
 def test_addresses_are_added_and_replaced(shim: Shim) -> None:
@@ -172,9 +174,9 @@ def test_routes_are_added_and_deleted(shim: Shim) -> None:
     assert (result.returncode, result.stdout) == (1, "delete net default fib 0: not in table\n")
     result = shim("route", "-j", "sx1", "add", "default", "172.16.0.1")
     assert result.returncode == 1 and result.stdout.endswith("fib 0: Network is unreachable\n")
-    shim.check_fails(1, "route: route has not been found", "route", "-j", "sx1", "get", "default")
-    shim.check_fails(68, "route: bad address: nowhere!", "route", "add", "default", "nowhere!")
-    shim.check_fails(1, "route: Jail not found", "route", "-j", "none", "add", "default", "10.0.0.1")
+    shim.expect_failure(1, "route: route has not been found", "route", "-j", "sx1", "get", "default")
+    shim.expect_failure(68, "route: bad address: nowhere!", "route", "add", "default", "nowhere!")
+    shim.expect_failure(1, "route: Jail not found", "route", "-j", "none", "add", "default", "10.0.0.1")
     assert shim("route", "frobnicate").returncode == 64
 
 
@@ -211,8 +213,8 @@ def test_bridge_members_have_flags_and_static_addresses(shim: Shim) -> None:
         (("static", "sx9a", mac), "BRDGSADDR sx9a: No such file or directory"),
         (("-learn", "sx9a"), "unable to get bridge flags: No such file or directory"),
     ):
-        shim.check_fails(1, f"ifconfig: {message}", "ifconfig", "sxbr0", *words)
-    shim.check_fails(1, "ifconfig: BRDGSADDR sx1a: Invalid argument", "ifconfig", "sx1a", "static", "sx1a", mac)
+        shim.expect_failure(1, f"ifconfig: {message}", "ifconfig", "sxbr0", *words)
+    shim.expect_failure(1, "ifconfig: BRDGSADDR sx1a: Invalid argument", "ifconfig", "sx1a", "static", "sx1a", mac)
     shim.check_ok("ifconfig", "sx1a", "destroy")
     assert mac not in shim.check_ok("bridge", "fdb", "show", "br", "sxbr0")
 
@@ -268,7 +270,7 @@ def test_arp_entries_are_set_listed_and_deleted(shim: Shim) -> None:
         (("-n", "-i", "sx9a", "-a"), "interface sx9a does not exist"),
         (("-i", "sxbr0", "-d", "10.213.0.5"), "-i not applicable to this operation"),
     ):
-        shim.check_fails(1, f"arp: {message}", "arp", *words)
+        shim.expect_failure(1, f"arp: {message}", "arp", *words)
     for words in (("-s", "10.99.0.1", mac), ("-d", "10.99.0.1")):  # FreeBSD's arp succeeds.
         result = shim("arp", *words)
         assert (result.returncode, result.stderr) == (0, "arp: delete: cannot locate 10.99.0.1\n")

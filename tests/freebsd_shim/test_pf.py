@@ -41,7 +41,7 @@ pass
     assert shim.check_ok("pfctl", "-a", "sbx", "-s", "Anchors") == "  sbx/1\n"
     shim("pfctl", "-q", "-a", "sbx/1", "-F", "all")
     assert shim.check_ok("pfctl", "-s", "Anchors") == ""
-    shim.check_fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
+    shim.expect_failure(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
 
 
 def test_self_is_accepted_as_an_address(shim: Shim) -> None:
@@ -111,8 +111,8 @@ def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
 def test_rules_in_the_wrong_order_are_refused(shim: Shim) -> None:
     message = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
     text = "pass\nnat on em0 inet from any to any -> (em0)\n"
-    shim.check_fails(1, f"stdin:2: {message}\n{NOT_LOADED_ERROR}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
-    shim.check_fails(1, f"stdin:2: {message}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
+    shim.expect_failure(1, f"stdin:2: {message}\n{NOT_LOADED_ERROR}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
+    shim.expect_failure(1, f"stdin:2: {message}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
 
 
 STATE_RULES = (
@@ -136,13 +136,13 @@ def test_an_invalid_file_changes_nothing(shim: Shim) -> None:
 
 
 def test_pf_can_be_enabled_and_disabled(shim: Shim) -> None:
-    shim.check_fails(1, "pfctl: pf already enabled", "pfctl", "-e")
+    shim.expect_failure(1, "pfctl: pf already enabled", "pfctl", "-e")
     assert shim("pfctl", "-d").stderr == "pf disabled\n"
-    shim.check_fails(1, "pfctl: pf not enabled", "pfctl", "-d")
+    shim.expect_failure(1, "pfctl: pf not enabled", "pfctl", "-d")
     shim.check_ok("freebsd-shim", "set", "pf.loaded", "0")
-    shim.check_fails(1, "pfctl: /dev/pf: No such file or directory", "pfctl", "-s", "rules")
+    shim.expect_failure(1, "pfctl: /dev/pf: No such file or directory", "pfctl", "-s", "rules")
     shim.check_ok("freebsd-shim", "set", "pf.loaded", "1")
-    shim.check_fails(
+    shim.expect_failure(
         1,
         "pfctl: /nowhere: No such file or directory\n"
         f"pfctl: cannot open the main config file!: No such file or directory\n{NOT_LOADED_ERROR}",

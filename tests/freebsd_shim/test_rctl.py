@@ -37,7 +37,7 @@ def test_rules_are_added_listed_and_removed(shim: Shim) -> None:
     assert shim.check_ok("rctl").count("jail:sx1:") == 3  # rules outlive the jail
     shim.check_ok("rctl", "-r", "jail:sx1")
     assert shim.check_ok("rctl") == "jail:other:maxproc:deny=5\n"
-    shim.check_fails(1, "rctl: failed to remove rule 'jail:sx1': No such process", "rctl", "-r", "jail:sx1")
+    shim.expect_failure(1, "rctl: failed to remove rule 'jail:sx1': No such process", "rctl", "-r", "jail:sx1")
 
 
 def test_rctl_reports_errors_like_freebsd(shim: Shim) -> None:
@@ -48,20 +48,20 @@ def test_rctl_reports_errors_like_freebsd(shim: Shim) -> None:
         ("jail:a:maxproc:deny", "Invalid argument"),
         ("jail:a:cputime:deny=1", "Operation not supported"),
     ):
-        shim.check_fails(1, error_format.format(rule, message), "rctl", "-a", rule)
-    shim.check_fails(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
+        shim.expect_failure(1, error_format.format(rule, message), "rctl", "-a", rule)
+    shim.expect_failure(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
     rule = "jail:a:maxproc:deny=many"
-    shim.check_fails(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
+    shim.expect_failure(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
     assert shim("rctl", "-a", "jail:a:x:deny=1", "jail:a:y:deny=1").returncode == 2  # one for each
-    shim.check_fails(1, "rctl: at most one of -a, -l, -r, or -u may be specified", "rctl", "-a", "-r", "jail:a")
+    shim.expect_failure(1, "rctl: at most one of -a, -l, -r, or -u may be specified", "rctl", "-a", "-r", "jail:a")
 
 
 def test_disabled_rctl_is_reported(shim: Shim) -> None:
     shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
-    shim.check_fails(1, DISABLED_ERROR, "rctl", "-a", "jail:sx1:maxproc:deny=100")
-    shim.check_fails(1, DISABLED_ERROR, "rctl")
+    shim.expect_failure(1, DISABLED_ERROR, "rctl", "-a", "jail:sx1:maxproc:deny=100")
+    shim.expect_failure(1, DISABLED_ERROR, "rctl")
     assert shim.check_ok("sysctl", "-n", "kern.racct.enable") == "0\n"
-    shim.check_fails(
+    shim.expect_failure(
         1,
         "sysctl: oid 'kern.racct.enable' is a read only tunable\nsysctl: Tunable values are set in /boot/loader.conf",
         *("sysctl", "kern.racct.enable=1"),
@@ -97,5 +97,5 @@ def test_sysctl_reads_and_writes_values(shim: Shim) -> None:
     assert shim.check_ok("sysctl", "-n", "net.link.bridge.pfil_member") == "0\n"
     shim.check_ok("sysctl", "net.inet.ip.forwarding=0")
     assert shim.check_ok("sysctl", "-n", "net.inet.ip.forwarding=1") == "0 -> 1\n"
-    shim.check_fails(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
-    shim.check_fails(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")
+    shim.expect_failure(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
+    shim.expect_failure(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")

@@ -72,7 +72,7 @@ def list_image_names(root: Path) -> list[str]:
     return sorted(path.name for path in root.rglob("*") if path.is_file())
 
 
-def memory_problem_of(live: Live, ref: str) -> str:
+def find_memory_problem(live: Live, ref: str) -> str:
     return live.engine.host.memory_problem(live.engine.snapshots.get(ref))
 
 
@@ -129,7 +129,7 @@ def test_forks_start_cold_while_the_root_is_unmounted_and_warm_after_it_is_remou
     root.unmount()
     try:
         for _ in range(2):
-            assert f"{root.mount_point} is not mounted" in memory_problem_of(live, "mark")
+            assert f"{root.mount_point} is not mounted" in find_memory_problem(live, "mark")
             with pytest.raises(Conflict, match=rf"{snapshot.id} is not available: .*not mounted.*coldStart"):
                 live.do(live.engine.forks.create("mark", ForkSpec(names=["refused"])))
             with pytest.raises(Conflict, match=r"not mounted.*memory: false"):
@@ -148,7 +148,7 @@ def test_forks_start_cold_while_the_root_is_unmounted_and_warm_after_it_is_remou
         assert not (live.config.host.state_root / ".damaged").exists()
     finally:
         root.mount()
-    assert memory_problem_of(live, "mark") == ""
+    assert find_memory_problem(live, "mark") == ""
     fork = live.do(live.engine.forks.create("mark", ForkSpec(names=["warm"])))
     assert read_digest(live, fork.id) == digest
     live.do(live.engine.sandboxes.resume("sleeper"))
@@ -172,7 +172,7 @@ def test_a_running_machine_survives_the_loss_of_its_root(live: Live, root: LoopX
     finally:
         eventually(lambda: not _is_attached(root.image), 20)
         root.mount()
-    assert memory_problem_of(live, "mark") == ""
+    assert find_memory_problem(live, "mark") == ""
 
 
 def _is_attached(image: Path) -> bool:
@@ -225,7 +225,7 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
         live = make_live(config=live.config)
         eventually(lambda: live.sandbox("source").state is SandboxState.RUNNING, 120)
         assert live.shell("source", "cat /root/kept").strip() == "kept"
-        assert "is not mounted" in memory_problem_of(live, "mark")
+        assert "is not mounted" in find_memory_problem(live, "mark")
     finally:
         root.mount()
     live.do(live.engine.sandboxes.delete("source"))
@@ -255,7 +255,7 @@ def test_a_capture_to_a_full_root_fails_and_leaves_no_image(root: LoopXfs, make_
         capture_source(live, "refused")
     assert list_image_names(root.mount_point) == ["filler"]
     filler.unlink()
-    assert memory_problem_of(live, capture_source(live, "taken").id) == ""
+    assert find_memory_problem(live, capture_source(live, "taken").id) == ""
 
 
 def test_a_capture_that_would_use_the_reserve_of_the_root_is_refused(root: LoopXfs, make_live: MakeLive) -> None:

@@ -89,7 +89,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
-    """The installation that all tests in this file share, with a memory root and with the template in its state."""
+    """The installation that all tests in this file share. It has a memory root and the template."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installation = Installation(root, xfs_root / "role")

@@ -28,7 +28,7 @@ def find_quotes() -> list[str]:
 
 @cache
 def find_sentences() -> frozenset[str]:
-    """Return all strings in the code and all messages of roles, with … in place of each value."""
+    """Return all strings in the code and all messages in roles, with … in place of each value."""
     python_files = (path for directory in CODE_DIRECTORIES for path in (REPOSITORY / directory).rglob("*.py"))
     texts = {text for path in python_files for text in _list_texts(path)}
     for path in (REPOSITORY / "roles").rglob("*.yml"):

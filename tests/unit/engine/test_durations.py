@@ -1,4 +1,4 @@
-"""Every operation of the engine has a histogram, with its memory mode and outcome."""
+"""A histogram records each operation of the engine, labelled with its memory mode and outcome."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str,
     ("failure", "is_killed"),
     [
         (Failure("process 7 has closed its input", _stream.INSIDE_KIND, status=400), False),
-        (Failure("process 7 does not read its input", _stream.INSIDE_KIND, status=504), True),
+        (Failure("process 7 is not reading its input", _stream.INSIDE_KIND, status=504), True),
         (Failure("gone", "unreachable"), True),
     ],
     ids=["closed", "not read", "unreachable"],

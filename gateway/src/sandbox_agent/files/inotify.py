@@ -270,11 +270,11 @@ def _is_readable(fd: int) -> bool:
 def _watch_error(error_number: int, path: str) -> Failure:
     if error_number == errno.ENOSPC:
         message = (
-            "the kernel's limit on watched directories (fs.inotify.max_user_watches) is reached: "
+            "the kernel's limit on watched directories (fs.inotify.max_user_watches) has been reached: "
             "watch fewer directories"
         )
     elif error_number in (errno.EMFILE, errno.ENFILE):
-        message = "the kernel's limit on watches (fs.inotify.max_user_instances) is reached: stop a watch first"
+        message = "the kernel's limit on watches (fs.inotify.max_user_instances) has been reached: stop a watch first"
     elif error_number == errno.ENOSYS:
         return Failure("unimplemented", "this kernel has no inotify")
     else:

@@ -63,7 +63,7 @@ class ExecHandler:
 
 
 class CommandRun:
-    """A single run of a command. ``output``: the pieces of stdout and the pieces of stderr."""
+    """A single run of a command. ``output``: the chunks of stdout and the chunks of stderr."""
 
     def __init__(self, stdin: bytes, seconds: float) -> None:
         self.output: list[list[bytes]] = [[], []]

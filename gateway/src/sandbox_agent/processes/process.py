@@ -214,7 +214,7 @@ class Process:
             if not poll.poll(INPUT_TIMEOUT_SECONDS * 1000):
                 raise Failure(
                     "deadline_exceeded",
-                    f"process {self.pid} does not read its input: send less data, or wait until the process reads it",
+                    f"process {self.pid} is not reading its input: send less data, or wait until it has read more",
                 )
             try:
                 data = data[os.write(self._input, data) :]

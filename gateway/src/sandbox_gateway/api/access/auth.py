@@ -134,7 +134,7 @@ def _parse_line(line: str, where: str) -> Key:
         raise Invalid(f"{where}: the scope {scope!r} is unknown: use read, exec or admin") from None
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
-            f"{where}: the key is {len(secret)} characters long, but must have at least {MIN_KEY_LENGTH}: create one "
+            f"{where}: the key is {len(secret)} characters long, but must be at least {MIN_KEY_LENGTH}: create one "
             "with `echo e2b_$(openssl rand -hex 24)`"
         )
     return Key(name, permission, hash_secret(secret))

@@ -137,7 +137,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     response_model=shapes.EvalInfo,
     summary="Evaluate Python in the sandbox's own interpreter",
 )
-async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
+async def evaluate(request: Request, ref: Ref, body: shapes.EvaluateCode, engine: EngineDep) -> Response:
     """Evaluate Python code in an interpreter that keeps its state between requests.
 
     Snapshots with memory contain this state, and so do the sandboxes made from them.

@@ -67,7 +67,7 @@ class RunCommand(Body):
     timeout_secs: TimeoutSeconds = 30
 
 
-class Eval(Body):
+class EvaluateCode(Body):
     code: str = Field(max_length=1 << 20, description="Python.")
     timeout_secs: TimeoutSeconds = 30
 

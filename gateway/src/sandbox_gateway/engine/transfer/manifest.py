@@ -108,7 +108,7 @@ class Manifest(_Strict):
         if sizes[SnapshotPart.DISK] > self.sizes.disk_mb << 20:
             raise ValueError("the disk is larger than disk_mb")
         if self.platform and sizes[SnapshotPart.MEMORY] != self.sizes.memory_mb << 20:
-            raise ValueError("the memory has another size than memory_mb")
+            raise ValueError("the size of the memory image does not match memory_mb")
         return self
 
     @property

@@ -146,9 +146,9 @@ class Transfers:
         fingerprint = fingerprint_of(decoder.public_key)
         if fingerprint not in {self.signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
-                f"the snapshot file is signed by {fingerprint}, which is not this gateway. Compare this with "
-                "`sandboxctl snapshot signer` on the gateway that exported the file; if it is the same, and you trust "
-                "that gateway, import the file with `--trust` and this fingerprint"
+                f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
+                "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported the file; if "
+                "they are equal, and you trust that gateway, import the file with `--trust` and the fingerprint"
             )
         return fingerprint
 

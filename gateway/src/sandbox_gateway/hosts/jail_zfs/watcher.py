@@ -40,7 +40,7 @@ class JailWatcher:
             if not running_machines:
                 continue
             try:
-                alive_jails = await self._jails.list_alive()
+                running_jails = await self._jails.list_alive()
                 should_probe = check_count % _CHECKS_PER_PROBE == 0
                 unresponsive_jails = (
                     await self._find_unresponsive([each for _, each in running_machines]) if should_probe else set()
@@ -49,7 +49,7 @@ class JailWatcher:
                 log.warning("the list of jails cannot be read", reason=error.message)
                 continue
             for instance, machine in running_machines:
-                has_stopped = machine.jail not in alive_jails or machine.jail in unresponsive_jails
+                has_stopped = machine.jail not in running_jails or machine.jail in unresponsive_jails
                 if has_stopped and self._register.get(instance) is machine:
                     machine.has_ended = True
                     self.on_exit(instance)

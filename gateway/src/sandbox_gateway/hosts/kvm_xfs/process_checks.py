@@ -85,7 +85,7 @@ def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
         finally:
             send_signal(pidfd, signal.SIGCONT)
     if namespace is None:
-        raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended or does not stop")
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} has exited, or could not be stopped")
     return namespace
 
 

@@ -186,7 +186,7 @@ class JailMounts:
         ]
 
     async def wait_until_unmounted(self, matches: MountFilter) -> None:
-        """Wait until no matching mount is stuck."""
+        """Wait until the last stuck mount that matches has been unmounted."""
         for each in list(self._stuck_mounts.values()):
             if matches(each.mount):
                 await each.unmounted.wait()

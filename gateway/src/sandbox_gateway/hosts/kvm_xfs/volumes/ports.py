@@ -25,7 +25,7 @@ class Ports:
                 self._next = index + 1
                 self._taken.add(VOLUME_PORTS[index])
                 return VOLUME_PORTS[index]
-        raise Busy(f"the limit of {len(VOLUME_PORTS)} volumes on this host is reached: remove volumes first")
+        raise Busy(f"the limit of {len(VOLUME_PORTS)} volumes on this host has been reached: remove some volumes first")
 
     def release(self, port: int) -> None:
         self._taken.discard(port)
