@@ -21,6 +21,7 @@ from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.scale import Scale
 from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
+from benchmarks.benches.transfer import Transfer
 from benchmarks.measure import Bench
 
 BENCHES: tuple[Bench, ...] = (
@@ -41,6 +42,7 @@ BENCHES: tuple[Bench, ...] = (
     JailScale(),
     Tasks(),
     Plans(),
+    Transfer(),
     Connection(),
     Rivals(),
 )

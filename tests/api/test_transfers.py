@@ -16,7 +16,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _snaps
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
-from sandbox_gateway.engine.transfer.container import Encoder
+from sandbox_gateway.engine.transfer.container import Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
@@ -54,7 +54,9 @@ def foreign_file() -> tuple[bytes, str]:
     head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
     chunks.insert(2, (2, 0, b'{"color": "green"}'))
-    return b"".join([head, *(encoder.chunk(*chunk) for chunk in chunks), encoder.end()]), signer.fingerprint
+    return b"".join(
+        [head, *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.end()]
+    ), signer.fingerprint
 
 
 def read_color(api: httpx.Client, sandbox: str) -> str:
@@ -153,7 +155,9 @@ def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[s
     for trust in ((), ("0" * 64,)):
         refused = import_(api, file, trust=trust)
         assert (refused.status_code, refused.json()["kind"]) == (403, "untrusted")
-        assert f"signed by {fingerprint}" in refused.json()["message"] and "--trust" in refused.json()["message"]
+        assert (
+            f"signed with the key {fingerprint}" in refused.json()["message"] and "--trust" in refused.json()["message"]
+        )
     assert import_(api, file, trust=["yes"]).json()["kind"] == "invalid"
     assert import_(api, file, name="foreign", trust=["0" * 64, fingerprint]).status_code == 201
     api.post("/snapshots/foreign/fork", json={"name": "green"}).raise_for_status()

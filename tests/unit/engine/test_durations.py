@@ -65,7 +65,7 @@ async def import_copy(engine: Engine) -> None:
     try:
         await engine.transfers.import_(export.pieces(), name="imported")
     finally:
-        export.close()
+        await export.close()
 
 
 # In the order of their execution. Each entry names the method, and the operation and memory mode under which it counts.

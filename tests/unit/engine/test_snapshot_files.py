@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.engine.transfer import container
-from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Chunk, Decoder, Encoder
+from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, MAGIC, Chunk, Decoder, Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import Manifest, parse_manifest
 from sandbox_gateway.engine.transfer.signing import Signer, check_fingerprint, fingerprint_of
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
@@ -71,7 +71,11 @@ CHUNKS = [
 def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> tuple[bytes, list[int]]:
     """Return a file, and the offsets of the edges of its records."""
     encoder = Encoder(SIGNER)
-    records = [encoder.head(make_manifest(**changes)), *(encoder.chunk(*chunk) for chunk in chunks), encoder.end()]
+    records = [
+        encoder.head(make_manifest(**changes)),
+        *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks),
+        encoder.end(),
+    ]
     edges = [sum(map(len, records[:count])) for count in range(len(records) + 1)]
     return b"".join(records), edges
 
@@ -221,7 +225,7 @@ def test_a_bad_record_is_refused_without_much_memory(name: str) -> None:
 
 def test_only_one_chunk_is_decompressed_at_a_time() -> None:
     encoder, zeros = Encoder(SIGNER), bytes(CHUNK_BYTES)
-    chunks = [encoder.chunk(2, number * CHUNK_BYTES, zeros) for number in range(8)]
+    chunks = [encoder.chunk(compress_chunk(2, number * CHUNK_BYTES, zeros)) for number in range(8)]
     decoder = Decoder()
     decoder.feed(Encoder(SIGNER).head(make_manifest()) + b"".join(chunks))
     tracemalloc.start()

@@ -71,7 +71,7 @@ class _ExportResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._export.close()
+            await self._export.close()
 
 
 @router.get(

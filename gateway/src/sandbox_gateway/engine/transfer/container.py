@@ -61,7 +61,6 @@ class Encoder:
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._digest = hashlib.sha256()
-        self._compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
 
     def head(self, manifest: Manifest) -> bytes:
         text = manifest.model_dump_json().encode()
@@ -69,10 +68,9 @@ class Encoder:
         prefix = MAGIC + _PREFIX.pack(VERSION)
         return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
 
-    def chunk(self, part: int, offset: int, data: bytes) -> bytes:
-        """Return the record of a chunk. ``part``: its index in the manifest."""
-        head = _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest())
-        return self._add(_frame(b"C", head + self._compressor.compress(data)))
+    def chunk(self, contents: bytes) -> bytes:
+        """Return the record of a chunk. ``contents``: the result of ``compress_chunk``."""
+        return self._add(_frame(b"C", contents))
 
     def end(self) -> bytes:
         digest = self._digest.digest()
@@ -81,6 +79,13 @@ class Encoder:
     def _add(self, record: bytes) -> bytes:
         self._digest.update(record)
         return record
+
+
+def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
+    """Return the contents of a chunk's record. ``part``: its index in the manifest. Threads may call this at once."""
+    # A compressor works for one thread at a time.
+    compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
+    return _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
 
 
 def _frame(kind: bytes, contents: bytes) -> bytes:

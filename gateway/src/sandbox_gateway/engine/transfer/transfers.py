@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,12 +29,13 @@ from sandbox_gateway.tasks import finish_despite_cancellation
 
 if TYPE_CHECKING:
     # Only hosts that can transfer snapshots need the libraries of these modules.
-    from sandbox_gateway.engine.transfer.container import Decoder, Encoder
+    from sandbox_gateway.engine.transfer.container import Decoder
     from sandbox_gateway.engine.transfer.manifest import Manifest
     from sandbox_gateway.engine.transfer.signing import Signer
 
 _BATCH_BYTES = 1 << 20
 """Work on this much of an arriving file at a time, because switching to a thread takes longer than small pieces."""
+_COMPRESSION_THREADS = min(os.cpu_count() or 1, 8)
 _MAX_NAMES = 16
 _MAX_DESCRIPTION_LENGTH = 4096
 
@@ -201,6 +204,8 @@ class Export:
         self._signer = signer
         self._snapshot = snapshot
         self._source = source
+        self._pending: deque[asyncio.Task[bytes]] = deque()
+        """Chunks that threads are reading and compressing, in the order of the file."""
         self.on_close = contextlib.ExitStack()
 
     def prepare(self) -> None:
@@ -230,29 +235,48 @@ class Export:
         )
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file, of which at most one chunk is in memory."""
+        """Yield the bytes of the file. Several threads compress chunks, of which a few are in memory."""
         from sandbox_gateway.engine.transfer.container import Encoder
 
         encoder = Encoder(self._signer)
         yield encoder.head(self.manifest)
-        records = self._records(encoder)
-        while record := await finish_despite_cancellation(asyncio.to_thread(next, records, b"")):
-            yield record
+        for place in self._chunk_places():
+            self._pending.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
+            if len(self._pending) > _COMPRESSION_THREADS and (contents := await self._take_first()):
+                yield await asyncio.to_thread(encoder.chunk, contents)
+        while self._pending:
+            if contents := await self._take_first():
+                yield await asyncio.to_thread(encoder.chunk, contents)
         yield encoder.end()
 
-    def _records(self, encoder: Encoder) -> Iterator[bytes]:
+    async def _take_first(self) -> bytes:
+        """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
+        contents = await finish_despite_cancellation(self._pending[0])
+        self._pending.popleft()
+        return contents
+
+    def _chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
+        """Yield the index of the part, the part, the offset and the length of each chunk."""
         from sandbox_gateway.engine.transfer.container import CHUNK_BYTES
 
-        zeros = bytes(CHUNK_BYTES)
         for index, part in enumerate(self.manifest.parts):
             for start, end in self._extents[part.name]:
                 for offset in range(start, end, CHUNK_BYTES):
-                    data = self._source.read(part.name, offset, min(CHUNK_BYTES, end - offset))
-                    if data != zeros[: len(data)]:
-                        yield encoder.chunk(index, offset, data)
+                    yield index, part.name, offset, min(CHUNK_BYTES, end - offset)
 
-    def close(self) -> None:
-        self.on_close.close()
+    def _compress(self, index: int, part: SnapshotPart, offset: int, length: int) -> bytes:
+        """Return the contents of a chunk's record, or b"" for a chunk of zeros, which the file omits."""
+        from sandbox_gateway.engine.transfer.container import compress_chunk
+
+        data = self._source.read(part, offset, length)
+        return b"" if data == bytes(length) else compress_chunk(index, offset, data)
+
+    async def close(self) -> None:
+        try:
+            # No thread may read from the source when it is closed.
+            await finish_despite_cancellation(asyncio.gather(*self._pending, return_exceptions=True))
+        finally:
+            self.on_close.close()
 
 
 async def _batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
