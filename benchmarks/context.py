@@ -118,7 +118,7 @@ class KvmXfs:
         start_time = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
-        lines = self.live.do(_collect_lines(build.follow()), timeout=1800)
+        lines = self.live.do(collect_lines(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
         self._ctx.print_progress(f"built in {time.monotonic() - start_time:.0f} s; {self.host.platform}")
@@ -177,7 +177,7 @@ class KvmXfs:
                 subprocess.run(["cp", "-a", "--reflink=always", source, root], check=True, timeout=120)
 
 
-async def _collect_lines(lines: Any) -> list[str]:
+async def collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 

@@ -10,6 +10,7 @@ from benchmarks.benches.dirty import Dirty
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
+from benchmarks.benches.image import Image
 from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.jail_scale import JailScale
 from benchmarks.benches.memory import Memory
@@ -43,6 +44,7 @@ BENCHES: tuple[Bench, ...] = (
     Tasks(),
     Plans(),
     Transfer(),
+    Image(),
     Connection(),
     Rivals(),
 )

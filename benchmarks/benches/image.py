@@ -1,0 +1,103 @@
+"""Measure building a template from an OCI image, against the commands that such a build cannot do without."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.context import DISK_MB, MEMORY_MB, TEMPLATE, Context, KvmXfs, collect_lines
+from benchmarks.measure import Result, Target
+from benchmarks.raw_qemu import RawQemu
+from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Resources
+from tests.support import session
+from tests.support.images import layer_of_tree, write_layout
+
+_TIMEOUT_SECONDS = 600
+_PARTS = {
+    "skopeo": "`skopeo copy`",
+    "umoci": "`umoci raw unpack`",
+    "mke2fs": "`mke2fs -d`",
+    "boot": "QEMU and the kernel until it looks for init",
+}
+
+
+class Image:
+    name = "image"
+    title = "a template from an image"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = ctx.rounds(full=5, quick=1)
+        samples: dict[str, list[float]] = defaultdict(list)
+        host = ctx.kvm_xfs
+        directory = host.mount_point / "image"
+        directory.mkdir()
+        layout = _write_image(directory)
+        size_mb = sum(path.stat().st_size for path in (layout / "blobs/sha256").iterdir()) >> 20
+        result = Result(self.name, self.title, {"rounds": rounds, "image_mb": size_mb})
+        template = host.live.engine.templates.get(TEMPLATE)
+        with host.raw_qemu(template) as raw, ctx.steps("builds", rounds) as steps:
+            for number in range(rounds):
+                _measure_floor(raw, layout, directory / "floor", samples)
+                _measure_build(host, layout, f"image-{number}", samples)
+                steps.advance()
+        floor_title = f"floor: the commands, one after another (image of {size_mb} MB)"
+        result.add_measure("floor", floor_title, samples=samples["floor"])
+        result.add_parts("floor", _PARTS, samples)
+        target = Target("ratio", 1.3)
+        result.add_measure("build", "build, until it was ready", samples=samples["build"], floor="floor", target=target)
+        return result
+
+
+def _write_image(directory: Path) -> Path:
+    """Write an OCI layout whose only layer is a Debian tree. Returns its path."""
+    work = directory / "work"
+    tree = work / "tree"
+    tree.mkdir(parents=True)
+    asyncio.run(unpack_debian(Recipe(), tree, work, session.cache_dir(), lambda line: None))
+    layout = write_layout(directory / "layout", [layer_of_tree(tree, ["."])])
+    shutil.rmtree(work)
+    return layout
+
+
+def _measure_floor(raw: RawQemu, layout: Path, directory: Path, samples: dict[str, list[float]]) -> None:
+    directory.mkdir()
+    image, copy, tree = directory / "rootfs.img", f"oci:{directory}/layout:image", directory / "tree"
+    with image.open("wb") as file:
+        file.truncate(DISK_MB << 20)
+    times = {
+        "skopeo": _time_command(["skopeo", "copy", "-q", f"oci:{layout}:test", copy]),
+        "umoci": _time_command(["umoci", "raw", "unpack", "--image", f"{directory}/layout:image", tree]),
+        "mke2fs": _time_command(["mke2fs", "-q", "-F", "-t", "ext4", "-d", tree, image]),
+    }
+    (machine,) = raw.prepare_machines(1)
+    times["boot"], _ = machine.boot_until_init()
+    machine.stop()
+    for part, ms in times.items():
+        samples[part].append(ms)
+    samples["floor"].append(sum(times.values()))
+    shutil.rmtree(directory)
+
+
+def _time_command(argv: Sequence[str | Path]) -> float:
+    start_time = time.perf_counter()
+    subprocess.run(argv, check=True, timeout=_TIMEOUT_SECONDS, stdout=subprocess.DEVNULL)
+    return (time.perf_counter() - start_time) * 1000
+
+
+def _measure_build(host: KvmXfs, layout: Path, name: str, samples: dict[str, list[float]]) -> None:
+    resources = Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB)
+    recipe = Recipe(source="image", image=f"oci:{layout}:test", resources=resources)
+    start_time = time.perf_counter()
+    build = host.live.do(host.live.engine.templates.build(name, recipe))
+    lines = host.live.do(collect_lines(build.follow()), timeout=_TIMEOUT_SECONDS)
+    samples["build"].append((time.perf_counter() - start_time) * 1000)
+    if build.status != "ready":
+        raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
+    host.live.do(host.live.engine.snapshots.delete(name))
