@@ -164,6 +164,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "a suffix": lambda path: f"{path}.json",
     "an encoded space": lambda path: f"{path}%20",
     "an encoded line end": lambda path: f"{path}%0d%0a",
+    "an encoded line feed": lambda path: f"{path}%0a",
     "an encoded NUL": lambda path: f"{path}%00",
     "an encoded question mark": lambda path: f"{path}%3f",
     "an encoded hash": lambda path: f"{path}%23/exec",

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.memory_gateway import EXEC_KEY, READ_KEY
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
 from tests.security.routes import METHODS, OVERRIDE_HEADERS, READ_METHODS, SPELLINGS, Caller, Target, list_routes
 
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
@@ -63,6 +63,19 @@ def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str)
             send_attack(target, caller, method, SPELLINGS[spelling](route.path), method in READ_METHODS)
     caller.close()
     assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
+
+
+@pytest.mark.parametrize("key", [READ_KEY, EXEC_KEY], ids=["read", "exec"])
+def test_no_spelling_of_the_path_exports_a_snapshot(target: Target, key: str) -> None:
+    """An export is the only response to this path whose length is unknown."""
+    path = "/snapshots/taken/export"
+    admin, caller = Caller(target.gateway, {"X-API-Key": ADMIN_KEY}), Caller(target.gateway, {"X-API-Key": key})
+    assert admin.request("GET", path) == (200, "")
+    for spelling in SPELLINGS.values():
+        status, body = caller.request("GET", spelling(path))
+        assert status != 200 or body, spelling(path)
+    caller.close()
+    admin.close()
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "unknown"])

@@ -28,6 +28,7 @@ _VOLUME_FILES_PREFIX = "/volumecontent/"
 _EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _EXPORT_PATHS = re.compile(r"/snapshots/[^/]+/export")
 """Paths whose GET returns the disk and the memory of a machine, with every secret in them."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
 """A path with the id of a plan session, followed by the path of a request in that session.
@@ -234,6 +235,9 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            # The `$` in the router's patterns also matches before a line feed at the end of a path.
+            if _CONTROL_CHARACTERS.search(scope["path"]):
+                raise Invalid("the path contains a control character: remove it")
             caller = identify(scope, self.keys)
             for key, pattern in ((_PLAN_KEY, _PLAN_REQUEST_PATTERN), (_RUN_KEY, _RUN_REQUEST_PATTERN)):
                 if match := pattern.fullmatch(scope["path"]):
