@@ -23,6 +23,8 @@ from sandbox_gateway.command import build_child_environment, missing_program_mes
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
+AGENT_DIRECTORY = "/opt/sandbox_agent"
+HOME = "/home/user"
 STEP_TIMEOUT_SECONDS = 3600.0
 _MAX_FILE_BYTES = 1 << 20
 
@@ -137,11 +139,11 @@ def find_agent_package() -> Path:
 
 
 def install_agent(tree: Tree, agent: Path) -> None:
-    """Install the agent's modules in `/opt/sandbox_agent`. ``agent`` is the directory of the agent's package."""
-    tree.remove("/opt/sandbox_agent")
+    """Install the agent's modules in AGENT_DIRECTORY. ``agent`` is the directory of the agent's package."""
+    tree.remove(AGENT_DIRECTORY)
     for source in sorted(agent.rglob("*")):
         if source.suffix == ".py" and source.is_file():
-            tree.write(f"/opt/sandbox_agent/{source.relative_to(agent)}", source.read_text())
+            tree.write(f"{AGENT_DIRECTORY}/{source.relative_to(agent)}", source.read_text())
 
 
 async def compile_agent_in_foreign_tree(root: Path, log: Log) -> None:
@@ -149,7 +151,8 @@ async def compile_agent_in_foreign_tree(root: Path, log: Log) -> None:
 
     Uses the gateway's interpreter, which must have the same version as the tree's.
     """
-    await compile_agent([sys.executable, "-I"], ["-s", str(root), "-p", "/", f"{root}/opt/sandbox_agent"], log)
+    directory = str(Tree(root).resolve(AGENT_DIRECTORY))
+    await compile_agent([sys.executable, "-I"], ["-s", directory, "-p", AGENT_DIRECTORY, directory], log)
 
 
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
@@ -163,27 +166,41 @@ async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Lo
         )
 
 
+def find_free_uid(tree: Tree, user_file: str = "/etc/passwd") -> int | None:
+    """Return an unused id for the user `user`, or None if the tree has a user or group with that name."""
+    accounts = [line.split(":") for file in (user_file, "/etc/group") for line in tree.read(file).splitlines()]
+    if any(account[0] == "user" for account in accounts):
+        return None
+    used_ids = {account[2] for account in accounts if len(account) > 2}
+    return next(number for number in range(1000, 60000) if str(number) not in used_ids)
+
+
 def add_user(tree: Tree) -> None:
     """Add the user `user`, as in E2B's images, unless the tree already has a user or group with that name.
 
     If `sudo` is installed, allow `user` to run any command with it.
     """
-    accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
-    if not any(account[0] == "user" for account in accounts):
-        used_ids = {account[2] for account in accounts if len(account) > 2}
-        uid = next(number for number in range(1000, 60000) if str(number) not in used_ids)
+    uid = find_free_uid(tree)
+    if uid is not None:
         shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
-        _append_line(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
+        _append_line(tree, "/etc/passwd", f"user:x:{uid}:{uid}::{HOME}:{shell}", 0o644)
         _append_line(tree, "/etc/group", f"user:x:{uid}:", 0o644)
         _append_line(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
         _append_line(tree, "/etc/gshadow", "user:!::", 0o640)
-        if not tree.is_dir("/home/user"):
-            tree.mkdir("/home/user", owner=uid)
-            for name in tree.list_directory("/etc/skel"):
-                if tree.is_file(f"/etc/skel/{name}"):
-                    tree.write(f"/home/user/{name}", tree.read(f"/etc/skel/{name}"), owner=uid)
+        create_home(tree, uid, "/etc/skel")
     if tree.is_file("/usr/bin/sudo"):
         tree.write("/etc/sudoers.d/sandbox", "user ALL=(ALL:ALL) NOPASSWD: ALL\n", mode=0o440)
+
+
+def create_home(tree: Tree, uid: int, skeleton: str) -> None:
+    """Create the home directory of `user` from the files in the directory ``skeleton``, unless it exists."""
+    if tree.is_dir(HOME):
+        return
+    tree.mkdir(HOME, owner=uid)
+    for name in tree.list_directory(skeleton):
+        if tree.is_file(f"{skeleton}/{name}"):
+            target = re.sub(r"^dot\.", ".", name)  # FreeBSD's files have names such as dot.profile.
+            tree.write(f"{HOME}/{target}", tree.read(f"{skeleton}/{name}"), owner=uid)
 
 
 def _append_line(tree: Tree, path: str, line: str, mode: int) -> None:

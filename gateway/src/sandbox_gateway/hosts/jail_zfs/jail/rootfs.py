@@ -6,6 +6,7 @@ All commands run on the host, with options that both the GNU and the FreeBSD ver
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
 from sandbox_gateway.hosts.jail_zfs.jail.identity import IDENTITY
 from sandbox_gateway.hosts.rootfs_common import (
+    HOME,
     STEP_TIMEOUT_SECONDS,
     Tree,
     add_user,
     compile_agent_in_foreign_tree,
+    create_home,
     file_kind,
     find_agent_package,
+    find_free_uid,
     install_agent,
     python_minor_version,
     run_logged,
@@ -29,6 +33,7 @@ from sandbox_gateway.hosts.rootfs_common import (
 from sandbox_gateway.recipes import Recipe, Source
 
 _PYTHON_PATHS = ("/usr/local/bin/python3", "/usr/bin/python3")
+_USER_FILE = "/etc/master.passwd"
 _IDENTITY_FILE_NAMES = ("machine-id", "resolv.conf")
 """Files in /etc that are symbolic links to files in IDENTITY."""
 _HOSTS_FILE_CONTENT = "127.0.0.1 localhost\n::1 localhost\n"
@@ -137,11 +142,23 @@ async def _add_user(root: Path) -> None:
 
     FreeBSD keeps accounts in a database, which `pw` updates.
     """
-    if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
-        await asyncio.to_thread(add_user, Tree(root))
+    tree = Tree(root)
+    if not await asyncio.to_thread(tree.is_file, _USER_FILE):
+        await asyncio.to_thread(add_user, tree)
         return
-    usershow_result = await run_async(
-        ["pw", "-R", str(root), "usershow", "user"], timeout=STEP_TIMEOUT_SECONDS, check=False
-    )
-    if usershow_result.returncode != 0:
-        await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_TIMEOUT_SECONDS)
+    await asyncio.to_thread(_refuse_links_to_accounts, tree)
+    uid = await asyncio.to_thread(find_free_uid, tree, _USER_FILE)
+    if uid is None:
+        return
+    # The tree's pw.conf could name a log on the host. -m would follow links in the tree to the host.
+    options = ("-u", str(uid), "-d", HOME, "-s", "/bin/sh", "-C", "/dev/null")
+    await run_async(["pw", "-R", str(root), "useradd", "user", *options], timeout=STEP_TIMEOUT_SECONDS)
+    await asyncio.to_thread(create_home, tree, uid, "/usr/share/skel")
+
+
+def _refuse_links_to_accounts(tree: Tree) -> None:
+    """Raise Invalid if `pw`, which follows links as on the host, could change files outside of the tree."""
+    names = [name for name in tree.list_directory("/etc") if re.match(r"(master\.passwd|passwd|group|s?pwd)\b", name)]
+    for path in ("/etc", *(f"/etc/{name}" for name in names)):
+        if (tree.root / path.lstrip("/")).is_symlink():
+            raise Invalid(f"the root file system's {path} is a symbolic link: replace it with what it refers to")

@@ -1,0 +1,100 @@
+"""Attacks by the author of an image, or of another file system from which an administrator builds a template.
+
+Everything in the tree of a template is hostile here: its links, its files, and its depth.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts import rootfs_common
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs as jail_rootfs
+from sandbox_gateway.hosts.rootfs_common import Tree
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The root of a hostile tree. The directory `host` beside it must stay empty."""
+    root = tmp_path / "root"
+    (root / "etc").mkdir(parents=True)
+    (tmp_path / "host").mkdir()
+    return root
+
+
+def list_host_files(root: Path) -> list[str]:
+    return [path.name for path in (root.parent / "host").rglob("*")]
+
+
+async def test_a_link_at_the_agents_directory_does_not_let_root_compile_files_of_the_host(
+    root: Path, tmp_path: Path
+) -> None:
+    """A user of the host has put a file there, and the image has a link to it: /opt refers to that directory."""
+    (root / "opt").symlink_to(tmp_path / "host")
+    agent = tmp_path / "agent"
+    agent.mkdir()
+    (agent / "__main__.py").write_text("agent = True\n")
+    (tmp_path / "host/sandbox_agent").mkdir()
+    (tmp_path / "host/sandbox_agent/planted.py").write_text("planted = True\n")
+    tree = Tree(root)
+    rootfs_common.install_agent(tree, agent)
+    log: list[str] = []
+    await rootfs_common.compile_agent_in_foreign_tree(root, log.append)
+    assert sorted(list_host_files(root)) == ["planted.py", "sandbox_agent"] and log == []
+    (compiled,) = tree.resolve("/opt/sandbox_agent/__pycache__").glob("__main__.*.pyc")
+    assert b"/opt/sandbox_agent/__main__.py" in compiled.read_bytes()
+
+
+@pytest.fixture
+def pw_calls(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The command lines of `pw`, which exists only on FreeBSD."""
+    calls: list[Sequence[str]] = []
+
+    async def record(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(argv)
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setattr(jail_rootfs, "run_async", record)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["etc", "etc/master.passwd", "etc/group", "etc/spwd.db", "etc/pwd.db.tmp"])
+async def test_a_link_at_the_accounts_of_a_jail_does_not_add_a_user_to_the_host(
+    root: Path, pw_calls: list[Sequence[str]], name: str
+) -> None:
+    """pw follows links as on the host. This one leads to the same file in the tree, so that both can read it."""
+    for file in ("master.passwd", "group"):
+        (root / "etc" / file).write_text("root:x:0:\n")
+    path, target = root / name, root / "target"
+    if path.is_dir():
+        path.rename(target)
+    else:
+        target.write_text("root:x:0:\n")
+        path.unlink(missing_ok=True)
+    path.symlink_to(target.name if name == "etc" else f"../{target.name}")
+    with pytest.raises(Invalid, match=f"the root file system's /{name} is a symbolic link"):
+        await jail_rootfs._add_user(root)
+    assert pw_calls == []
+
+
+async def test_a_link_at_the_home_directories_of_a_jail_creates_nothing_on_the_host(
+    root: Path, tmp_path: Path, pw_calls: list[Sequence[str]]
+) -> None:
+    (root / "etc/master.passwd").write_text("root::0:0::0:0::/root:/bin/sh\nother::1000:1000::0:0::/:/bin/sh\n")
+    (root / "etc/pw.conf").write_text(f"logfile {tmp_path}/host/log\n")
+    (root / "home").symlink_to(tmp_path / "host")
+    (root / "usr/share/skel").mkdir(parents=True)
+    (root / "usr/share/skel/dot.profile").write_text("hello\n")
+    await jail_rootfs._add_user(root)
+    (argv,) = pw_calls
+    assert "-m" not in argv and argv[argv.index("-C") + 1] == "/dev/null"
+    home = Tree(root).resolve("/home/user")
+    assert (home / ".profile").read_text() == "hello\n" and (home / ".profile").stat().st_uid == 1001
+    assert list_host_files(root) == []
