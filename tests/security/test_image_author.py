@@ -5,8 +5,11 @@ Everything in the tree of a template is hostile here: its links, its files, and 
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,12 @@ import pytest
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts import rootfs_common
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs as jail_rootfs
+from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities
+from sandbox_gateway.hosts.kvm_xfs import commit_protocol
+from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
+from sandbox_gateway.hosts.kvm_xfs.template import disk
 from sandbox_gateway.hosts.rootfs_common import Tree
+from sandbox_gateway.hosts.tree_removal import remove_tree
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -98,3 +106,80 @@ async def test_a_link_at_the_home_directories_of_a_jail_creates_nothing_on_the_h
     home = Tree(root).resolve("/home/user")
     assert (home / ".profile").read_text() == "hello\n" and (home / ".profile").stat().st_uid == 1001
     assert list_host_files(root) == []
+
+
+# --- deep trees ----------------------------------------------------------------------------------------------------
+
+_DEPTH = 1100
+"""Deeper than Python's recursion limit; the path is also longer than Linux allows."""
+
+
+def make_deep_tree(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    for _ in range(_DEPTH):
+        os.mkdir("aaaa", dir_fd=descriptor)
+        child = os.open("aaaa", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = child
+    os.close(os.open("file", os.O_CREAT, dir_fd=descriptor))
+    os.close(descriptor)
+    return directory
+
+
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    """A directory in memory, where the creation of a deep tree takes milliseconds."""
+    directory = tempfile.mkdtemp(dir="/dev/shm")
+    yield Path(directory)
+    subprocess.run(["rm", "-rf", "--", directory], check=True, timeout=60)
+
+
+def test_a_deep_tree_that_a_killed_build_left_behind_does_not_keep_the_gateway_from_starting(
+    memory_directory: Path,
+) -> None:
+    make_deep_tree(memory_directory / f"{PARTIAL_PREFIX}template")
+    make_deep_tree(memory_directory / "template" / f"{PARTIAL_PREFIX}rootfs-1")
+    assert len(commit_protocol.sweep(memory_directory)) == 2
+    assert [path.name for path in memory_directory.rglob("*")] == ["template"]
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda path: asyncio.run(rootfs_common.remove_tree(path)),
+        lambda path: Tree(path.parent).remove(f"/{path.name}"),
+        lambda path: (path.rename(commit_protocol.partial_of(path)), commit_protocol.undo(path)),
+        commit_protocol.remove,
+        commit_protocol.remove_durably,
+        lambda path: Identities(path.parent).sweep(()),
+    ],
+)
+def test_a_deep_tree_is_removed_wherever_it_is(memory_directory: Path, remove: Callable[[Path], None]) -> None:
+    remove(make_deep_tree(memory_directory / "directory"))
+    assert list(memory_directory.iterdir()) == []
+
+
+def test_a_deep_tree_that_does_not_fit_its_disk_is_measured(memory_directory: Path) -> None:
+    assert disk._measure_tree_size_mb(make_deep_tree(memory_directory / "directory")) >= 1
+
+
+def test_the_removal_of_a_tree_follows_no_link_and_reports_an_entry_that_remains(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "host/kept").touch()
+    for directory in ("a/b/c", "a/b2"):
+        (root / directory).mkdir(parents=True)
+        (root / directory / "link").symlink_to(tmp_path / "host")
+        (root / directory / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        remove_tree(root / "a/b/c/link")
+    subprocess.run(["mount", "--bind", str(tmp_path / "host"), str(root / "a/b")], check=True, timeout=30)
+    try:
+        with pytest.raises(OSError, match="busy"):
+            remove_tree(root)
+    finally:
+        (mount,) = [path for path in root.rglob("*") if path.is_mount() or path.name == "b"]
+        subprocess.run(["umount", str(mount)], check=True, timeout=30)
+    assert [path.name for path in root.rglob("*") if path.name in ("b2", "etc", "link")] == ["link"]
+    remove_tree(root)
+    remove_tree(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["host"] and list_host_files(root) == ["kept"]

@@ -12,7 +12,6 @@ import errno
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import sys
 from collections import deque
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from sandbox_gateway.command import build_child_environment, missing_program_message, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
+from sandbox_gateway.hosts import tree_removal
 from sandbox_gateway.hosts.base import Log
 
 AGENT_DIRECTORY = "/opt/sandbox_agent"
@@ -115,7 +115,7 @@ class Tree:
         self.mkdir(str(PurePosixPath(path).parent))
         host_path = self.resolve(path, follow=False)
         if host_path.is_dir() and not host_path.is_symlink():
-            shutil.rmtree(host_path)
+            tree_removal.remove_tree(host_path)
         else:
             host_path.unlink(missing_ok=True)
         return host_path
@@ -224,7 +224,7 @@ def to_gateway_error(error: OSError, action: str) -> Exception:
 
 async def remove_tree(path: Path) -> None:
     # Shield the removal, so that even a cancelled build waits for it.
-    removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+    removal = asyncio.ensure_future(asyncio.to_thread(tree_removal.remove_tree, path, ignore_errors=True))
     try:
         await asyncio.shield(removal)
     except asyncio.CancelledError:

@@ -7,10 +7,11 @@ object is either complete or a partial directory, which the next ``sweep`` remov
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from sandbox_gateway.hosts.tree_removal import remove_tree
 
 PARTIAL_PREFIX = ".partial-"
 
@@ -34,7 +35,7 @@ def undo(final: Path) -> None:
     """Remove ``final``, whether it is committed or not."""
     partial = partial_of(final)
     if partial.exists():
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial, ignore_errors=True)
     else:  # The rename succeeded, but a later step failed.
         remove_durably(final)
 
@@ -46,7 +47,7 @@ def remove(directory: Path) -> None:
     partial = partial_of(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory
     if partial != directory:
         directory.rename(partial)
-    shutil.rmtree(partial)
+    remove_tree(partial)
 
 
 def remove_durably(directory: Path) -> None:
@@ -57,7 +58,7 @@ def remove_durably(directory: Path) -> None:
     except FileNotFoundError:
         return
     sync_directory(directory.parent)
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_tree(partial, ignore_errors=True)
 
 
 def sweep(parent: Path) -> list[str]:
@@ -65,7 +66,7 @@ def sweep(parent: Path) -> list[str]:
     names = []
     for entry in _find_partial(parent):
         if entry.is_dir():
-            shutil.rmtree(entry)
+            remove_tree(entry)
         else:
             entry.unlink(missing_ok=True)
         names.append(entry.name)

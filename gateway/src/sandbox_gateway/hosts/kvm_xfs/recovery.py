@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol, record_files
@@ -14,6 +13,7 @@ from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
+from sandbox_gateway.hosts.tree_removal import remove_tree
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer_records
 
 
@@ -68,9 +68,9 @@ class KvmRecovery:
         committed_instances = {sandbox.instance for sandbox in scan.sandboxes}
         for directory in self._layout.instances():
             if directory.name not in committed_instances:
-                shutil.rmtree(directory)
+                remove_tree(directory)
                 scan.repaired.append(f"removed the disk {directory.name}, which belonged to no sandbox")
         for directory in commit_protocol.list_directories(self._layout.sandboxes):
             if not record_files.has_record(directory):
-                shutil.rmtree(directory)
+                remove_tree(directory)
                 scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")

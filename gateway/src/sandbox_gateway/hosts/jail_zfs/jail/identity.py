@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import shutil
 from collections.abc import Container, Sequence
 from pathlib import Path
 
+from sandbox_gateway.hosts.tree_removal import remove_tree
 from sandbox_gateway.records import Sandbox
 
 IDENTITY = "/run/sandbox"
@@ -34,14 +34,14 @@ class Identities:
         return self._directory / instance
 
     def remove(self, instance: str) -> None:
-        shutil.rmtree(self.path(instance), ignore_errors=True)
+        remove_tree(self.path(instance), ignore_errors=True)
 
     def sweep(self, in_use: Container[str]) -> None:
         """Remove the identities of instances that are not in ``in_use``."""
         if self._directory.is_dir():
             for path in self._directory.iterdir():
                 if path.name not in in_use:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(path, ignore_errors=True)
 
 
 def write_identity(directory: Path, sandbox: Sandbox, dns: Sequence[str]) -> None:

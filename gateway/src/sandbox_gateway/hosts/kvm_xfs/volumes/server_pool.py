@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -50,6 +49,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     load_settings,
 )
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
+from sandbox_gateway.hosts.tree_removal import remove_tree
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks
 
@@ -118,7 +118,7 @@ class ServerPool:
             # A server that hid its volume may have been writing to the image until now.
             if directory.name not in stopped_volumes and (settings := load_settings(directory)):
                 repaired += await _stop_found(ServerProcess(directory.name, 0, settings))
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
         self._starter.cgroups.sweep(set(self._servers))
         return repaired
 
@@ -133,7 +133,7 @@ class ServerPool:
         """Stop all servers, including those of an earlier gateway."""
         await self.close()
         await self.open(set())
-        shutil.rmtree(self._root, ignore_errors=True)
+        remove_tree(self._root, ignore_errors=True)
 
     # -- serving ----------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class ServerPool:
         finally:
             server.stop_watching()
         self._starter.cgroups.remove(volume)
-        shutil.rmtree(self._root / volume, ignore_errors=True)
+        remove_tree(self._root / volume, ignore_errors=True)
 
     def _watch(self, server: ServerProcess) -> None:
         self._servers[server.volume] = server
