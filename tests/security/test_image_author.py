@@ -22,7 +22,8 @@ from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template import disk
-from sandbox_gateway.hosts.rootfs_common import Tree
+from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import find_boot_files
+from sandbox_gateway.hosts.rootfs_common import Tree, add_user
 from sandbox_gateway.hosts.tree_removal import remove_tree
 
 pytestmark = pytest.mark.usefixtures("need_root")
@@ -106,6 +107,38 @@ async def test_a_link_at_the_home_directories_of_a_jail_creates_nothing_on_the_h
     home = Tree(root).resolve("/home/user")
     assert (home / ".profile").read_text() == "hello\n" and (home / ".profile").stat().st_uid == 1001
     assert list_host_files(root) == []
+
+
+# --- copies that need more room than the tree ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "size"), [(101, 1), (2, 600 << 10)])
+def test_hard_links_in_the_skeleton_of_home_directories_do_not_fill_the_disk(root: Path, count: int, size: int) -> None:
+    (root / "etc/skel").mkdir()
+    (root / "etc/skel/0").write_bytes(b"\xff" * size)
+    for number in range(1, count):
+        os.link(root / "etc/skel/0", root / f"etc/skel/{number}")
+    with pytest.raises(Invalid, match=r"/etc/skel has more than 100 files or 1048576 bytes: remove some"):
+        add_user(Tree(root))
+    assert sum(path.stat().st_size for path in (root / "home/user").iterdir()) <= 1 << 20
+
+
+def test_the_skeleton_of_home_directories_is_copied_byte_by_byte(root: Path) -> None:
+    """The replacement of bytes that are not UTF-8 would triple their number."""
+    (root / "etc/skel").mkdir()
+    (root / "etc/skel/.binary").write_bytes(b"\xff" * 1000)
+    add_user(Tree(root))
+    assert (root / "home/user/.binary").read_bytes() == b"\xff" * 1000
+
+
+@pytest.mark.parametrize("name", ["vmlinuz-6", "initrd.img-6"])
+def test_a_sparse_kernel_or_initrd_does_not_fill_the_disk(root: Path, name: str) -> None:
+    (root / "boot").mkdir()
+    for file in ("vmlinuz-6", "initrd.img-6"):
+        (root / "boot" / file).touch()
+    os.truncate(root / "boot" / name, 1 << 40)
+    with pytest.raises(Invalid, match=f"/boot/{name} is larger than 1024 MiB"):
+        find_boot_files(Tree(root))
 
 
 # --- deep trees ----------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ AGENT_DIRECTORY = "/opt/sandbox_agent"
 HOME = "/home/user"
 STEP_TIMEOUT_SECONDS = 3600.0
 _MAX_FILE_BYTES = 1 << 20
+_MAX_SKELETON_FILES = 100
 
 
 class Tree:
@@ -76,16 +77,20 @@ class Tree:
 
     def read(self, path: str) -> str:
         """Return a file's text, or "" if ``path`` is not a file. Raises Invalid if the file is too large."""
+        return self.read_bytes(path).decode(errors="replace")
+
+    def read_bytes(self, path: str) -> bytes:
+        """Return a file's contents, or b"" if ``path`` is not a file. Raises Invalid if the file is too large."""
         host_path = self.resolve(path)
         if not host_path.is_file():
-            return ""
+            return b""
         with host_path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise Invalid(
                 f"the root file system's {path} is larger than {_MAX_FILE_BYTES} bytes: make the file smaller"
             )
-        return data.decode(errors="replace")
+        return data
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
         host_path = self.resolve(path)
@@ -96,11 +101,11 @@ class Tree:
         if missing_directories:
             os.chown(host_path, owner, owner)
 
-    def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
+    def write(self, path: str, content: str | bytes, mode: int = 0o644, owner: int = 0) -> None:
         """Write a regular file. Replaces a file, link or directory at ``path``, but never changes a link's target."""
         host_path = self._clear(path)
-        with host_path.open("x") as file:
-            file.write(text)
+        with host_path.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chown(host_path, owner, owner)
         host_path.chmod(mode)
 
@@ -193,14 +198,27 @@ def add_user(tree: Tree) -> None:
 
 
 def create_home(tree: Tree, uid: int, skeleton: str) -> None:
-    """Create the home directory of `user` from the files in the directory ``skeleton``, unless it exists."""
+    """Create the home directory of `user` from the files in the directory ``skeleton``, unless it exists.
+
+    Raises Invalid if there are too many files: hard links of one file need no room in the tree, but their copies do.
+    """
     if tree.is_dir(HOME):
         return
     tree.mkdir(HOME, owner=uid)
+    file_count = byte_count = 0
     for name in tree.list_directory(skeleton):
-        if tree.is_file(f"{skeleton}/{name}"):
-            target = re.sub(r"^dot\.", ".", name)  # FreeBSD's files have names such as dot.profile.
-            tree.write(f"{HOME}/{target}", tree.read(f"{skeleton}/{name}"), owner=uid)
+        if not tree.is_file(f"{skeleton}/{name}"):
+            continue
+        data = tree.read_bytes(f"{skeleton}/{name}")
+        file_count += 1
+        byte_count += len(data)
+        if file_count > _MAX_SKELETON_FILES or byte_count > _MAX_FILE_BYTES:
+            raise Invalid(
+                f"the root file system's {skeleton} has more than {_MAX_SKELETON_FILES} files or {_MAX_FILE_BYTES} "
+                "bytes: remove some of its files"
+            )
+        target = re.sub(r"^dot\.", ".", name)  # FreeBSD's files have names such as dot.profile.
+        tree.write(f"{HOME}/{target}", data, owner=uid)
 
 
 def _append_line(tree: Tree, path: str, line: str, mode: int) -> None:

@@ -10,6 +10,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor_version
 
+_MAX_BOOT_FILE_BYTES = 1 << 30
 _PAM_DIRECTORIES = (
     "/lib/security",
     "/lib64/security",
@@ -42,6 +43,7 @@ def find_boot_files(tree: Tree) -> tuple[Path, Path]:
         for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
             initrd = tree.resolve(f"/boot/{name}")
             if kernel.is_file() and initrd.is_file():
+                _check_boot_file_sizes(kernel, initrd)
                 return kernel, initrd
     if versions:
         raise Invalid(
@@ -49,6 +51,16 @@ def find_boot_files(tree: Tree) -> tuple[Path, Path]:
             "one with update-initramfs"
         )
     raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
+
+
+def _check_boot_file_sizes(*boot_files: Path) -> None:
+    """Raise Invalid if a file is too large to be copied: a sparse file needs no room in the tree, but its copy does."""
+    for file in boot_files:
+        if file.stat().st_size > _MAX_BOOT_FILE_BYTES:
+            raise Invalid(
+                f"the root file system's /boot/{file.name} is larger than {_MAX_BOOT_FILE_BYTES >> 20} MiB: install a "
+                "smaller kernel or initrd"
+            )
 
 
 def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
