@@ -114,8 +114,18 @@ def test_large_images_are_refused_before_they_are_unpacked(tmp_path: Path) -> No
         unpack_entries(tmp_path / "noise", [entry("noise", os.urandom(9 << 20))], disk_mb=8)
 
 
-def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_CHECKER_MEMORY_BYTES", 100 << 20)
+def test_a_tree_that_outgrows_the_disk_in_spite_of_the_check_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if umoci read a layer unlike the checker. Each file is small enough for the limit of umoci's files."""
+    checker = tmp_path / "checker.py"
+    checker.write_text("""print('{"problem": ""}')""")
+    monkeypatch.setattr(layers.check_layers, "__file__", str(checker))
+    with pytest.raises(Invalid, match=r"unpacks to more than fits on the template's disk of 8 MiB"):
+        unpack_entries(tmp_path, [entry(f"{number}", bytes(6 << 20)) for number in range(4)], disk_mb=8)
+
+
+def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
     header = tarfile.TarInfo("x")
     header.type, header.size = tarfile.XHDTYPE, 150 << 20
     layout = write_layout(tmp_path / "image", [header.tobuf() + bytes(header.size)])

@@ -14,10 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
-from sandbox_gateway.hosts.kvm_xfs.template.image import registry
+from sandbox_gateway.hosts.kvm_xfs.template.image import measuring, registry
 from sandbox_gateway.hosts.kvm_xfs.template.image.check_layers import LayerProblem, check_layers, check_member
+from sandbox_gateway.hosts.kvm_xfs.template.image.layers import check_tree_size
+from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import run_measured
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
@@ -26,11 +29,16 @@ from tests.support.images import entry, layer, write_layout
 IMAGE = parse_image_reference("docker://registry.example/app:1")
 
 
-def check(tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100) -> str:
+def check(
+    tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100, is_gzip: bool | None = None
+) -> str:
+    """``is_gzip``: as the media types say; by default, as the layers are."""
     paths = [tmp_path / str(number) for number in range(len(layers))]
     for path, data in zip(paths, layers, strict=True):
         path.write_bytes(data)
-    return check_layers([str(path) for path in paths], max_bytes, max_entries)
+    kinds = ["gzip" if (data[:2] == b"\x1f\x8b" if is_gzip is None else is_gzip) else "tar" for data in layers]
+    arguments = [f"{kind}:{path}" for kind, path in zip(kinds, paths, strict=True)]
+    return check_layers(arguments, max_bytes, max_entries)
 
 
 # --- layers --------------------------------------------------------------------------------------------------------
@@ -119,6 +127,96 @@ def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
         assert "layer 1 of 1 is damaged" in check(tmp_path, damaged)
 
 
+def header(name: str = "hidden", **fields: bytes) -> bytes:
+    """Return the header of an entry in the USTAR format. ``fields``: bytes to write, by the name of their field."""
+    offsets = {"size": 124, "kind": 156, "magic": 257, "devmajor": 329, "prefix": 345, "trailer": 508}
+    block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    for field, data in fields.items():
+        block[offsets[field] : offsets[field] + len(data)] = data
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def pax(data: bytes, kind: bytes = b"x") -> bytes:
+    """Return an extended header."""
+    return header("pax", kind=kind, size=b"%011o\0" % len(data)) + data + bytes(-len(data) % 512)
+
+
+END = bytes(1024)
+NO_MAGIC = bytes(8)
+HIDING_PLACES = {
+    "bad number in a V7 header, which Go does not read": header(magic=NO_MAGIC, devmajor=b"zzzzzzzz"),
+    "prefix in a V7 header, which Go does not read": header("/etc/a", magic=NO_MAGIC, prefix=b"p"),
+    "prefix in a GNU header, which Go reads as a time": header("/etc/a", magic=b"ustar  \0", prefix=b"00000000001"),
+    "prefix in a star header": header(prefix=b"p" * 155, trailer=b"tar\0"),
+    "NUL before a size, which Go removes": header(size=b"\0" + b"0000002000"),
+    "sign in a size": header(size=b"+0000002000\0"),
+    "negative size": header(size=b"\xff" * 12),
+    "bad checksum": header().replace(b"hidden", b"hiddem"),
+    "half a header": header()[:100],
+    "contents that end early": header(size=b"00000002000\0") + b"x",
+    "entries after a single block of zeros": bytes(512) + header(),
+    "entries after the end": END + header(),
+    "global header": pax(b"12 size=100\n", b"g"),
+    "record whose length has a sign, which Go accepts": pax(b"+25 GNU.sparse.major=1\n") + header(),
+    "record after one that is cut": pax(b"9 a=b\n\n25 GNU.sparse.major=1\n") + header(),
+    "record with a bad size": pax(b"12 size=+99\n") + header(),
+    "NUL in a path": pax(b"13 path=a\0/..\n"[:12] + b"\n") + header(),
+    "two extended headers": pax(b"11 size=00\n") + pax(b"11 size=00\n") + header(),
+    "extended header without an entry": pax(b"11 size=00\n"),
+    "file with the name of a directory": header("hidden/"),
+}
+
+
+@pytest.mark.parametrize("place", HIDING_PLACES)
+def test_an_entry_that_only_another_program_reads_is_refused(tmp_path: Path, place: str) -> None:
+    """umoci is written in Go, whose archive/tar understands some headers unlike Python's tarfile."""
+    whole = layer(entry("good"))[:512] + HIDING_PLACES[place]
+    assert check(tmp_path, whole + END).startswith("layer 1 of 1 ")
+    hostile = gzip.compress(whole)
+    assert check(tmp_path, hostile).startswith("layer 1 of 1 ")
+
+
+def test_headers_of_usual_programs_are_accepted(tmp_path: Path) -> None:
+    gnu = header("good", magic=b"ustar  \0")
+    old = header("directory/", magic=NO_MAGIC + bytes(64), kind=b"\0", devmajor=bytes(16))
+    large = header("large", size=b"\x80" + (1024).to_bytes(11, "big")) + bytes(1024)
+    spaces = header("spaces", size=b"      1000 \0") + bytes(512)
+    assert check(tmp_path, gnu + old + large + spaces + END, gnu) == ""
+    (tmp_path / "tree/directory").mkdir(parents=True)
+    (tmp_path / "tree" / ("n" * 200)).write_text("x" * 5000)
+    (tmp_path / "tree/directory" / ("m" * 130)).symlink_to("l" * 150)
+    for format_option in ("v7", "oldgnu", "gnu", "ustar", "posix"):
+        argv = ["tar", f"--format={format_option}", "--create", "--directory", str(tmp_path / "tree"), "."]
+        # tar leaves out names that are too long for the format.
+        data = subprocess.run(argv, capture_output=True, timeout=60, check=False).stdout
+        assert check(tmp_path, data, gzip.compress(data)) == "" and len(data) >= 1024
+
+
+def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_path: Path) -> None:
+    """umoci decides by the media type. A file can be a compressed layer and another, uncompressed layer."""
+    problem = "layer 1 of 1 is not compressed as its media type says"
+    assert check(tmp_path, gzip.compress(layer(entry("a"))), is_gzip=False).startswith(problem)
+    assert check(tmp_path, layer(entry("a")), is_gzip=True).startswith(problem)
+
+
+async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program stands for an umoci that reads a layer unlike the checker. It writes many small files, or zeros."""
+    monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
+    for number, loop in enumerate(("> $((i++))", "head -c 100000 /dev/zero >> zeros")):
+        tree = tmp_path / str(number) / "tree"
+        tree.mkdir(parents=True)
+        script = f"cd {tree}; i=0; while true; do {loop}; done"
+        program = run_async(["bash", "-c", script], timeout=30)
+        with pytest.raises(Invalid, match="unpacks to more than fits on the template's disk of 1 MiB"):
+            await run_measured(program, lambda tree=tree: check_tree_size(tree, 1))
+        sizes = [await measuring.measure_file_sizes(tree) + await measuring.count_inodes(tree) for _ in range(2)]
+        assert sizes[0] == sizes[1], "the program still runs"
+
+
 def test_a_jail_host_refuses_images() -> None:
     with pytest.raises(Unsupported, match=r"a jail host cannot build templates from images.*use a host with virtual"):
         rootfs.check_recipe(Recipe(source=Source.IMAGE, image="app:1"))
@@ -135,7 +233,7 @@ def read(layout: Path) -> registry.CopiedImage:
 def test_a_layout_is_read(tmp_path: Path) -> None:
     image = read(write_layout(tmp_path / "image", [layer(), layer(entry("a"))], {"Cmd": ["run"]}))
     assert len(image.layers) == 2 and image.config["config"] == {"Cmd": ["run"]}
-    assert all((tmp_path / path).is_file() for path in image.layers)
+    assert all((tmp_path / layer.path).is_file() and layer.is_gzip for layer in image.layers)
 
 
 def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
@@ -151,6 +249,7 @@ def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
 
     check_refused("is for linux/s390x, but this host runs linux/", architecture="s390x")
     check_refused("compressed with zstd", media_type="application/vnd.oci.image.layer.v1.tar+zstd")
+    check_refused("has the unknown media type 'text/plain'", media_type="text/plain")
     check_refused("is not an image of a root file system", lambda index: {"manifests": []})
     check_refused("is not an image of a root file system", lambda index: [])
     outside = {"manifests": [{"digest": "sha256:../../../../etc/passwd"}]}

@@ -1,18 +1,23 @@
 """Check the layers of an image before they are unpacked, without writing anything.
 
 This program runs in its own namespaces with the host's Python and imports only the standard library. Its arguments are
-the maximum number of bytes, the maximum number of entries, and the layers, from the lowest to the highest. It prints a
-JSON object: `problem` is a sentence about the first layer that cannot be unpacked safely, or "".
+the maximum number of bytes, the maximum number of entries, and the layers, from the lowest to the highest, each as
+`gzip:PATH` or `tar:PATH`. It prints a JSON object: `problem` is a sentence about the first layer that cannot be
+unpacked safely, or "".
+
+umoci reads layers with Go's archive/tar. Python's tarfile understands some archives differently, so that an entry could
+hide from the check. Therefore this program parses headers itself, and refuses all that have more than one meaning.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +27,23 @@ _WHITEOUT_PREFIX = ".wh."
 _OVERHEAD_PER_ENTRY = 2048
 """Bytes of headers and padding that an entry may have in an archive, besides its contents."""
 _MAX_NAME_LENGTH = 4096
+_BLOCK = 512
+_MAX_EXTENDED_HEADER_BYTES = 1 << 20
+"""The maximum size of a long name or an extended header, as in Go."""
+_OLD_TYPE, _SPARSE_TYPE, _LONG_NAME_TYPE, _LONG_LINK_TYPE, _PAX_TYPE = b"\0", b"S", b"L", b"K", b"x"
+_NUMBERS = {
+    "mode": 100,
+    "uid": 108,
+    "gid": 116,
+    "size": 124,
+    "mtime": 136,
+    "chksum": 148,
+    "devmajor": 329,
+    "devminor": 337,
+}
+"""The offsets of the numbers in a header."""
+_NUMBER_PATTERN = re.compile(rb" *([0-7]*)[ \0]*")
+_PAX_PATTERN = re.compile(rb"([1-9][0-9]{0,6}) ([^=\0]+)=")
 
 
 class LayerProblem(Exception):
@@ -37,15 +59,16 @@ def check_layers(paths: Sequence[str], max_bytes: int, max_entries: int) -> str:
     budget = Budget(max_bytes, max_entries)
     for number, path in enumerate(paths, 1):
         try:
-            with Path(path).open("rb") as file:
-                _check_layer(file, budget)
+            kind, _, name = path.partition(":")
+            with Path(name).open("rb") as file:
+                _check_layer(file, kind == "gzip", budget)
         except TooLarge as error:
             return str(error)
         except LayerProblem as error:
             return f"layer {number} of {len(paths)} {error}"
         except MemoryError:
             return f"layer {number} of {len(paths)} has headers that are too large: build the image again"
-        except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, OverflowError, RecursionError) as error:
+        except (EOFError, OSError, zlib.error, ValueError, OverflowError) as error:
             return f"layer {number} of {len(paths)} is damaged ({error}): build or fetch the image again"
     return ""
 
@@ -91,20 +114,166 @@ class _CountingReader:
         return data
 
 
-def _check_layer(file: IO[bytes], budget: Budget) -> None:
+def _check_layer(file: IO[bytes], is_gzip: bool, budget: Budget) -> None:
     magic = file.read(4)
     file.seek(0)
     if magic == _ZSTD_MAGIC:
         raise LayerProblem("is compressed with zstd, which is not supported: build the image with gzip compression")
-    stream: IO[bytes] = gzip.GzipFile(fileobj=file) if magic.startswith(_GZIP_MAGIC) else file  # type: ignore[assignment]
-    reader = _CountingReader(stream, budget)
-    with tarfile.open(fileobj=reader, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
-        while (member := archive.next()) is not None:
-            archive.members = []  # Otherwise the archive remembers each of millions of members.
-            check_member(member)
-            budget.take_entry(member.size if member.isreg() else 0)
-    while reader.read(1 << 20):
-        pass
+    if magic.startswith(_GZIP_MAGIC) != is_gzip:
+        raise LayerProblem("is not compressed as its media type says: build the image again")
+    stream: IO[bytes] = gzip.GzipFile(fileobj=file) if is_gzip else file  # type: ignore[assignment]
+    for member in read_members(_CountingReader(stream, budget)):
+        check_member(member)
+        budget.take_entry(member.size if member.isreg() else 0)
+
+
+# --- the format ----------------------------------------------------------------------------------------------------
+
+
+def read_members(reader: _CountingReader) -> Iterator[tarfile.TarInfo]:
+    """Yield the entries of an archive, with their names, types, targets and sizes. Raises ValueError if it is damaged.
+
+    The type of a sparse file is `S`.
+    """
+    extended: dict[bytes, bytes] = {}
+    """What the headers before an entry say about it, by their type."""
+    while (block := _read_block(reader)) is not None:
+        if not any(block):
+            break
+        member = _parse_header(block)
+        if member.type in (_LONG_NAME_TYPE, _LONG_LINK_TYPE, _PAX_TYPE):
+            if member.type in extended:
+                raise ValueError("several extended headers of the same type")
+            extended[member.type] = _read_extended_header(reader, member.size)
+            continue
+        _apply(extended, member)
+        extended = {}
+        yield member
+        if member.isreg():
+            _skip(reader, -(-member.size // _BLOCK) * _BLOCK)
+    if extended:
+        raise ValueError("an extended header without an entry")
+    while data := reader.read(1 << 20):
+        if data.count(0) != len(data):
+            raise ValueError("data after the end of the archive")
+
+
+def _read_block(reader: _CountingReader) -> bytes | None:
+    block = _read_exactly(reader, _BLOCK)
+    if block and len(block) != _BLOCK:
+        raise ValueError("truncated header")
+    return block or None
+
+
+def _read_exactly(reader: _CountingReader, size: int) -> bytes:
+    """Return ``size`` bytes, or fewer at the end of the stream."""
+    data = b""
+    while len(data) < size and (chunk := reader.read(size - len(data))):
+        data += chunk
+    return data
+
+
+def _skip(reader: _CountingReader, size: int) -> None:
+    while size > 0:
+        data = reader.read(min(size, 1 << 20))
+        if not data:
+            raise ValueError("truncated contents")
+        size -= len(data)
+
+
+def _parse_header(block: bytes) -> tarfile.TarInfo:
+    numbers = {
+        name: _parse_number(block[offset : offset + (12 if name in ("size", "mtime") else 8)])
+        for name, offset in _NUMBERS.items()
+    }
+    checked = block[:148] + b" " * 8 + block[156:]
+    unsigned_sum = sum(checked)
+    if numbers["chksum"] not in (unsigned_sum, unsigned_sum - 256 * sum(byte > 127 for byte in checked)):
+        raise ValueError("bad checksum")
+    if numbers["size"] < 0:
+        raise ValueError("negative size")
+    kind = block[156:157]
+    prefix = b""
+    if block[257:263] == b"ustar\0" and block[508:] != b"tar\0":
+        prefix = _cut(block[345:500])
+    elif block[257:265] == b"ustar  \0":
+        if any(block[345:500]) and kind != _SPARSE_TYPE:
+            raise ValueError("a header of GNU tar with a prefix")
+    elif any(block[257:329]) or any(block[345:]):
+        raise ValueError("unknown header format")
+    member = tarfile.TarInfo()
+    member.name = _decode((prefix + b"/" if prefix else b"") + _cut(block[:100]))
+    member.linkname = _decode(_cut(block[157:257]))
+    member.type, member.size = kind, numbers["size"]
+    return member
+
+
+def _parse_number(field: bytes) -> int:
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big", signed=field[0] == 0xFF)
+    if not (match := _NUMBER_PATTERN.fullmatch(field)):
+        raise ValueError("bad number")
+    return int(match[1] or b"0", 8)
+
+
+def _read_extended_header(reader: _CountingReader, size: int) -> bytes:
+    if size > _MAX_EXTENDED_HEADER_BYTES:
+        raise LayerProblem("has headers that are too large: build the image again")
+    data = _read_exactly(reader, -(-size // _BLOCK) * _BLOCK)
+    if len(data) < size:
+        raise ValueError("truncated header")
+    return data[:size]
+
+
+def _apply(extended: dict[bytes, bytes], member: tarfile.TarInfo) -> None:
+    records = _parse_pax(extended.get(_PAX_TYPE, b""))
+    for key, value in records.items():
+        if key in ("path", "linkpath", "uname", "gname") and b"\0" in value:
+            raise ValueError(f"NUL in {key}")
+    if path := records.get("path"):
+        member.name = _decode(path)
+    if target := records.get("linkpath"):
+        member.linkname = _decode(target)
+    if size := records.get("size"):
+        if not re.fullmatch(rb"[0-9]{1,18}", size):
+            raise ValueError("bad size")
+        member.size = int(size)
+    if name := _cut(extended.get(_LONG_NAME_TYPE, b"")):
+        member.name = _decode(name)
+    if target := _cut(extended.get(_LONG_LINK_TYPE, b"")):
+        member.linkname = _decode(target)
+    if member.isreg() and member.name.endswith("/"):
+        if member.type != _OLD_TYPE or member.size:
+            raise ValueError("a file with the name of a directory")
+        member.type = tarfile.DIRTYPE
+    if member.type == _SPARSE_TYPE or any(key.startswith("GNU.sparse.") for key in records):
+        member.type = tarfile.GNUTYPE_SPARSE
+        member.name = _decode(records.get("GNU.sparse.name", b"")) or member.name
+
+
+def _parse_pax(data: bytes) -> dict[str, bytes]:
+    """Return the records of an extended header."""
+    records = {}
+    start = 0
+    while start < len(data):
+        match = _PAX_PATTERN.match(data, start)
+        end = start + int(match[1]) if match else 0
+        if not match or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            raise ValueError("bad record in an extended header")
+        records[_decode(match[2])] = data[match.end() : end - 1]
+        start = end
+    return records
+
+
+def _cut(field: bytes) -> bytes:
+    return field.partition(b"\0")[0]
+
+
+def _decode(text: bytes) -> str:
+    return text.decode(errors="surrogateescape")
+
+
+# --- entries -------------------------------------------------------------------------------------------------------
 
 
 def check_member(member: tarfile.TarInfo) -> None:
@@ -115,7 +284,7 @@ def check_member(member: tarfile.TarInfo) -> None:
         raise LayerProblem(
             f"contains the device {name}: remove it from the image, because the sandbox's kernel creates its devices"
         )
-    if member.issparse():
+    if member.type == _SPARSE_TYPE:
         raise LayerProblem(f"contains the sparse file {name}: build the image with a tool that stores whole files")
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk() or member.isfifo()):
         raise LayerProblem(f"contains {name} of the unknown type {member.type!r}: build the image again")

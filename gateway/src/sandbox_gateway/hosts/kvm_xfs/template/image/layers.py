@@ -10,6 +10,11 @@ from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.image import check_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABILITIES, WORK, confine
+from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import (
+    count_inodes,
+    measure_disk_usage,
+    run_measured,
+)
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import LAYOUT, CopiedImage
 from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
 
@@ -28,7 +33,7 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
     Raises Invalid if a layer could write outside of the tree, or if the files would not fit on the disk.
     """
     log(f"checking {len(image.layers)} layers")
-    paths = [str(WORK / layer) for layer in image.layers]
+    paths = [f"{'gzip' if layer.is_gzip else 'tar'}:{WORK / layer.path}" for layer in image.layers]
     limits = [str(disk_mb << 20), str(disk_mb * _MAX_ENTRIES_PER_MIB)]
     check = confine(
         [_PYTHON, "-I", "-S", _CHECKER, *limits, *paths],
@@ -46,7 +51,9 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
         capabilities=FILE_CAPABILITIES,
         max_file_bytes=disk_mb << 20,
     )
-    result = await run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False)
+    tree = work_directory / TREE
+    program = run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False)
+    result = await run_measured(program, lambda: check_tree_size(tree, disk_mb))
     if result.returncode != 0:
         output = result.stderr.strip()[-1000:]
         if "no space left on device" in output.lower():
@@ -55,8 +62,22 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
                 "again"
             )
         raise BackendFailed(f"umoci cannot unpack the image: {output or 'no message'}")
-    tree = work_directory / TREE
     if tree.is_symlink():
         raise Invalid("the image cannot be unpacked: its root is not a directory")
     tree.chmod(0o755)
     return tree
+
+
+async def check_tree_size(tree: Path, disk_mb: int) -> None:
+    """Raise Invalid if the tree has outgrown the disk, for example because umoci reads a layer unlike the checker.
+
+    A file that is being written may occupy twice its size, because XFS allocates space in advance.
+    """
+    if (
+        await measure_disk_usage(tree) > 2 * disk_mb << 20
+        or await count_inodes(tree) > disk_mb * _MAX_ENTRIES_PER_MIB + 1
+    ):
+        raise Invalid(
+            f"the image unpacks to more than fits on the template's disk of {disk_mb} MiB: set diskSizeMB to a larger "
+            "number"
+        )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import os
 import platform
 import re
 import tempfile
@@ -20,11 +18,11 @@ from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import WORK, confine
+from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_sizes, run_measured
 from sandbox_gateway.image_references import ImageReference, Transport
 
 _INSPECT_SECONDS = 60
 _COPY_SECONDS = 3600
-_SIZE_CHECK_INTERVAL_SECONDS = 0.5
 _MAX_JSON_BYTES = 4 << 20
 """The maximum size of a manifest, as in skopeo."""
 _MAX_LAYERS = 500
@@ -37,14 +35,29 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's names of architectures, which images use, by the names that `uname -m` prints."""
 
 
+_LAYER_TYPES = {
+    f"application/vnd.oci.image.layer.{kind}v1.tar{suffix}": suffix == "+gzip"
+    for kind in ("", "nondistributable.")
+    for suffix in ("", "+gzip")
+}
+"""Whether a layer is compressed, by its media type. umoci decides by it, too."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    path: Path
+    """The file of the layer, relative to the work directory."""
+    is_gzip: bool
+
+
 @dataclass(frozen=True)
 class CopiedImage:
     """An image in the OCI layout of a work directory."""
 
     config: Mapping[str, Any]
     """The image's configuration, as its builder wrote it."""
-    layers: Sequence[Path]
-    """The files of the layers, from the lowest to the highest, relative to the work directory."""
+    layers: Sequence[Layer]
+    """The layers, from the lowest to the highest."""
 
 
 async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
@@ -86,20 +99,15 @@ async def copy_image(
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
     max_copied_bytes = max_bytes * (2 if image.transport is Transport.OCI_ARCHIVE else 1)
-    copy = asyncio.ensure_future(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS))
-    try:
-        while not copy.done():
-            await asyncio.wait([copy], timeout=_SIZE_CHECK_INTERVAL_SECONDS)
-            if await asyncio.to_thread(_directory_bytes, work_directory) > max_copied_bytes:
-                raise Invalid(
-                    f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even "
-                    "while it is compressed: set diskSizeMB to a larger number"
-                )
-        await copy
-    finally:
-        copy.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await copy
+
+    async def check_size() -> None:
+        if await measure_file_sizes(work_directory) > max_copied_bytes:
+            raise Invalid(
+                f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even while "
+                "it is compressed: set diskSizeMB to a larger number"
+            )
+
+    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS), check_size)
     return await asyncio.to_thread(read_layout, work_directory, image)
 
 
@@ -109,17 +117,23 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
         (entry,) = _read_json(work_directory / LAYOUT / "index.json")["manifests"]
         manifest = _read_json(work_directory / _blob_path(entry["digest"]))
         config = _read_json(work_directory / _blob_path(manifest["config"]["digest"]))
-        layers = [_blob_path(layer["digest"]) for layer in manifest["layers"]]
+        paths = [_blob_path(layer["digest"]) for layer in manifest["layers"]]
         media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
     except (KeyError, TypeError, ValueError, OSError, RecursionError):
         raise Invalid(
             f"{image} is not an image of a root file system: name an image in the OCI or Docker format"
         ) from None
-    if len(layers) > _MAX_LAYERS:
-        raise Invalid(f"the image {image} has {len(layers)} layers: build it with at most {_MAX_LAYERS}")
+    if len(paths) > _MAX_LAYERS:
+        raise Invalid(f"the image {image} has {len(paths)} layers: build it with at most {_MAX_LAYERS}")
     if any("zstd" in media_type for media_type in media_types):
         raise Invalid(f"a layer of the image {image} is compressed with zstd: build the image with gzip compression")
+    if unknown_types := [media_type for media_type in media_types if media_type not in _LAYER_TYPES]:
+        raise Invalid(
+            f"a layer of the image {image} has the unknown media type {unknown_types[0][:80]!r}: build the image with "
+            "layers that are tar files"
+        )
     _check_platform(image, config)
+    layers = [Layer(path, _LAYER_TYPES[media_type]) for path, media_type in zip(paths, media_types, strict=True)]
     return CopiedImage(config, layers)
 
 
@@ -153,15 +167,6 @@ def _blob_path(digest: object) -> Path:
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise ValueError("not a digest")
     return Path(LAYOUT, "blobs", *digest.split(":"))
-
-
-def _directory_bytes(directory: Path) -> int:
-    size = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # skopeo renames its temporary files.
-                size += Path(folder, name).lstat().st_size
-    return size
 
 
 # --- skopeo --------------------------------------------------------------------------------------------------------
