@@ -114,6 +114,16 @@ def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
     assert "contains more than 100 files" in check(tmp_path, many)
 
 
+def test_directories_that_only_the_names_of_files_imply_count(tmp_path: Path) -> None:
+    """umoci creates them, each with an inode of its own."""
+    deep = ["/".join([f"{number}"] * 30) for number in range(4)]
+    assert "contains more than 100 files and directories" in check(tmp_path, layer(*map(entry, deep)))
+    siblings = [f"{'a/' * 30}{number}" for number in range(60)]
+    assert check(tmp_path, layer(*map(entry, siblings))) == ""
+    directories = [entry("a/" * depth, type=tarfile.DIRTYPE) for depth in range(1, 60)]
+    assert check(tmp_path, layer(*directories, *map(entry, "bc"))) == ""
+
+
 def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "huge").touch()
     os.truncate(tmp_path / "huge", 1 << 40)

@@ -12,6 +12,7 @@ hide from the check. Therefore this program parses headers itself, and refuses a
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 import sys
@@ -81,8 +82,8 @@ class Budget:
         self._max_entries = self._entries = max_entries
         self._stream_bytes = max_bytes + max_entries * _OVERHEAD_PER_ENTRY
 
-    def take_entry(self, size: int) -> None:
-        self._entries -= 1
+    def take_entry(self, size: int, inode_count: int = 1) -> None:
+        self._entries -= inode_count
         self._bytes -= size
         if self._bytes < 0:
             raise TooLarge(
@@ -91,8 +92,8 @@ class Budget:
             )
         if self._entries < 0:
             raise TooLarge(
-                f"the image contains more than {self._max_entries} files, the most that the template's disk can hold: "
-                "set diskSizeMB to a larger number"
+                f"the image contains more than {self._max_entries} files and directories, the most that the template's "
+                "disk can hold: set diskSizeMB to a larger number"
             )
 
     def take_stream(self, size: int) -> None:
@@ -122,9 +123,14 @@ def _check_layer(file: IO[bytes], is_gzip: bool, budget: Budget) -> None:
     if magic.startswith(_GZIP_MAGIC) != is_gzip:
         raise LayerProblem("is not compressed as its media type says: build the image again")
     stream: IO[bytes] = gzip.GzipFile(fileobj=file) if is_gzip else file  # type: ignore[assignment]
+    previous_parts: list[str] = []
     for member in read_members(_CountingReader(stream, budget)):
-        check_member(member)
-        budget.take_entry(member.size if member.isreg() else 0)
+        parts = check_member(member)
+        # umoci creates missing parents. Those of the previous entry exist.
+        pairs = zip(parts, previous_parts, strict=False)
+        shared_count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        budget.take_entry(member.size if member.isreg() else 0, max(1, len(parts) - shared_count))
+        previous_parts = parts
 
 
 # --- the format ----------------------------------------------------------------------------------------------------
@@ -276,8 +282,8 @@ def _decode(text: bytes) -> str:
 # --- entries -------------------------------------------------------------------------------------------------------
 
 
-def check_member(member: tarfile.TarInfo) -> None:
-    """Raise LayerProblem if an entry of a layer cannot be unpacked safely."""
+def check_member(member: tarfile.TarInfo) -> list[str]:
+    """Return the components of the name. Raises LayerProblem if an entry of a layer cannot be unpacked safely."""
     name = _quote(member.name)
     parts = _split(member.name, f"contains {name}")
     if member.ischr() or member.isblk():
@@ -295,6 +301,7 @@ def check_member(member: tarfile.TarInfo) -> None:
     if len(member.name) > _MAX_NAME_LENGTH or len(member.linkname) > _MAX_NAME_LENGTH:
         raise LayerProblem(f"contains {name}, whose name or target is too long: shorten it")
     _check_whiteout(parts, name)
+    return parts
 
 
 def _split(path: str, subject: str) -> list[str]:
