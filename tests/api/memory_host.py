@@ -357,6 +357,9 @@ class MemoryHost:
     def guest_digest(self) -> str:
         return "guest"
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        pass
+
     async def source_digest(self, recipe: Recipe) -> str:
         return await asyncio.to_thread(source_digest, recipe)
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
+import httpx
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs
+from sandbox_gateway.recipes import Recipe
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.security.routes import METHODS, OVERRIDE_HEADERS, READ_METHODS, SPELLINGS, Caller, Target, list_routes
 
 READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
@@ -166,3 +172,85 @@ def test_two_keys_do_not_combine_their_rights(target: Target) -> None:
     assert caller.request("DELETE", "/sandboxes/one")[0] == 403
     assert caller.request("POST", "/sandboxes/one/exec", REQUEST_BODY)[0] == 200
     caller.close()
+
+
+@pytest.mark.parametrize("key", [READ_KEY, EXEC_KEY])
+def test_a_plan_session_reads_no_files_of_the_host_and_asks_no_registry(
+    memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Responses that differ would show which files exist and which ports are open; /dev/zero would never end."""
+    read_sources = []
+    compute_digest = memory_gateway.host.source_digest
+
+    async def record_read(recipe: Recipe) -> str:
+        read_sources.append(recipe.path or recipe.image)
+        return await compute_digest(recipe)
+
+    monkeypatch.setattr(memory_gateway.host, "source_digest", record_read)
+    (tmp_path / "existing").touch()
+    sources: list[dict[str, Any]] = [
+        {"from": "rootfs", "path": str(tmp_path / "existing")},
+        {"from": "rootfs", "path": str(tmp_path / "missing")},
+        {"image": f"oci-archive:{tmp_path}/missing"},
+        {"image": "10.0.0.5:22/x"},
+    ]
+    with memory_gateway.client(key) as client:
+        plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
+        for source in sources:
+            assert client.post(f"{plan_path}/templates", json={"name": "web", **source}).status_code == 202
+            announced = client.post(f"{plan_path}/v3/templates", json={"name": "web"}).json()
+            path = f"{plan_path}/v2/templates/{announced['templateID']}/builds/{announced['buildID']}"
+            body = {"fromImage": source.get("image", "app")}
+            assert client.post(path, json=body).status_code == 202
+        client.delete(plan_path)
+    assert read_sources == []
+
+
+def test_a_plan_session_predicts_builds_from_the_last_digest_of_their_source(
+    memory_gateway: MemoryGateway, tmp_path: Path
+) -> None:
+    """Only an administrator's session reads the source."""
+    tarball = tmp_path / "rootfs.tar"
+    body = {"name": "web", "from": "rootfs", "path": str(tarball)}
+
+    def predict(key: str, path: str = "/templates") -> int:
+        with memory_gateway.client(key) as client:
+            plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
+            client.get(f"{plan_path}/templates")
+            responses = [_build(client, plan_path + path, body) for _ in range(2)]
+            assert responses[1] in (responses[0], 200), "the session remembers its own builds"
+            client.delete(plan_path)
+        return responses[0]
+
+    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (400, 202)
+    tarball.write_bytes(b"one")
+    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 202)
+    with memory_gateway.client() as client:
+        assert _build(client, "/templates", body) == 202
+    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (200, 200)
+    tarball.write_bytes(b"two")
+    assert (predict(ADMIN_KEY), predict(READ_KEY)) == (202, 200)
+    assert (predict(ADMIN_KEY, "/templates/web"), predict(READ_KEY, "/templates/web")) == (202, 200)
+
+
+def _build(client: httpx.Client, path: str, body: dict[str, Any]) -> int:
+    """Request a build and wait until it has ended. Returns the status of the response."""
+    response = client.post(path, json=body if path.endswith("/templates") else None)
+    if response.status_code == 202:
+        build = response.json()
+        root = path.partition("/templates")[0]
+        route = f"{root}/templates/{build['templateID']}/builds/{build['buildID']}"
+        client.get(f"{route}/logs", params={"follow": True})
+        assert client.get(f"{root}/templates/web").json()["outdated"] is False
+    return response.status_code
+
+
+def test_a_plan_session_refuses_a_recipe_for_another_kind_of_host(
+    memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_gateway.host, "check_recipe", rootfs.check_recipe)
+    with memory_gateway.client(READ_KEY) as client:
+        plan_path = f"/plans/{client.post('/plans', json={'run': secrets.token_hex()}).json()['planID']}"
+        response = client.post(f"{plan_path}/templates", json={"name": "web", "image": "app:1"})
+        client.delete(plan_path)
+    assert "a jail host cannot build templates from images" in response.json()["message"]

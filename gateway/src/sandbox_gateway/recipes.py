@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
+import stat
+import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,10 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.records import Resources
 
+_MAX_DIGEST_SECONDS = 300
+"""The time within which the digest of a source must be computed, because it occupies one of the gateway's threads."""
+_MAX_DIGEST_ENTRIES = 2_000_000
+"""The maximum number of files in a directory that is a source. Each takes about 500 bytes of memory."""
 _PACKAGE_PATTERN = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
 
 
@@ -97,7 +106,7 @@ def source_digest(recipe: Recipe) -> str:
     """Return a digest of the source at ``recipe.path``, or "" if the recipe has no path.
 
     The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything below a
-    directory. Raises Invalid if the source cannot be read.
+    directory. Raises Invalid if the source cannot be read, or not within five minutes.
     """
     if not recipe.path:
         return ""
@@ -105,8 +114,7 @@ def source_digest(recipe: Recipe) -> str:
     try:
         if path.is_dir():
             return _compute_tree_digest(path)
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest_file(path)
     except OSError as error:
         raise Invalid(
             f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}. Correct "
@@ -114,10 +122,54 @@ def source_digest(recipe: Recipe) -> str:
         ) from None
 
 
-def _compute_tree_digest(root: Path) -> str:
+def digest_file(path: Path) -> str:
+    """Return the hex SHA-256 of a regular file. Raises OSError for other files, and if it takes too long."""
+    # Opening a device can have side effects. Opening a pipe that replaces the file after this check must not block.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise _not_regular_error()
+    deadline = time.monotonic() + _MAX_DIGEST_SECONDS
     hasher = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        stat = path.lstat()
-        hasher.update(f"{path.relative_to(root)}\0{stat.st_mode}\0{stat.st_size}\0".encode(errors="surrogateescape"))
-        hasher.update(str(stat.st_mtime_ns).encode())
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _not_regular_error()
+        while chunk := file.read(1 << 20):
+            hasher.update(chunk)
+            _check_deadline(deadline)
     return hasher.hexdigest()
+
+
+def _not_regular_error() -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file")
+
+
+def _check_deadline(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise OSError(errno.ETIMEDOUT, f"reading it takes longer than {_MAX_DIGEST_SECONDS} s")
+
+
+def _compute_tree_digest(root: Path) -> str:
+    deadline = time.monotonic() + _MAX_DIGEST_SECONDS
+    hasher = hashlib.sha256()
+    for path in sorted(_walk_tree(root, deadline)):
+        status = path.lstat()
+        fields = f"{path.relative_to(root)}\0{status.st_mode}\0{status.st_size}\0"
+        hasher.update(fields.encode(errors="surrogateescape"))
+        hasher.update(str(status.st_mtime_ns).encode())
+        _check_deadline(deadline)
+    return hasher.hexdigest()
+
+
+def _walk_tree(root: Path, deadline: float) -> Iterator[Path]:
+    """Yield everything below ``root``. Unlike ``Path.rglob``, this does not recurse, so the tree can be deep."""
+    directories = [root]
+    count = 0
+    while directories:
+        with os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                count += 1
+                if count > _MAX_DIGEST_ENTRIES:
+                    raise OSError(errno.EFBIG, f"it contains more than {_MAX_DIGEST_ENTRIES} files")
+                _check_deadline(deadline)
+                yield Path(entry)
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(Path(entry))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.command import run_async
+from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.kvm_xfs.template.image import measuring, registry
@@ -230,6 +232,14 @@ async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
 def test_a_jail_host_refuses_images() -> None:
     with pytest.raises(Unsupported, match=r"a jail host cannot build templates from images.*use a host with virtual"):
         rootfs.check_recipe(Recipe(source=Source.IMAGE, image="app:1"))
+
+
+@pytest.mark.parametrize("transport", ["oci-archive", "docker-archive"])
+def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(Invalid, match="cannot be read on the gateway's host: it is not a regular file"):
+            asyncio.run(registry.resolve_digest(parse_image_reference(f"{transport}:{path}"), KvmXfs()))
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

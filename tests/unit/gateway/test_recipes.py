@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from sandbox_gateway import recipes
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, source_digest
 
@@ -78,6 +79,39 @@ def test_a_tarballs_digest_covers_only_its_contents(tmp_path: Path) -> None:
     )
     second_tarball.write_bytes(b"contents")
     assert digest_source(second_tarball) != digest_source(first_tarball)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_source_whose_reading_never_ends_is_refused(tmp_path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "source")
+    else:
+        (tmp_path / "source").symlink_to("/dev/zero")
+    with pytest.raises(Invalid, match="source cannot be read on the gateway's host: it is not a regular file"):
+        digest_source(tmp_path / "source")
+
+
+def test_a_pipe_that_replaces_a_source_during_the_check_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "source")
+    status = Path(__file__).stat()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="it is not a regular file"):
+        patch.setattr(Path, "stat", lambda path: status)
+        recipes.digest_file(tmp_path / "source")
+
+
+def test_a_source_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (tmp_path / str(number)).write_bytes(b"x")
+    digest_source(tmp_path)
+    monkeypatch.setattr(recipes, "_MAX_DIGEST_ENTRIES", 2)
+    with pytest.raises(Invalid, match="it contains more than 2 files"):
+        digest_source(tmp_path)
+    monkeypatch.setattr(recipes, "_MAX_DIGEST_SECONDS", 0)
+    for path in (tmp_path, tmp_path / "1"):
+        with pytest.raises(Invalid, match="reading it takes longer than 0 s"):
+            digest_source(path)
 
 
 def test_an_unreadable_path_is_reported_with_the_reason() -> None:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Path, Request
 
-from sandbox_gateway.api.access.auth import applied_run_of, caller_of, plan_of, runs_code
+from sandbox_gateway.api.access.auth import Permission, applied_run_of, caller_of, plan_of, runs_code
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.own_changes import own_changes
+from sandbox_gateway.engine.plans.host import may_read_sources
 from sandbox_gateway.engine.plans.runs import AppliedRuns
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.errors import Unsupported
@@ -39,6 +40,7 @@ async def _get_engine(request: Request) -> Engine:
     sessions.charge(session, 4 * len(await request.body()))
     id_source.set(session.new_id)
     own_changes.set(session.changes)
+    may_read_sources.set(caller_of(request.scope).permission >= Permission.ADMIN)
     return session.engine
 
 

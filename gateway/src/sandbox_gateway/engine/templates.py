@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from sandbox_gateway.engine.builds import Build
@@ -24,6 +25,8 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 log = Logger("templates")
 
 _MAX_BUILDS = 100
+_UNKNOWN_DIGEST = "unknown"
+"""The digest of a source that only a run may read."""
 
 
 class Templates:
@@ -64,7 +67,7 @@ class Templates:
         """
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
-        digest_of_source = await self._context.host.source_digest(recipe)
+        digest_of_source = await self._digest_source(recipe)
         digest = recipe.digest(await self.guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
@@ -104,7 +107,7 @@ class Templates:
             raise NotFound("build", build_id, parent=template_ref)
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
-        digest_of_source = await self._context.host.source_digest(recipe)
+        digest_of_source = await self._digest_source(recipe)
         digest = recipe.digest(await self.guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
@@ -176,6 +179,22 @@ class Templates:
                 raise
         await clean_up(log, *(self._remove(each.id) for each in former_owners if each.names == [alias]))
         return renamed_template
+
+    async def _digest_source(self, recipe: Recipe) -> str:
+        """Return the digest of the recipe's source. If it may not be read, return the digest of its last build."""
+        digest = await self._context.host.source_digest(recipe)
+        if digest is not None:
+            return digest
+        builds = ((build.recipe, build.source_digest) for build in reversed(self._builds.values()))
+        templates = (
+            (template.recipe, template.source_digest)
+            for template in self._snapshots.walk([SnapshotKind.TEMPLATE], backwards=True)
+        )
+        source = (recipe.path, recipe.image)
+        for built_recipe, built_digest in chain(builds, templates):
+            if built_digest and (built_recipe.get("path", ""), built_recipe.get("image", "")) == source:
+                return built_digest
+        return _UNKNOWN_DIGEST
 
     def _require_available(self, name: str) -> None:
         """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""

@@ -228,10 +228,14 @@ class Host(Protocol):
     def guest_digest(self) -> str:
         """Return the result of `guest_digest.digest_guest` for templates of this host. The call may read files."""
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise Unsupported if the recipe is known to be for another kind of host. The call reads no files."""
+
+    async def source_digest(self, recipe: Recipe) -> str | None:
         """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
 
-        Raises Invalid if it cannot be read, and Unsupported if this host cannot build templates from it.
+        None: the caller may not cause the host to read it. Raises Invalid if it cannot be read, and Unsupported if this
+        host cannot build templates from it.
         """
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:

@@ -159,9 +159,12 @@ class JailZfsHost:
     def guest_digest(self) -> str:
         return rootfs.guest_digest()
 
-    async def source_digest(self, recipe: Recipe) -> str:
+    def check_recipe(self, recipe: Recipe) -> None:
         if recipe.source is Source.IMAGE:
             rootfs.check_recipe(recipe)
+
+    async def source_digest(self, recipe: Recipe) -> str:
+        self.check_recipe(recipe)
         return await asyncio.to_thread(source_digest, recipe)
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:

@@ -170,6 +170,9 @@ class KvmXfsHost:
     def guest_digest(self) -> str:
         return guest_files.guest_digest()
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        pass
+
     async def source_digest(self, recipe: Recipe) -> str:
         if recipe.source is Source.IMAGE:
             return await resolve_digest(parse_image_reference(recipe.image), self._config.kvm_xfs)

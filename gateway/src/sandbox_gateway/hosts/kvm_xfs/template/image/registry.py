@@ -20,6 +20,7 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import WORK, confine
 from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_sizes, run_measured
 from sandbox_gateway.image_references import ImageReference, Transport
+from sandbox_gateway.recipes import digest_file
 
 _INSPECT_SECONDS = 60
 _COPY_SECONDS = 3600
@@ -76,8 +77,7 @@ async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
 def _digest_path(image: ImageReference) -> str:
     path = Path(image.path, "index.json") if image.transport is Transport.LAYOUT else Path(image.path)
     try:
-        with path.open("rb") as file:
-            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return f"sha256:{digest_file(path)}"
     except OSError as error:
         raise Invalid(
             f"the image {path} cannot be read on the gateway's host: {error.strerror}. Correct the path, or copy the "
