@@ -133,6 +133,22 @@ def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
         unpack(f"oci:{layout}:test", tmp_path, disk_mb=1024)
 
 
+def test_attributes_that_cannot_be_set_fill_no_memory_with_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = []
+
+    async def record(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        result = await run_async(argv, **options)
+        output.append(result.stderr)
+        return result
+
+    monkeypatch.setattr(layers, "run_async", record)
+    attributes = {"SCHILY.xattr.system.nfs4_acl": "value"}
+    tree = unpack_entries(tmp_path, [entry("file", b"", pax_headers=attributes)])
+    assert (tree / "file").exists() and output == ["", ""]
+
+
 def test_a_program_that_reads_an_image_can_write_only_to_its_directory(tmp_path: Path) -> None:
     """The programs are trusted, but the data that they read is not."""
     victim = tmp_path / "victim"

@@ -5,17 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
+import selectors
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from subprocess import CompletedProcess
+from typing import IO, cast
 
 from sandbox_gateway.errors import BackendFailed
 
-_MAX_OUTPUT_LENGTH = 2000
+_MAX_MESSAGE_LENGTH = 2000
+_MAX_OUTPUT_BYTES = 512 << 20
+"""The default limit of a command's output. The records of many sandboxes on a jail host need hundreds of MiB."""
+_MAX_ERROR_BYTES = 64 << 10
+_CHUNK_BYTES = 64 << 10
 _KILL_WAIT_SECONDS = 2.0
 _INHERITED_VARIABLES = ("PATH", "TMPDIR")
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
+
+
+class CommandTimeout(BackendFailed):
+    """A command did not finish in time."""
 
 
 def build_child_environment(**variables: str) -> dict[str, str]:
@@ -34,6 +46,28 @@ def read_proxy_settings() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+class _Output:
+    """The output of a command, of limited size. ``keeps_end``: keep the last bytes of a larger output."""
+
+    def __init__(self, max_bytes: int, *, keeps_end: bool = False) -> None:
+        self._data = bytearray()
+        self._max_bytes = max_bytes
+        self._keeps_end = keeps_end
+        self.is_too_large = False
+
+    def add(self, chunk: bytes) -> None:
+        if self._keeps_end:
+            self._data += chunk
+            if len(self._data) > 2 * self._max_bytes:
+                del self._data[: -self._max_bytes]
+        elif not self.is_too_large:
+            self._data += chunk
+            self.is_too_large = len(self._data) > self._max_bytes
+
+    def read(self) -> bytes:
+        return bytes(self._data[-self._max_bytes :])
+
+
 def run(
     argv: Sequence[str],
     *,
@@ -42,29 +76,70 @@ def run(
     check: bool = True,
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    max_output_bytes: int = _MAX_OUTPUT_BYTES,
 ) -> CompletedProcess[str]:
     """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` extends ``build_child_environment``.
 
-    Raises BackendFailed if the program is not installed, times out, or (with ``check``) exits with a nonzero code.
+    The result contains the last 64 KiB of the error output. Raises BackendFailed if the program is not installed, times
+    out, prints more than ``max_output_bytes``, or (with ``check``) exits with a nonzero code.
     """
     try:
-        result = subprocess.run(
+        process = subprocess.Popen(
             argv,
-            input=input,
-            stdin=subprocess.DEVNULL if input is None else None,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=build_child_environment(**(env or {})),
             pass_fds=pass_fds,
-            check=False,
         )
     except FileNotFoundError:
         raise BackendFailed(missing_program_message(argv[0])) from None
-    except subprocess.TimeoutExpired:
-        raise BackendFailed(_format_timeout_message(argv, timeout)) from None
-    return _check_status(argv, result, check)
+    output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
+    with process:
+        try:
+            _communicate(process, (input or "").encode(), output, errors, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise CommandTimeout(_format_timeout_message(argv, timeout)) from None
+        except BaseException:
+            process.kill()
+            raise
+    return _check_status(argv, _decode(_make_result(argv, process.returncode, output, errors)), check)
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], input: bytes, output: _Output, errors: _Output, timeout: float
+) -> None:
+    """Like ``Popen.communicate``, but store the output in objects that limit its size."""
+    deadline = time.monotonic() + timeout
+    pending = memoryview(input)
+    with selectors.DefaultSelector() as selector:
+        assert process.stdout is not None and process.stderr is not None
+        selector.register(process.stdout, selectors.EVENT_READ, output)
+        selector.register(process.stderr, selectors.EVENT_READ, errors)
+        if process.stdin is not None:
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+        while selector.get_map():
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(process.args, timeout)
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                if key.data is None:
+                    try:
+                        pending = pending[os.write(key.fd, pending[: select.PIPE_BUF]) :]
+                    except BrokenPipeError:
+                        pending = pending[:0]
+                    is_finished = not pending
+                else:
+                    chunk = os.read(key.fd, _CHUNK_BYTES)
+                    key.data.add(chunk)
+                    is_finished = not chunk
+                if is_finished:
+                    selector.unregister(key.fileobj)
+                    cast(IO[bytes], key.fileobj).close()
+            if output.is_too_large:
+                process.kill()
+                return
+    process.wait(max(0.0, deadline - time.monotonic()))
 
 
 async def run_async(
@@ -75,8 +150,30 @@ async def run_async(
     check: bool = True,
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    max_output_bytes: int = _MAX_OUTPUT_BYTES,
 ) -> CompletedProcess[str]:
     """Run a command like ``run``, without blocking the event loop. If the caller is cancelled, kill the command."""
+    result = await run_async_bytes(
+        argv,
+        timeout=timeout,
+        input=None if input is None else input.encode(),
+        env=env,
+        pass_fds=pass_fds,
+        max_output_bytes=max_output_bytes,
+    )
+    return _check_status(argv, _decode(result), check)
+
+
+async def run_async_bytes(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    input: bytes | None = None,
+    env: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    max_output_bytes: int = _MAX_OUTPUT_BYTES,
+) -> CompletedProcess[bytes]:
+    """Run a command like ``run_async``, but do not decode its output or check its exit code."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -89,30 +186,64 @@ async def run_async(
         )
     except FileNotFoundError:
         raise BackendFailed(missing_program_message(argv[0])) from None
+    output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
+    assert process.stdout is not None and process.stderr is not None
     try:
         async with asyncio.timeout(timeout):
-            stdout, stderr = await process.communicate(None if input is None else input.encode())
+            await asyncio.gather(
+                _write_input(process, input or b""),
+                _read_output(process, process.stdout, output),
+                _read_output(process, process.stderr, errors),
+            )
+            await process.wait()
     except (TimeoutError, asyncio.CancelledError) as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
         # Do not wait for a process that hangs in the kernel, because the caller may hold a lock.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_WAIT_SECONDS):
                 await process.wait()
         if isinstance(error, TimeoutError):
-            raise BackendFailed(_format_timeout_message(argv, timeout)) from None
+            raise CommandTimeout(_format_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
-    result = CompletedProcess(
-        list(argv), process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace")
-    )
-    return _check_status(argv, result, check)
+    return _make_result(argv, process.returncode, output, errors)
+
+
+async def _write_input(process: asyncio.subprocess.Process, input: bytes) -> None:
+    if process.stdin is not None:
+        process.stdin.write(input)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _read_output(process: asyncio.subprocess.Process, stream: asyncio.StreamReader, output: _Output) -> None:
+    while chunk := await stream.read(_CHUNK_BYTES):
+        output.add(chunk)
+        if output.is_too_large:
+            _kill_group(process)
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _make_result(argv: Sequence[str], code: int, output: _Output, errors: _Output) -> CompletedProcess[bytes]:
+    if output.is_too_large:
+        raise BackendFailed(f"{_shorten(argv)} printed too much and was killed")
+    return CompletedProcess(list(argv), code, output.read(), errors.read())
+
+
+def _decode(result: CompletedProcess[bytes]) -> CompletedProcess[str]:
+    stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))
+    return CompletedProcess(result.args, result.returncode, stdout, stderr)
 
 
 def _check_status(argv: Sequence[str], result: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
     if check and result.returncode != 0:
-        output = (result.stderr.strip() or result.stdout.strip() or "no output")[-_MAX_OUTPUT_LENGTH:]
-        raise BackendFailed(f"{argv[0]} {argv[1] if len(argv) > 1 else ''} failed ({result.returncode}): {output}")
+        output = (result.stderr.strip() or result.stdout.strip() or "no output")[-_MAX_MESSAGE_LENGTH:]
+        raise BackendFailed(f"{_shorten(argv)} failed ({result.returncode}): {output}")
     return result
 
 
@@ -121,4 +252,8 @@ def missing_program_message(program: str) -> str:
 
 
 def _format_timeout_message(argv: Sequence[str], timeout: float) -> str:
-    return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not finish within {timeout:g} s and was killed"
+    return f"{_shorten(argv)} did not finish within {timeout:g} s and was killed"
+
+
+def _shorten(argv: Sequence[str]) -> str:
+    return f"{argv[0]} {argv[1] if len(argv) > 1 else ''}"

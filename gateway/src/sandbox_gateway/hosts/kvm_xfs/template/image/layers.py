@@ -23,6 +23,7 @@ TREE = "tree"
 _PYTHON = "/usr/bin/python3"
 _CHECKER = "/check_layers.py"
 _CHECKER_MEMORY_BYTES = 512 << 20
+_MAX_OUTPUT_BYTES = 1 << 20
 _MAX_ENTRIES_PER_MIB = 256
 """The number of inodes that mke2fs creates for each MiB of a small disk."""
 
@@ -41,18 +42,19 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
         inputs={_CHECKER: Path(check_layers.__file__)},
         max_memory_bytes=_CHECKER_MEMORY_BYTES,
     )
-    result = await run_async(check, timeout=STEP_TIMEOUT_SECONDS)
+    result = await run_async(check, timeout=STEP_TIMEOUT_SECONDS, max_output_bytes=_MAX_OUTPUT_BYTES)
     if problem := json.loads(result.stdout)["problem"]:
         raise Invalid(problem if problem.startswith("the image") else f"the image cannot be unpacked: {problem}")
     log("unpacking the layers")
     unpack = confine(
-        ["umoci", "raw", "unpack", "--image", f"{WORK / LAYOUT}:image", str(WORK / TREE)],
+        # At a lower level, umoci prints a warning for each file with attributes that it cannot set.
+        ["umoci", "--log=fatal", "raw", "unpack", "--image", f"{WORK / LAYOUT}:image", str(WORK / TREE)],
         work_directory,
         capabilities=FILE_CAPABILITIES,
         max_file_bytes=disk_mb << 20,
     )
     tree = work_directory / TREE
-    program = run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False)
+    program = run_async(unpack, timeout=STEP_TIMEOUT_SECONDS, check=False, max_output_bytes=_MAX_OUTPUT_BYTES)
     result = await run_measured(program, lambda: check_tree_size(tree, disk_mb))
     if result.returncode != 0:
         output = result.stderr.strip()[-1000:]
