@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.command import run_async
+from sandbox_gateway.command import run_async, run_async_bytes
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template.image import layers
@@ -283,11 +283,11 @@ def test_credentials_are_used_and_are_in_no_command_line(
 ) -> None:
     command_lines = []
 
-    async def record(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    async def record(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         command_lines.append(" ".join(argv))
-        return await run_async(argv, **options)
+        return await run_async_bytes(argv, **options)
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.image.registry.run_async", record)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.template.image.registry.run_async_bytes", record)
     with running_registry(tmp_path / "private", with_password=True) as registry:
         auth_file = write_auth_file(tmp_path / "auth.json", registry)
         push(layout, f"{registry}/private:1", auth_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -240,6 +241,32 @@ def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(Invalid, match="cannot be read on the gateway's host: it is not a regular file"):
             asyncio.run(registry.resolve_digest(parse_image_reference(f"{transport}:{path}"), KvmXfs()))
+
+
+@pytest.fixture
+def skopeo_output(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The output of skopeo, which asks no registry."""
+    output = [b""]
+
+    async def run_skopeo(*args: Any) -> bytes:
+        return output[0]
+
+    monkeypatch.setattr(registry, "_run_skopeo", run_skopeo)
+    return output
+
+
+def test_a_registry_that_sends_another_image_than_the_named_one_is_refused(skopeo_output: list[bytes]) -> None:
+    named_manifest, other_manifest = b'{"named": "\xff"}', b'{"named": "\xfe"}'
+    digest = f"sha256:{hashlib.sha256(named_manifest).hexdigest()}"
+    image = parse_image_reference(f"registry.example/app@{digest}")
+    skopeo_output[0] = named_manifest
+    assert asyncio.run(registry.resolve_digest(image, KvmXfs())) == digest
+    skopeo_output[0] = other_manifest
+    with pytest.raises(
+        Invalid, match=rf"registry\.example sends another image for .*@{digest}, with the digest sha256:"
+    ):
+        asyncio.run(registry.resolve_digest(image, KvmXfs()))
+    assert asyncio.run(registry.resolve_digest(IMAGE, KvmXfs())) != digest
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

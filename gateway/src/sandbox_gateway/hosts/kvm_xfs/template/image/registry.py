@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.command import read_proxy_settings, run_async
+from sandbox_gateway.command import read_proxy_settings, run_async_bytes
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
@@ -64,14 +64,22 @@ class CopiedImage:
 async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
     """Return the digest of an image in a registry: of its manifest, or of its list of manifests for several platforms.
 
-    For a layout, return a digest of its index, and for an archive, of the file.
+    For a layout, return a digest of its index, and for an archive, of the file. Raises Invalid if the registry sends an
+    image with another digest than the reference names.
     """
     if image.transport is not Transport.REGISTRY:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
         argv = ["inspect", "--raw", *_access_options(image, settings, ""), _source(image)]
         output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
-    return f"sha256:{hashlib.sha256(output.encode()).hexdigest()}"
+    # skopeo does not compare the manifest with the digest that the reference names.
+    digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
+    if image.digest not in ("", digest):
+        raise Invalid(
+            f"the registry {image.registry} sends another image for {image}, with the digest {digest}: check the "
+            "reference, and do not trust the registry"
+        )
+    return digest
 
 
 def _digest_path(image: ImageReference) -> str:
@@ -190,7 +198,7 @@ def _access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> lis
 
 async def _run_skopeo(
     argv: Sequence[str], image: ImageReference, work_directory: Path, settings: KvmXfs, timeout: float
-) -> str:
+) -> bytes:
     is_remote = image.transport is Transport.REGISTRY
     inputs: dict[str, Path] = {}
     if not is_remote:
@@ -210,9 +218,9 @@ async def _run_skopeo(
         network=is_remote,
         env=read_proxy_settings() if is_remote else {},
     )
-    result = await run_async(command, timeout=timeout, check=False)
+    result = await run_async_bytes(command, timeout=timeout, max_output_bytes=_MAX_JSON_BYTES)
     if result.returncode != 0:
-        raise explain_failure(image, result.stderr)
+        raise explain_failure(image, result.stderr.decode(errors="replace"))
     return result.stdout
 
 
