@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from sandbox_gateway.engine.image_steps import compile_steps
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.errors import GatewayError, Invalid
+
+MAX_BYTES = 256 << 10
 
 
 def parse(command: str) -> dict[str, Any]:
@@ -31,7 +34,8 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
             ("WORKDIR", ["below"]),
             ("ENV", ["A", "2"]),
             ("RUN", ["third", "root"]),
-        ]
+        ],
+        MAX_BYTES,
     )
     first, second, third = map(parse, steps.commands)
     assert first == {"args": ["/bin/sh", "-c", "first"]}
@@ -60,4 +64,50 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
 )
 def test_steps_that_cannot_be_carried_out_are_refused(kind: str, args: list[str], message: str) -> None:
     with pytest.raises(GatewayError, match=message):
-        compile_steps([(kind, args)])
+        compile_steps([(kind, args)], MAX_BYTES)
+
+
+def test_commands_that_repeat_a_large_environment_are_refused_before_they_fill_the_memory() -> None:
+    """A body of 65 KB once became 50 MB of commands."""
+    compiled_count = 0
+
+    def make_steps() -> Iterator[tuple[str, Sequence[str]]]:
+        nonlocal compiled_count
+        yield "ENV", ["A", "x" * 60_000]
+        for _ in range(1000):
+            compiled_count += 1
+            yield "RUN", ["true"]
+
+    with pytest.raises(Invalid, match="the commands have more than 256 KiB in total, because each contains the var"):
+        compile_steps(make_steps(), MAX_BYTES)
+    assert compiled_count == 5
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([("ENV", [f"V{number}", "x" * 1000]) for number in range(100)], "variables of more than 64 KiB in total"),
+        ([("ENV", ["A", "x" * 40_000, "B", "x" * 40_000])], "variables of more than 64 KiB in total"),
+        (
+            [("WORKDIR", ["/a"]), *[("WORKDIR", ["b" * 1000])] * 5],
+            "the working directory '/a/bb.* is 5007 characters long",
+        ),
+        ([("USER", ["x" * 5000])], "the user 'xxx.* is 5000 characters long: use at most 4096"),
+        ([("RUN", ["true", "x" * 5000])], "the user 'xxx.* is 5000 characters long"),
+        ([("RUN", ["'" * 30_000])], "the command .* is 150.* bytes long with its environment: send at most 120 KiB"),
+        (
+            [("ENV", ["A", "\0" * 30_000]), ("RUN", ["true"])],
+            "the command 'true' is 180.* bytes long with its environment",
+        ),
+    ],
+)
+def test_values_that_linux_would_refuse_are_refused(steps: list[tuple[str, list[str]]], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        compile_steps(steps, MAX_BYTES)
+
+
+def test_a_start_command_that_linux_would_refuse_is_refused() -> None:
+    steps = compile_steps([("ENV", ["A", "x" * 60_000])] * 100, MAX_BYTES)
+    assert len(steps.command("x" * 60_000)) > 120_000
+    with pytest.raises(Invalid, match="bytes long with its environment"):
+        steps.command("x" * 64_000)

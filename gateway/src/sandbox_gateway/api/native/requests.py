@@ -511,12 +511,12 @@ class BuildFromImage(NativeBody):
 
     def recipe(self, resources: Resources) -> Recipe:
         """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
-        steps = compile_steps((step.type, step.args) for step in self.steps)
+        steps = compile_steps(((step.type, step.args) for step in self.steps), MAX_SETUP_BYTES)
         try:
             return Recipe(
                 source=Source.IMAGE,
                 image=self.from_image,
-                setup=_check_setup_size(steps.commands),
+                setup=steps.commands,
                 start_command=steps.command(self.start_cmd) if self.start_cmd else "true",
                 ready_probe=steps.command(self.ready_cmd) if self.ready_cmd else "",
                 ready_timeout=_IMAGE_READY_SECONDS,
