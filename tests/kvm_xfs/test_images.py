@@ -172,6 +172,17 @@ mount -t tmpfs none /usr; mknod node c 1 1; kill -9 {os.getpid()}; cat /etc/shad
     assert [line.split(":")[0].strip() for line in devices.splitlines()[2:]] == ["lo"]
 
 
+async def test_a_program_that_reads_an_image_sees_only_the_variables_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    result = await run_async(confine(["env"], tmp_path), timeout=30, env={"https_proxy": "http://proxy.example"})
+    variables = dict(line.split("=", 1) for line in result.stdout.splitlines())
+    variables.pop("PWD", None)
+    expected = {"PATH": "/usr/sbin:/usr/bin", "HOME": "/work", "TMPDIR": "/work", "LC_ALL": "C"}
+    assert variables == {**expected, "https_proxy": "http://proxy.example"}
+
+
 # --- where images come from ----------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -267,6 +268,22 @@ def test_a_registry_that_sends_another_image_than_the_named_one_is_refused(skope
     ):
         asyncio.run(registry.resolve_digest(image, KvmXfs()))
     assert asyncio.run(registry.resolve_digest(IMAGE, KvmXfs())) != digest
+
+
+def test_a_host_user_cannot_read_the_proxys_password_in_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://user:s3cret@proxy.example")
+    monkeypatch.setenv("API_KEY", "s3cret")
+    command_lines, environments = [], []
+
+    async def record(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        command_lines.append(" ".join(argv))
+        environments.append(options.get("env"))
+        return subprocess.CompletedProcess(argv, 0, b"", b"")
+
+    monkeypatch.setattr(registry, "run_async_bytes", record)
+    asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
+    assert "s3cret" not in command_lines[0] and "skopeo" in command_lines[0]
+    assert environments == [{"https_proxy": "http://user:s3cret@proxy.example"}]
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

@@ -26,20 +26,21 @@ def confine(
     inputs: Mapping[str, Path] | None = None,
     capabilities: Sequence[str] = (),
     network: bool = False,
-    env: Mapping[str, str] | None = None,
     max_file_bytes: int = 0,
     max_memory_bytes: int = 0,
 ) -> list[str]:
     """Return the command that runs ``argv`` in its own namespaces. It needs bubblewrap.
 
-    ``inputs``: files and directories of the host that the program can read, by the path that it sees.
+    ``inputs``: files and directories of the host that the program can read, by the path that it sees. The program
+    inherits the environment, because every user of the host could read variables in the command line. ``run_async``
+    passes only a few.
     """
     limits = [
         *([f"--fsize={max_file_bytes}"] if max_file_bytes else []),
         *([f"--as={max_memory_bytes}"] if max_memory_bytes else []),
     ]
     files = [*_CONFIGURATION, *(_NETWORK_FILES if network else ())]
-    environment = {"PATH": "/usr/sbin:/usr/bin", "HOME": str(WORK), "TMPDIR": str(WORK), "LC_ALL": "C", **(env or {})}
+    variables = {"PATH": "/usr/sbin:/usr/bin", "HOME": str(WORK), "TMPDIR": str(WORK), "LC_ALL": "C"}
     return [
         *("bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
         *(() if network else ("--unshare-net",)),
@@ -48,7 +49,7 @@ def confine(
         *(argument for file in files for argument in ("--ro-bind-try", file, file)),
         *("--bind", str(work_directory), str(WORK), "--chdir", str(WORK)),
         *(argument for target, source in (inputs or {}).items() for argument in ("--ro-bind", str(source), target)),
-        *("--clearenv", *(argument for key, value in environment.items() for argument in ("--setenv", key, value))),
+        *(argument for key, value in variables.items() for argument in ("--setenv", key, value)),
         *("--cap-drop", "ALL", *(argument for name in capabilities for argument in ("--cap-add", name))),
         *("--", *(("prlimit", *limits, "--") if limits else ()), *argv),
     ]

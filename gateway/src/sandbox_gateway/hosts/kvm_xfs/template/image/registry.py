@@ -216,9 +216,9 @@ async def _run_skopeo(
         work_directory,
         inputs=inputs,
         network=is_remote,
-        env=read_proxy_settings() if is_remote else {},
     )
-    result = await run_async_bytes(command, timeout=timeout, max_output_bytes=_MAX_JSON_BYTES)
+    env = read_proxy_settings() if is_remote else {}
+    result = await run_async_bytes(command, timeout=timeout, env=env, max_output_bytes=_MAX_JSON_BYTES)
     if result.returncode != 0:
         raise explain_failure(image, result.stderr.decode(errors="replace"))
     return result.stdout
