@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.command import run_async
+from sandbox_gateway.command import CommandTimeout, run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
@@ -26,6 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.check_layers import LayerProbl
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import check_tree_size
 from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import run_measured
 from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings, read_start_settings
+from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
 from tests.support.images import entry, layer, write_layout
@@ -284,6 +285,53 @@ def test_a_host_user_cannot_read_the_proxys_password_in_a_command_line(monkeypat
     asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
     assert "s3cret" not in command_lines[0] and "skopeo" in command_lines[0]
     assert environments == [{"https_proxy": "http://user:s3cret@proxy.example"}]
+
+
+def test_a_registry_that_accepts_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def time_out(argv: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        raise CommandTimeout("bwrap --die-with-parent did not finish")
+
+    monkeypatch.setattr(registry, "run_async_bytes", time_out)
+    with pytest.raises(Invalid, match=r"the registry registry\.example does not respond completely within 60 s"):
+        asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
+    image = parse_image_reference(f"oci:{tmp_path}")
+    (tmp_path / "work").mkdir()
+    with pytest.raises(Invalid, match=f"reading the image oci:{tmp_path} takes longer than 3600 s"):
+        asyncio.run(registry.copy_image(image, tmp_path / "work", KvmXfs(), 1 << 20, lambda line: None))
+
+
+def test_a_registry_that_stops_sending_does_not_occupy_a_build_slot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def hang(*args: Any) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    monkeypatch.setattr(registry, "_run_skopeo", hang)
+    monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(registry, "_STALL_SECONDS", 0)
+    with pytest.raises(Invalid, match=r"the registry registry\.example has sent less than 256 KiB of the image"):
+        asyncio.run(registry.copy_image(IMAGE, tmp_path, KvmXfs(), 1 << 20, lambda line: None))
+
+
+def test_a_copy_stalls_if_it_grows_too_little_for_two_minutes() -> None:
+    progress = registry.Progress(1000)
+    assert not progress.has_stalled(0, 1119)
+    assert not progress.has_stalled(256 << 10, 1121), "it has grown just now"
+    assert not progress.has_stalled((256 << 10) + 5, 1241)
+    assert progress.has_stalled((512 << 10) - 1, 1242)
+    assert not progress.has_stalled(512 << 10, 1242)
+    assert not progress.has_stalled(0, 1300), "skopeo has removed a temporary file"
+    assert not progress.has_stalled(256 << 10, 1400)
+
+
+@pytest.mark.parametrize("path", ["tmp", "opt", "sbin", "dev", "lib"])
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / path).touch()
+    with pytest.raises(Invalid, match=f"the root file system has a file at /{path}, where the gateway needs a direct"):
+        Tree(tmp_path).mkdir(f"/{path}/below")
+    with pytest.raises(Invalid, match=f"has a file at /{path}, "):
+        Tree(tmp_path).mkdir(f"/{path}")
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

@@ -93,10 +93,17 @@ class Tree:
         return data
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
+        """Create a directory, and its missing parents. Raises Invalid if one of them is a file."""
         host_path = self.resolve(path)
         missing_directories = [directory for directory in (host_path, *host_path.parents) if not directory.is_dir()]
         for directory in reversed(missing_directories):
-            directory.mkdir()
+            try:
+                directory.mkdir()
+            except FileExistsError:
+                raise Invalid(
+                    f"the root file system has a file at /{directory.relative_to(self.root)}, where the gateway needs "
+                    "a directory: remove the file"
+                ) from None
             directory.chmod(mode if directory == host_path else 0o755)  # Independent of the umask.
         if missing_directories:
             os.chown(host_path, owner, owner)

@@ -8,12 +8,13 @@ import json
 import platform
 import re
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.command import read_proxy_settings, run_async_bytes
+from sandbox_gateway.command import CommandTimeout, read_proxy_settings, run_async_bytes
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
@@ -24,6 +25,9 @@ from sandbox_gateway.recipes import digest_file
 
 _INSPECT_SECONDS = 60
 _COPY_SECONDS = 3600
+_STALL_SECONDS = 120
+_MIN_PROGRESS_BYTES = 256 << 10
+"""A registry must send at least this much every ``_STALL_SECONDS``, because it occupies one of the build slots."""
 _MAX_JSON_BYTES = 4 << 20
 """The maximum size of a manifest, as in skopeo."""
 _MAX_LAYERS = 500
@@ -98,7 +102,8 @@ async def copy_image(
 ) -> CopiedImage:
     """Copy an image into the OCI layout `layout` in ``work_directory``.
 
-    Raises Invalid if the image does not exist, is for another platform, or has more than ``max_bytes`` bytes.
+    Raises Invalid if the image does not exist, is for another platform, or has more than ``max_bytes`` bytes, or if the
+    registry stops sending.
     """
     log(f"fetching the image {image}")
     argv = [
@@ -107,9 +112,16 @@ async def copy_image(
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
     max_copied_bytes = max_bytes * (2 if image.transport is Transport.OCI_ARCHIVE else 1)
+    progress = Progress(time.monotonic())
 
     async def check_size() -> None:
-        if await measure_file_sizes(work_directory) > max_copied_bytes:
+        size = await measure_file_sizes(work_directory)
+        if image.transport is Transport.REGISTRY and progress.has_stalled(size, time.monotonic()):
+            raise Invalid(
+                f"the registry {image.registry} has sent less than {_MIN_PROGRESS_BYTES >> 10} KiB of the image "
+                f"{image} within {_STALL_SECONDS} s: check the registry, and the network of the gateway's host"
+            )
+        if size > max_copied_bytes:
             raise Invalid(
                 f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even while "
                 "it is compressed: set diskSizeMB to a larger number"
@@ -117,6 +129,21 @@ async def copy_image(
 
     await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS), check_size)
     return await asyncio.to_thread(read_layout, work_directory, image)
+
+
+class Progress:
+    """The growth of a copy. Times are in seconds of the same clock."""
+
+    def __init__(self, now: float) -> None:
+        self._size = 0
+        self._time = now
+
+    def has_stalled(self, size: int, now: float) -> bool:
+        """Return whether a copy, which is now ``size`` bytes long, has grown too little for too long."""
+        if size - self._size >= _MIN_PROGRESS_BYTES:
+            self._size, self._time = size, now
+        self._size = min(self._size, size)
+        return now - self._time > _STALL_SECONDS
 
 
 def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
@@ -218,7 +245,18 @@ async def _run_skopeo(
         network=is_remote,
     )
     env = read_proxy_settings() if is_remote else {}
-    result = await run_async_bytes(command, timeout=timeout, env=env, max_output_bytes=_MAX_JSON_BYTES)
+    try:
+        result = await run_async_bytes(command, timeout=timeout, env=env, max_output_bytes=_MAX_JSON_BYTES)
+    except CommandTimeout:
+        if not is_remote:
+            raise Invalid(
+                f"reading the image {image} takes longer than {timeout:g} s: build a smaller image, or copy it to a "
+                "faster disk"
+            ) from None
+        raise Invalid(
+            f"the registry {image.registry} does not respond completely within {timeout:g} s when asked for the image "
+            f"{image}: check its name, and the network of the gateway's host"
+        ) from None
     if result.returncode != 0:
         raise explain_failure(image, result.stderr.decode(errors="replace"))
     return result.stdout
