@@ -16,7 +16,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
-from sandbox_gateway.api.unknown_fields import find_unknown_fields
+from sandbox_gateway.api.unknown_fields import MAX_LIST_ENTRIES, find_unknown_fields, model_in
 from sandbox_gateway.cli.client import Client as CommandClient
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_errors import check_refused
@@ -194,6 +194,25 @@ def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
     assert len(warning) < 700 and re.fullmatch(r'299 - "ignored fields: [ !#-\[\]-~]*"', warning)
     message = check_refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
     assert len(message) < 4001 and "and more" in message and message.isprintable()
+
+
+def test_a_field_in_the_last_entry_of_the_longest_list_is_found() -> None:
+    steps = [{"type": "RUN", "args": ["true"]}] * 999
+    body = {"fromImage": "app", "steps": [*steps, {"type": "RUN", "agrs": ["true"]}]}
+    assert find_unknown_paths(requests.BuildFromImage, body) == ["steps.999.agrs"]
+
+
+def test_no_valid_list_is_longer_than_the_part_that_is_examined() -> None:
+    models = [model for model in vars(requests).values() if inspect.isclass(model) and issubclass(model, Body)]
+    models += [model for model in vars(forkd).values() if inspect.isclass(model) and issubclass(model, Body)]
+    limits = {
+        f"{model.__name__}.{name}": max(item.max_length for item in field.metadata if hasattr(item, "max_length"))
+        for model in models
+        for name, field in model.model_fields.items()
+        if "list[" in str(field.annotation) and model_in(field.annotation)
+    }
+    assert limits["BuildFromImage.steps"] == MAX_LIST_ENTRIES
+    assert max(limits.values()) <= MAX_LIST_ENTRIES, limits
 
 
 def test_checking_a_large_body_is_fast() -> None:

@@ -25,7 +25,7 @@ _MAX_NAMED_FIELDS = 24
 """Maximum number of fields that a warning or an error names."""
 _MAX_WARNING_LENGTH = 600
 """Maximum characters of the header. Servers and proxies limit the total size of headers, some to 4 KiB."""
-_MAX_LIST_ENTRIES = 100
+MAX_LIST_ENTRIES = 1000
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
 _CAPITALS = re.compile("(?<=.)[A-Z]+")
@@ -125,7 +125,7 @@ def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type
         if nested_model is None:
             continue
         if isinstance(value, list):
-            for index, entry in enumerate(value[:_MAX_LIST_ENTRIES]):
+            for index, entry in enumerate(value[:MAX_LIST_ENTRIES]):
                 yield from _walk(nested_model, entry, f"{prefix}{name}.{index}.")
         else:
             yield from _walk(nested_model, value, f"{prefix}{name}.")
