@@ -223,7 +223,7 @@ def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -
 def _find_unshared_ranges(image: Path) -> set[tuple[int, int]]:
     return {
         (extent.logical, extent.logical + extent.length)
-        for extent in reflink.list_extents(image)
+        for extent in reflink.walk_extents(image)
         if not extent.is_shared
     }
 

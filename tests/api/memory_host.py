@@ -263,7 +263,7 @@ class MemorySource:
         yield 0, len(self.contents[part])
 
     def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
-        return self.contents[part][offset : offset + length]
+        return self.contents[part][offset : offset + length].ljust(length, b"\0")
 
     def close(self) -> None:
         self.is_closed = True

@@ -53,7 +53,7 @@ def foreign_file() -> tuple[bytes, str]:
     encoder = Encoder(signer)
     head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
-    chunks.insert(2, (2, 0, b'{"color": "green"}'))
+    chunks.insert(2, (2, 0, b'{"color": "green"}'.ljust(4096)))
     return b"".join(
         [head, *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.end()]
     ), signer.fingerprint

@@ -46,6 +46,36 @@ async def test_chunks_are_in_order_and_zeros_are_left_out(engine: Engine) -> Non
     assert places == [(start, _DISK[start : start + CHUNK_BYTES]) for start in starts]
 
 
+async def test_odd_extents_become_whole_blocks_that_an_import_accepts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems report extents that neither begin nor end at a block."""
+    size, read = (64 << 10) + 100, MemorySource.read
+    extents = [(1, 2), (4000, 4097), (8192, 8193), (20000, 20001), (20479, 20480), (65600, size)]
+    export = await engine.transfers.export("s")
+    monkeypatch.setattr(
+        MemorySource,
+        "extents",
+        lambda source, part: extents if part == SnapshotPart.DISK else [(0, len(source.contents[part]))],
+    )
+    monkeypatch.setattr(
+        MemorySource,
+        "read",
+        lambda *place: b"x" * place[-1] if place[1] == SnapshotPart.DISK else read(*place),
+    )
+    assert isinstance(export._source, MemorySource)
+    export._source.sizes[SnapshotPart.DISK] = size
+    export.prepare()
+    file = b"".join([piece async for piece in export.pieces()])
+    await export.close()
+    decoder = Decoder()
+    decoder.feed(file)
+    chunks = [chunk for chunk in decoder.read_chunks() if chunk.part.name is SnapshotPart.DISK]
+    decoder.close()
+    assert [(chunk.offset, len(chunk.data)) for chunk in chunks] == [(0, 12288), (16384, 4096), (65536, 100)]
+    assert chunks[0].part.data_bytes == 12288 + 4096 + 100
+
+
 async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     release, reads = threading.Event(), 0
 

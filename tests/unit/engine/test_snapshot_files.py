@@ -59,12 +59,12 @@ def make_manifest(**changes: Any) -> Manifest:
 
 
 CHUNKS = [
-    (0, 0, b"kernel" * 800),
-    (1, 100, b"initrd"),
+    (0, 0, b"kernel" * 833 + b"!!"),
+    (1, 4096, b"initrd".ljust(904)),
     (2, 0, b"d" * 4096),
-    (2, 63 * MIB, b"end of the disk"),
+    (2, 64 * MIB - 4096, b"end of the disk".ljust(4096)),
     (3, 4096, bytes(range(256)) * 16),
-    (4, 0, b"device state"),
+    (4, 0, b"device state".ljust(3000)),
 ]
 
 
@@ -187,23 +187,23 @@ def compress(data: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(data)
 
 
-DATA = b"x" * 100
+DATA = b"x" * 4096
 BOMB = compress(bytes(64 * MIB))
 CLAIMED_BOMB = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little") + b"\x01\x00\x00"
 """A frame header that claims a petabyte, and an empty last block."""
 BAD_CHUNKS = {
-    "a part that does not exist": frame_chunk(5, 0, 100, compress(DATA), DATA),
-    "outside its part": frame_chunk(0, 4950, 100, compress(DATA), DATA),
-    "an offset that would overflow": frame_chunk(2, (1 << 64) - 50, 100, compress(DATA), DATA),
-    "more than a chunk may contain": frame_chunk(2, 0, CHUNK_BYTES + 1, compress(bytes(CHUNK_BYTES + 1))),
+    "a part that does not exist": frame_chunk(5, 0, 4096, compress(DATA), DATA),
+    "outside its part": frame_chunk(0, 4096, 4096, compress(DATA), DATA),
+    "an offset that would overflow": frame_chunk(2, (1 << 64) - 4096, 8192, compress(DATA), DATA),
+    "more than a chunk may contain": frame_chunk(2, 0, CHUNK_BYTES + 4096, compress(bytes(CHUNK_BYTES + 4096))),
     "no data": frame_chunk(2, 0, 0, compress(b""), b""),
     "a bomb that says its size": frame_chunk(2, 0, 64 * MIB, BOMB),
-    "a bomb": frame_chunk(2, 0, 100, BOMB, DATA),
-    "a bomb that claims a petabyte": frame_chunk(2, 0, 100, CLAIMED_BOMB, DATA),
-    "a bomb without its size": frame_chunk(2, 0, 100, compress(bytes(64 * MIB), write_content_size=False), DATA),
-    "two frames": frame_chunk(2, 0, 100, compress(DATA) * 2, DATA),
-    "no frame": frame_chunk(2, 0, 100, b"", DATA),
-    "another digest": frame_chunk(2, 0, 100, compress(DATA), b"other"),
+    "a bomb": frame_chunk(2, 0, 4096, BOMB, DATA),
+    "a bomb that claims a petabyte": frame_chunk(2, 0, 4096, CLAIMED_BOMB, DATA),
+    "a bomb without its size": frame_chunk(2, 0, 4096, compress(bytes(64 * MIB), write_content_size=False), DATA),
+    "two frames": frame_chunk(2, 0, 4096, compress(DATA) * 2, DATA),
+    "no frame": frame_chunk(2, 0, 4096, b"", DATA),
+    "another digest": frame_chunk(2, 0, 4096, compress(DATA), b"other"),
     "a second head": FILE[len(MAGIC) + 2 : EDGES[1]],
     "an unknown record": b"X" + struct.pack(">I", 0),
     "a record of four gigabytes": b"C" + struct.pack(">I", 0xFFFFFFFF),
@@ -238,13 +238,26 @@ def test_only_one_chunk_is_decompressed_at_a_time() -> None:
 
 
 def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
-    overlap = [frame_chunk(2, offset, 100, compress(DATA), DATA) for offset in (0, 99)]
+    overlap = [frame_chunk(2, offset, 8192, compress(DATA * 2), DATA * 2) for offset in (0, 4096)]
     with pytest.raises(Invalid, match="not in its place"):
         decode(sign(overlap))
     zeros = bytes(CHUNK_BYTES)
     nine_mib = [frame_chunk(2, number * CHUNK_BYTES, CHUNK_BYTES, compress(zeros), zeros) for number in range(9)]
     with pytest.raises(Invalid, match="disk has more data than the manifest says"):
         decode(sign(nine_mib))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [(2, 8192, b"x"), (2, 1, DATA), (2, 8192, DATA + b"x"), (2, 64 * MIB - 100, b"x" * 100), (0, 0, b"x" * 4999)],
+    ids=["one byte", "an odd offset", "an odd length", "an odd offset at the end", "almost to the end"],
+)
+def test_chunks_that_take_more_disk_than_announced_are_refused(
+    chunk: tuple[int, int, bytes],
+) -> None:
+    """One byte in every second block takes the blocks: a file that announces 10 MB would write 40 GB."""
+    with pytest.raises(Invalid, match="does not consist of whole blocks"):
+        decode(make_file([chunk])[0])
 
 
 def test_the_signature_of_another_key_does_not_fit() -> None:

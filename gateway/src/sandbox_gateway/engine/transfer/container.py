@@ -5,7 +5,9 @@ A file is the magic bytes and the version, then records. A record is its type (o
 
 * ``H``, the head: the signer's public key (32 bytes), a signature of the manifest (64), the manifest (JSON).
 * ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), and its data,
-  one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long.
+  one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long. They begin at multiples of
+  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so that smaller chunks
+  would use more space on the disk than the manifest says.
 * ``E``, the end: the SHA-256 of everything before this record (32), and its signature (64).
 
 ``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. Nothing
@@ -34,6 +36,7 @@ MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
 """Like PNG's, so that a transfer that changes line ends or stops at the first NUL is noticed at once."""
 VERSION = 1
 CHUNK_BYTES = 1 << 20
+BLOCK_BYTES = 4096
 _PREFIX = struct.Struct(">H")
 _RECORD = struct.Struct(">cI")
 _CHUNK = struct.Struct(">BQI32s")
@@ -213,8 +216,11 @@ class Decoder:
         if index >= len(self._manifest.parts):
             raise self._damaged("a chunk belongs to no part")
         part = self._manifest.parts[index]
-        if not 0 < length <= CHUNK_BYTES or offset + length > part.size or (index, offset) < self._last_chunk:
+        end = offset + length
+        if not 0 < length <= CHUNK_BYTES or end > part.size or (index, offset) < self._last_chunk:
             raise self._damaged(f"a chunk is not in its place in {part.name}")
+        if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != part.size):
+            raise self._damaged(f"a chunk does not consist of whole blocks of {part.name}")
         if index != self._last_chunk[0]:
             self._part_data_bytes = 0
         self._part_data_bytes += length
@@ -223,7 +229,7 @@ class Decoder:
         data = self._decompress(contents[_CHUNK.size :], length)
         if hashlib.sha256(data).digest() != digest:
             raise self._damaged(f"the digest of a chunk of {part.name} does not match")
-        self._last_chunk = (index, offset + length)
+        self._last_chunk = (index, end)
         return Chunk(part, offset, data)
 
     def _decompress(self, frame: bytes, length: int) -> bytes:

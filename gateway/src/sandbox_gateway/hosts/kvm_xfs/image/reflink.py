@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
@@ -111,17 +112,20 @@ def data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
         yield start, end
 
 
-def list_extents(path: Path) -> list[Extent]:
-    """Flush dirty data, then return the file's extents in order."""
-    all_extents: list[Extent] = []
+def walk_extents(path: Path) -> Iterator[Extent]:
+    """Flush dirty data, then yield the file's extents in order.
+
+    A guest can fragment its disk into millions of extents, so they are not in memory at the same time.
+    """
     start = 0
     with path.open("rb") as file:
-        while True:
-            batch = _fiemap(path, file.fileno(), start)
-            all_extents += [extent for extent, _ in batch]
-            if not batch or batch[-1][1]:
-                return all_extents
-            start = all_extents[-1].logical + all_extents[-1].length
+        while batch := _fiemap(path, file.fileno(), start):
+            for extent, _ in batch:
+                yield extent
+            last_extent, is_last_of_file = batch[-1]
+            if is_last_of_file:
+                return
+            start = last_extent.logical + last_extent.length
 
 
 def _fiemap(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]]:
@@ -145,7 +149,7 @@ def _fiemap(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]
 
 def unique_bytes(path: Path) -> int:
     """Return the number of bytes that the file does not share with other files. Removing the file would free them."""
-    return sum(extent.length for extent in list_extents(path) if not extent.is_shared)
+    return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 
 
 def has_same_extents(one: Path, other: Path) -> bool:
@@ -153,20 +157,21 @@ def has_same_extents(one: Path, other: Path) -> bool:
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
-    return _merged_extents(one) == _merged_extents(other)
+    return all(a == b for a, b in zip_longest(_merged_extents(one), _merged_extents(other)))
 
 
-def _merged_extents(path: Path) -> list[tuple[int, int, int]]:
-    """Return (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
-    runs: list[tuple[int, int, int]] = []
-    for extent in list_extents(path):
-        if runs:
-            logical, physical, length = runs[-1]
-            if logical + length == extent.logical and physical + length == extent.physical:
-                runs[-1] = (logical, physical, length + extent.length)
-                continue
-        runs.append((extent.logical, extent.physical, extent.length))
-    return runs
+def _merged_extents(path: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
+    logical = physical = length = 0
+    for extent in walk_extents(path):
+        if length and logical + length == extent.logical and physical + length == extent.physical:
+            length += extent.length
+            continue
+        if length:
+            yield logical, physical, length
+        logical, physical, length = extent.logical, extent.physical, extent.length
+    if length:
+        yield logical, physical, length
 
 
 def require_reflinks(directory: Path) -> None:
