@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import plan_of
+from sandbox_gateway.api.access.pace import MIN_BYTES_PER_SECOND, Pace
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 MAX_BODY_BYTES = 4 << 20
@@ -48,12 +49,19 @@ class TooSlow(GatewayError):
             f"no data of the request body arrived for {seconds:g} s (server.stalled_seconds): send the request again"
         )
 
+    @classmethod
+    def for_slow_import(cls, seconds: float) -> TooSlow:
+        return cls(
+            f"for {seconds:g} s (server.stalled_seconds), the snapshot file arrived at less than "
+            f"{MIN_BYTES_PER_SECOND >> 10} KiB per second: import it from a host with a faster connection"
+        )
+
 
 class BodyLimitMiddleware:
     """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
-    MAX_HELD_BYTES. The body of an import is only limited in how long it may stall (``stalled_seconds``).
+    MAX_HELD_BYTES. The body of an import is only limited in its pace (``stalled_seconds``).
     """
 
     def __init__(self, app: ASGIApp, seconds: float, stalled_seconds: float) -> None:
@@ -67,7 +75,7 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         if scope["path"] == IMPORT_PATH and scope["method"] == "POST" and not plan_of(scope):
-            await self.app(scope, self._refuse_stalled(receive), send)
+            await self.app(scope, self._refuse_slow_import(receive), send)
             return
         declared_length = Headers(scope=scope).get("content-length", "0")
         if declared_length.isdigit() and int(declared_length) > MAX_BODY_BYTES:
@@ -101,18 +109,20 @@ class BodyLimitMiddleware:
         finally:
             self._held_bytes -= received_bytes
 
-    def _refuse_stalled(self, receive: Receive) -> Receive:
-        seconds: float | None = self.stalled_seconds
+    def _refuse_slow_import(self, receive: Receive) -> Receive:
+        pace = Pace(self.stalled_seconds)
+        is_complete = False
 
         async def receive_in_time() -> Message:
-            nonlocal seconds
+            nonlocal is_complete
+            if is_complete:  # Only the client's disconnect follows, at any time.
+                return await receive()
             try:
-                async with asyncio.timeout(seconds):
-                    message = await receive()
+                message = await pace.wait_for_client(receive())
             except TimeoutError:
-                raise TooSlow.for_stalled_body(self.stalled_seconds) from None
-            if not message.get("more_body"):
-                seconds = None
+                raise TooSlow.for_slow_import(self.stalled_seconds) from None
+            pace.count(len(message.get("body", b"")))
+            is_complete = not message.get("more_body")
             return message
 
         return receive_in_time

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_gateway.api.access.auth import plan_of
 from sandbox_gateway.api.access.limits import IMPORT_PATH
+from sandbox_gateway.api.access.pace import Pace
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
@@ -24,10 +25,14 @@ from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.transfer.transfers import Export
 from sandbox_gateway.errors import NotFound
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
 _FILE_TYPE = "application/octet-stream"
+_PIECE_BYTES = 64 << 10
+
+log = Logger("transfers")
 When = Annotated[
     Literal["unused"] | None,
     Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
@@ -63,15 +68,44 @@ async def index(
 
 
 class _ExportResponse(StreamingResponse):
-    def __init__(self, export: Export) -> None:
+    """A response that ends the export when the client disconnects, or reads too slowly for ``stalled_seconds``."""
+
+    def __init__(self, export: Export, stalled_seconds: float) -> None:
         super().__init__(export.pieces(), media_type=_FILE_TYPE)
         self._export = export
+        self._stalled_seconds = stalled_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pace = Pace(self._stalled_seconds)
+
+        async def send_in_time(message: Message) -> None:
+            for part in _split(message):
+                try:
+                    await pace.wait_for_client(send(part))
+                except TimeoutError:
+                    log.warning("export ended because its client reads too slowly", path=scope["path"])
+                    raise ClientGone from None
+                pace.count(len(part.get("body", b"")))
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
         finally:
             await self._export.close()
+
+
+def _split(message: Message) -> Iterator[Message]:
+    """Split the body of a message, so that the pace of a slow client can be measured."""
+    body = message.get("body", b"")
+    if len(body) <= _PIECE_BYTES:
+        yield message
+        return
+    for start in range(0, len(body), _PIECE_BYTES):
+        is_last = start + _PIECE_BYTES >= len(body)
+        yield {
+            **message,
+            "body": body[start : start + _PIECE_BYTES],
+            "more_body": message.get("more_body", False) or not is_last,
+        }
 
 
 @router.get(
@@ -85,7 +119,8 @@ async def export(
     engine: EngineDep,
     memory: Annotated[Literal["auto", "none"], Query(description="none: export only the disk.")] = "auto",
 ) -> Response:
-    return _ExportResponse(await engine.transfers.export(ref, memory=memory == "auto"))
+    export = await engine.transfers.export(ref, memory=memory == "auto")
+    return _ExportResponse(export, engine.config.server.stalled_seconds)
 
 
 @router.post(
