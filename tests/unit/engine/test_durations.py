@@ -47,7 +47,6 @@ _NOT_OPERATIONS = {
     "MachineLifecycle.mark_stopped",
     "MachineLifecycle.stop_paused",
     "RoomMonitor.require_for_capture",
-    "RoomMonitor.require_for_import",
     "RoomMonitor.require_for_machines",
     # background work
     "Loads.history",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from sandbox_gateway.engine import room
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.plans.sessions import PlanSessions
 from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.engine.transfer import transfers
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import MemoryDisk, Room, Usage, VolumeState
 from sandbox_gateway.records import Sandbox, Volume
@@ -306,3 +309,54 @@ async def test_a_plan_session_counts_the_disks_of_removed_objects(engine: Engine
         await create(session, "c", "s")
     await session.volumes.delete("data")
     await create(session, "c", "s")
+
+
+async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
+    engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for an import is checked once, but its last byte can arrive hours later."""
+    monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
+    export = await engine.transfers.export("s")
+    pieces = [piece async for piece in export.pieces()]
+    await export.close()
+    size = export.manifest.data_bytes(memory=True)
+    host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)
+    release = asyncio.Event()
+
+    async def send(is_released: asyncio.Event | None = None) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            if is_released:
+                await is_released.wait()
+
+    first = asyncio.create_task(engine.transfers.import_(send(release), name="first"))
+    await wait_until(lambda: host.partial_imports)
+    with pytest.raises(NoSpace, match=r"free, of which imports that are running need 1 MiB\."):
+        await engine.transfers.import_(send(), name="second")
+    release.set()
+    await first
+    await engine.transfers.import_(send(), name="second")
+
+
+@pytest.mark.parametrize("in_memory_root", [False, True])
+async def test_an_import_reserves_only_what_it_has_not_written(
+    engine: Engine, host: _Host, in_memory_root: bool
+) -> None:
+    def set_free(free_mb: int) -> None:
+        disk = MemoryDisk("/memory", free_mb * MIB, 99000 * MIB) if in_memory_root else None
+        host.available_room = replace(host.available_room, disk_free=free_mb * MIB, memory_disk=disk)
+
+    def reserve(size_mb: int) -> AbstractAsyncContextManager[room.PendingImport]:
+        return engine.room.reserved_for_import(0, size_mb * MIB)
+
+    set_free(15000)
+    async with reserve(10000) as pending_import:
+        pending_import.count_written(6000 * MIB, memory=True)
+        set_free(9000)
+        with pytest.raises(NoSpace, match="9000 MiB free, of which imports that are running need 4000 MiB"):
+            async with reserve(4001):
+                pass
+        async with reserve(4000):
+            pass
+    async with reserve(8000):
+        pass

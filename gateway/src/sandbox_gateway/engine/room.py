@@ -10,7 +10,9 @@ broken disk. Because a full disk may also prevent writing records, stalled machi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from sandbox_gateway.engine.context import Context
@@ -45,6 +47,21 @@ class RoomReport:
     """Ids of the sandboxes that are stopped because the disk has no space left."""
 
 
+@dataclass(eq=False)
+class PendingImport:
+    """The bytes that a running import has announced but not written yet."""
+
+    disk_bytes: int
+    memory_bytes: int
+    """The bytes for the memory root; 0 if the memory is stored on the disk."""
+
+    def count_written(self, size: int, *, memory: bool) -> None:
+        if memory and self.memory_bytes:
+            self.memory_bytes = max(0, self.memory_bytes - size)
+        else:
+            self.disk_bytes = max(0, self.disk_bytes - size)
+
+
 class RoomMonitor:
     def __init__(self, context: Context, locking: Locking) -> None:
         self._context = context
@@ -54,6 +71,7 @@ class RoomMonitor:
         self._locking = locking
         self._stalled_ids: set[str] = set()
         """Ids of the stalled sandboxes."""
+        self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose lock is awaited."""
         self._was_disk_low = False
@@ -105,20 +123,37 @@ class RoomMonitor:
             needed_bytes = min(needed_bytes, (await self._host.usage(sandbox)).memory_bytes)
         self._require_disk_space(room, needed_bytes, f"a capture of {sandbox.name}")
 
-    async def require_for_import(self, disk_bytes: int, memory_bytes: int) -> None:
-        """Raise NoSpace if an import of this much data would leave less free space than the reserve."""
+    @contextlib.asynccontextmanager
+    async def reserved_for_import(self, disk_bytes: int, memory_bytes: int) -> AsyncIterator[PendingImport]:
+        """Reserve room for this much data against other imports, until it is written or the context ends.
+
+        Raises NoSpace if an import of this much data would leave less free space than the reserve.
+        """
         room = await self._host.room()
-        if memory_bytes and (disk := room.memory_disk) is not None:
-            reserve_bytes = self._limits.free_disk_mb * _MIB
-            if not disk.problem and reserve_bytes and disk.free - memory_bytes < reserve_bytes:
-                raise NoSpace(
-                    f"the memory of the snapshot ({-(-memory_bytes // _MIB)} MiB) would leave less than "
-                    f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
-                    f"{disk.free // _MIB} MiB free. Delete snapshots, enlarge its file system, or lower "
-                    "limits.free_disk_mb"
-                )
-            memory_bytes = 0
-        self._require_disk_space(room, disk_bytes + memory_bytes, "the import")
+        if room.memory_disk is None:
+            disk_bytes, memory_bytes = disk_bytes + memory_bytes, 0
+        elif memory_bytes:
+            self._require_memory_disk_space_for_import(room.memory_disk, memory_bytes)
+        self._require_disk_space(
+            room, disk_bytes, "the import", reserved_bytes=sum(each.disk_bytes for each in self._pending_imports)
+        )
+        pending_import = PendingImport(disk_bytes, memory_bytes)
+        self._pending_imports.append(pending_import)
+        try:
+            yield pending_import
+        finally:
+            self._pending_imports.remove(pending_import)
+
+    def _require_memory_disk_space_for_import(self, disk: MemoryDisk, needed_bytes: int) -> None:
+        reserve_bytes = self._limits.free_disk_mb * _MIB
+        reserved_bytes = sum(each.memory_bytes for each in self._pending_imports)
+        if not disk.problem and reserve_bytes and disk.free - needed_bytes - reserved_bytes < reserve_bytes:
+            raise NoSpace(
+                f"the memory of the snapshot ({-(-needed_bytes // _MIB)} MiB) would leave less than "
+                f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
+                f"{disk.free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots, enlarge its file "
+                "system, or lower limits.free_disk_mb"
+            )
 
     async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
         """Raise NoSpace if a capture could leave less free space than the reserve in the memory root."""
@@ -141,13 +176,13 @@ class RoomMonitor:
         reserve_bytes = self._limits.free_disk_mb * _MIB
         return not reserve_bytes or room.disk_free - needed_bytes >= reserve_bytes
 
-    def _require_disk_space(self, room: Room, needed_bytes: int, what: str) -> None:
-        if not self.has_disk_space(room, needed_bytes):
+    def _require_disk_space(self, room: Room, needed_bytes: int, what: str, *, reserved_bytes: int = 0) -> None:
+        if not self.has_disk_space(room, needed_bytes + reserved_bytes):
             size_note = f" (up to {-(-needed_bytes // _MIB)} MiB)" if needed_bytes else ""
             raise NoSpace(
                 f"{what}{size_note} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the "
-                f"host has {room.disk_free // _MIB} MiB free. Delete snapshots or sandboxes, enlarge the disk, or "
-                "lower limits.free_disk_mb"
+                f"host has {room.disk_free // _MIB} MiB free{_describe_reserved(reserved_bytes)}. Delete snapshots or "
+                "sandboxes, enlarge the disk, or lower limits.free_disk_mb"
             )
 
     # -- stalled machines -------------------------------------------------------------------------------------------
@@ -195,3 +230,7 @@ class RoomMonitor:
             log.warning("sandbox not continued", sandbox=id, reason=error.message)
         finally:
             self._resuming_ids.discard(id)
+
+
+def _describe_reserved(size: int) -> str:
+    return f", of which imports that are running need {-(-size // _MIB)} MiB" if size else ""

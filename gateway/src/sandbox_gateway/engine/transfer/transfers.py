@@ -20,7 +20,7 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured, note_memory_mode
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.room import RoomMonitor
+from sandbox_gateway.engine.room import PendingImport, RoomMonitor
 from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Busy, Unsupported, Untrusted
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart, SnapshotSource, SnapshotTarget
@@ -122,18 +122,19 @@ class Transfers:
             has_memory = snapshot.memory is not MemoryMode.NONE
             note_memory_mode(snapshot.memory)
             disk_bytes = manifest.data_bytes(memory=False)
-            await self._room.require_for_import(disk_bytes, manifest.data_bytes(memory=has_memory) - disk_bytes)
-            with self._index.reserved(snapshot.names):
-                sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
-                target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
-                try:
-                    if not only_head:
-                        await _write_chunks(decoder, batches, target, sizes)
-                    await finish_despite_cancellation(self._commit(target, snapshot))
-                except BaseException:
-                    if snapshot.id not in self._index.snapshots:
-                        await target.discard()
-                    raise
+            memory_bytes = manifest.data_bytes(memory=has_memory) - disk_bytes
+            sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
+            async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
+                with self._index.reserved(snapshot.names):
+                    target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
+                    try:
+                        if not only_head:
+                            await _write_chunks(decoder, batches, target, sizes, pending_import)
+                        await finish_despite_cancellation(self._commit(target, snapshot))
+                    except BaseException:
+                        if snapshot.id not in self._index.snapshots:
+                            await target.discard()
+                        raise
         if not only_head:
             log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
         return snapshot
@@ -327,7 +328,11 @@ async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Man
 
 
 async def _write_chunks(
-    decoder: Decoder, batches: AsyncIterator[bytes], target: SnapshotTarget, parts: Collection[SnapshotPart]
+    decoder: Decoder,
+    batches: AsyncIterator[bytes],
+    target: SnapshotTarget,
+    parts: Collection[SnapshotPart],
+    pending_import: PendingImport,
 ) -> None:
     """Read the rest of a file, and write the chunks of ``parts``. All chunks are checked. Raises GatewayError."""
 
@@ -336,6 +341,7 @@ async def _write_chunks(
         for chunk in decoder.read_chunks():
             if chunk.part.name in parts:
                 target.write(chunk.part.name, chunk.offset, chunk.data)
+                pending_import.count_written(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
     async for batch in batches:
