@@ -262,7 +262,7 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
     if current is not None:
         _check_matches(want, have, name, current)
         prewarm_actions = plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
-        return [*prewarm_actions, *_plan_export(want, have, name, view(current), current["id"])]
+        return [*prewarm_actions, *_plan_export(want, have, name, view(current), current)]
     if name in have.taken_names:
         raise _refusals.name_taken_error(name, have.taken_names[name])
     if want.import_from:
@@ -286,9 +286,13 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
 
 
 def _plan_export(
-    want: DesiredState, have: CurrentState, name: str, current_view: Mapping[str, Any], current_id: str = ""
+    want: DesiredState,
+    have: CurrentState,
+    name: str,
+    current_view: Mapping[str, Any],
+    current: Mapping[str, Any] | None = None,
 ) -> list[Action]:
-    """Plan to export a snapshot, unless the file already contains it. ``current_id`` is empty for a new snapshot."""
+    """Plan to export a snapshot, unless the file already contains it. ``current`` is None for a new snapshot."""
     if not want.export_to:
         return []
     if current_view["volumes"]:
@@ -297,10 +301,16 @@ def _plan_export(
             "export that",
             "unsupported",
         )
-    if have.file is not None and have.file.is_complete and current_id and have.file.snapshot_id == current_id:
+    if current is not None and have.file is not None and _is_exported(current, have.file):
         return []
     after = {**current_view, "exported_to": want.export_to}
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
+
+
+def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
+    """Return whether the file contains what an export would write. `sandboxctl` can export without the memory."""
+    has_memory = snapshot["memory"] != "none"
+    return file.is_complete and file.snapshot_id == snapshot["id"] and file.has_memory == has_memory
 
 
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:

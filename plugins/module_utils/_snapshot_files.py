@@ -44,6 +44,10 @@ class SnapshotFile:
         return str(self.manifest.get("snapshot_id", ""))
 
     @property
+    def has_memory(self) -> bool:
+        return self.manifest.get("platform") is not None
+
+    @property
     def data_bytes(self) -> int:
         return sum(part["data_bytes"] for part in self.manifest["parts"])
 

@@ -94,8 +94,9 @@ options:
     description:
       - Path of a file on the host on which the module runs, which then contains the snapshot. With O(sandbox), the
         snapshot is taken first if it does not exist.
-      - If the file already contains this snapshot, nothing is changed. A file with another snapshot is replaced, but no
-        other file. The file gets its name when it is complete, and only its owner can read it.
+      - If the file already contains this snapshot, nothing is changed. A file with another snapshot, or without the
+        memory of this one (C(sandboxctl snapshot export --no-memory)), is replaced, but no other file. The file gets
+        its name when it is complete, and only its owner can read it.
       - Only hosts of virtual machines support this option. A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:

@@ -1,0 +1,64 @@
+"""What `sandbox_snapshot` plans for `export_to`, depending on the file that exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
+
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, manifest_fields
+
+FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=manifest_fields()["parts"][:3])[0]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+def write(path: Path, contents: bytes, mode: int = 0o600) -> None:
+    path.write_bytes(contents)
+    path.chmod(mode)
+
+
+def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
+    """Plan to export the snapshot in FILE, which has this ``memory``."""
+    snapshot: dict[str, Any] = {
+        "id": "0123456789ab",
+        "name": "golden",
+        "description": "",
+        "source_sandbox_id": "s",
+        "status": "ready",
+        "volumes": [],
+        "prewarm": 0,
+        "imported_from": "",
+        "memory": memory,
+    }
+    options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
+    want = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    have = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
+    plan = _snapshot.plan(want, have)
+    assert not plan.failures
+    return tuple(plan.actions)
+
+
+@pytest.mark.parametrize(
+    ("contents", "memory", "verbs"),
+    [
+        (FILE, "full", []),
+        (FILE, "incremental", []),
+        (FILE_WITHOUT_MEMORY, "none", []),
+        (FILE_WITHOUT_MEMORY, "full", ["export"]),
+        (FILE[:-1], "full", ["export"]),
+    ],
+    ids=["full", "incremental", "none", "memory is missing in the file", "the file was cut off"],
+)
+def test_a_file_counts_as_exported_only_if_it_has_all_that_a_run_writes(
+    path: Path, contents: bytes, memory: str, verbs: list[str]
+) -> None:
+    write(path, contents)
+    assert [action.verb for action in plan_export(path, memory=memory)] == verbs
