@@ -266,7 +266,11 @@ class Client:
         return self.call("DELETE", path, query=query).data
 
     def download(self, path: str, write: Callable[[bytes], object]) -> None:
-        """Pass the pieces of a large response to ``write``, over a connection of its own. Retries like ``call``."""
+        """Pass the pieces of a large response to ``write``, over a connection of its own. Retries like ``call``.
+
+        ``write`` must not raise OSError, which counts as an error of the connection. The response may be incomplete if
+        its length is unknown, as behind a proxy that speaks HTTP/1.0.
+        """
         self._retry_while_busy(lambda: self._download_once(path, write))
 
     def _download_once(self, path: str, write: Callable[[bytes], object]) -> None:
@@ -275,8 +279,18 @@ class Client:
             response = connection.getresponse()
             if response.status >= 400:
                 self._raise_failure(f"GET {path}", response)  # Nothing has been written yet, so it can be repeated.
-            while piece := response.read1(_CHUNK_BYTES):
+            while piece := self._read_piece(path, response):
                 write(piece)
+
+    def _read_piece(self, path: str, response: http.client.HTTPResponse) -> bytes:
+        try:
+            return response.read1(_CHUNK_BYTES)
+        except (http.client.HTTPException, ConnectionError) as error:
+            raise Failure(
+                f"the connection to the gateway at {self.address.url} was lost during GET {path} "
+                f"({str(error) or type(error).__name__}): try again",
+                "unreachable",
+            ) from None
 
     def upload(self, path: str, read_pieces: Callable[[], Iterable[bytes]], **query: Any) -> Any:
         """POST a large body, over a connection of its own. Retries like ``call``. Return the data of the response."""
