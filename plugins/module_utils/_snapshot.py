@@ -473,8 +473,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     elif action.verb == "export":
         # A plan session writes no files.
         if not client.is_planning:
-            with new_file(request["file"]) as file:
-                client.download(f"/snapshots/{quote_segment(request['name'])}/export", file.write)
+            with new_file(request["file"]) as write:
+                client.download(f"/snapshots/{quote_segment(request['name'])}/export", write)
     elif action.verb == "import":
         read = read_head if client.is_planning else read_pieces
         client.upload("/snapshots/import", lambda: read(request["file"]), name=request["name"], trust=request["trust"])

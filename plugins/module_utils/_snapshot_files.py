@@ -10,11 +10,12 @@ The gateway checks everything in a file. This module only reads which snapshot i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-import secrets
+import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,10 +87,13 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
         is_valid = False
     if not is_valid:
         raise Failure(f"{path} is damaged: copy it again, or export the snapshot again")
-    end = os.fstat(file.fileno()).st_size - _RECORD.size - _END_BYTES
-    file.seek(max(0, end))
-    is_complete = file.read(_RECORD.size) == _RECORD.pack(b"E", _END_BYTES)
-    return SnapshotFile(manifest, prefix + contents, is_complete)
+    return SnapshotFile(manifest, prefix + contents, _has_end(file.fileno()))
+
+
+def _has_end(descriptor: int) -> bool:
+    """Return whether a file ends with the record that ends a snapshot file."""
+    start = os.fstat(descriptor).st_size - _RECORD.size - _END_BYTES
+    return start >= 0 and os.pread(descriptor, _RECORD.size, start) == _RECORD.pack(b"E", _END_BYTES)
 
 
 def read_head(path: str) -> list[bytes]:
@@ -109,26 +113,92 @@ def read_pieces(path: str) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def new_file(path: str) -> Iterator[BinaryIO]:
-    """Yield a temporary file, readable only by its owner, that replaces ``path`` if the context ends without an error.
+def new_file(path: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes a snapshot file, which replaces ``path`` if the context ends without an error.
 
-    Raises Failure.
+    Until then, the contents are in the file `.NAME.partial`, which only its owner can read. If an export is killed, the
+    next one reuses this file. Raises Failure, also if the end of the snapshot file is missing.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    partial = target.with_name(f".{target.name}.partial")
+    with _explaining_write_errors(path):
+        descriptor = _open_partial(partial)
+
+    def write(piece: bytes) -> None:
+        with _explaining_write_errors(path):
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
+
     try:
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                yield file
-                file.flush()
+            yield write
+            if not _has_end(descriptor):
+                raise Failure(
+                    f"the connection to the gateway was lost before all of {path} had arrived: export the snapshot "
+                    "again",
+                    "unreachable",
+                )
+            with _explaining_write_errors(path):
                 os.fsync(descriptor)
-            temporary.replace(target)
-        except OSError as error:
-            raise Failure(
-                f"{path} cannot be written ({error.strerror or error}): check the path, its permissions, and the free "
-                "space"
-            ) from None
+                partial.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        os.close(descriptor)
+    with _explaining_write_errors(path):
+        _sync_directory(target.parent)
+
+
+def _open_partial(path: Path) -> int:
+    """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            is_new = True
+        except FileExistsError:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            is_new = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_new:
+                _require_own_file(path, descriptor)
+            # An export that has just ended may have removed or renamed the file.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                    os.fchmod(descriptor, 0o600)
+                    os.ftruncate(descriptor, 0)
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise Failure(f"another export is writing {path}: try again when it is finished", "busy") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _require_own_file(path: Path, descriptor: int) -> None:
+    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
+        raise Failure(f"{path} was not created by an export of this user: remove it first")
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _explaining_write_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Failure(
+            f"{path} cannot be written ({error.strerror or error}): check the path, its permissions, and the free space"
+        ) from None

@@ -13,7 +13,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     read_snapshot_file,
 )
 
-from tests.unit.engine.test_snapshot_files import EDGES, FILE
+from tests.unit.engine.test_snapshot_files import EDGES, FILE, make_file
+
+OTHER_FILE = make_file(snapshot_id="fedcba987654")[0]
 
 
 @pytest.fixture
@@ -68,11 +70,11 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_gets_its_name_when_it_is_complete(path: Path) -> None:
-    with pytest.raises(Failure, match="lost"), new_file(str(path)) as file:
-        file.write(b"half")
+    with pytest.raises(Failure, match="lost"), new_file(str(path)) as write:
+        write(b"half")
         raise Failure("the connection was lost")
     assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
-    with new_file(str(path)) as file:
-        file.write(b"whole")
-    assert path.read_bytes() == b"whole" and path.stat().st_mode & 0o777 == 0o600
+    with new_file(str(path)) as write:
+        write(OTHER_FILE)
+    assert path.read_bytes() == OTHER_FILE and path.stat().st_mode & 0o777 == 0o600
     assert [*path.parent.iterdir()] == [path]

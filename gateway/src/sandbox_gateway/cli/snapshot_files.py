@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import secrets
+import stat
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,21 +17,31 @@ from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.progress import transferring
 
 _PIECE_BYTES = 256 << 10
+_END_RECORD = struct.pack(">cI", b"E", 32 + 64)
+_END_BYTES = len(_END_RECORD) + 32 + 64
+"""The size of the record that ends a file: see ``engine.transfer.container``."""
 
 
 def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
     """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes."""
-    written_bytes = 0
-    with _target(file) as output, transferring(f"exporting {snapshot}") as advance:
+    written_bytes, last_bytes = 0, b""
+    with _target(file) as write_file, transferring(f"exporting {snapshot}") as advance:
 
         def write(piece: bytes) -> None:
-            nonlocal written_bytes
-            output.write(piece)
+            nonlocal written_bytes, last_bytes
+            write_file(piece)
             written_bytes += len(piece)
+            last_bytes = (last_bytes + piece[-_END_BYTES:])[-_END_BYTES:]
             advance(len(piece))
 
-        with _explaining_errors("write", file):
-            client.download(path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
+        client.download(path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
+        # The end of a response without a length, as behind a proxy that speaks HTTP/1.0, is that of the connection.
+        if len(last_bytes) < _END_BYTES or not last_bytes.startswith(_END_RECORD):
+            raise Failure(
+                f"the connection to the gateway was lost before all of {file} had arrived",
+                ExitCode.UNREACHABLE,
+                "export the snapshot again",
+            )
     return written_bytes
 
 
@@ -54,28 +66,88 @@ def _read_pieces(source: BinaryIO, file: str, advance: Callable[[int], None]) ->
 
 
 @contextlib.contextmanager
-def _target(file: str) -> Iterator[BinaryIO]:
-    """Yield a temporary file that gets the name ``file`` if the context ends without an error."""
+def _target(file: str) -> Iterator[Callable[[bytes], object]]:
+    """Yield a function that writes to standard output, or to ``file`` if the context ends without an error.
+
+    Until then, the contents are in `.NAME.partial`, which only its owner can read. If an export is killed, the next one
+    reuses this file.
+    """
     if file == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        with _explaining_errors("write", file):
+            yield sys.stdout.buffer.write
+            sys.stdout.buffer.flush()
         return
     final = Path(file)
     if final.exists():
         raise Failure(f"{file} exists", ExitCode.USAGE, "choose another file, or remove it first")
-    temporary = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+    partial = final.with_name(f".{final.name}.partial")
+    with _explaining_errors("write", file):
+        descriptor = _open_partial(partial)
+
+    def write(piece: bytes) -> None:
+        with _explaining_errors("write", file):
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
+
     try:
-        with _explaining_errors("write", file):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as output:
-            yield output
+        try:
+            yield write
             with _explaining_errors("write", file):
-                output.flush()
                 os.fsync(descriptor)
-        with _explaining_errors("write", file):
-            temporary.rename(final)
+                partial.rename(final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+    with _explaining_errors("write", file):
+        _sync_directory(final.parent)
+
+
+def _open_partial(path: Path) -> int:
+    """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            is_new = True
+        except FileExistsError:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            is_new = False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_new:
+                _require_own_file(path, descriptor)
+            # An export that has just ended may have removed or renamed the file.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                    os.fchmod(descriptor, 0o600)
+                    os.ftruncate(descriptor, 0)
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise Failure(
+                f"another export is writing {path}", ExitCode.CONFLICT, "try again when it is finished"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _require_own_file(path: Path, descriptor: int) -> None:
+    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
+        raise Failure(f"{path} was not created by an export of this user", ExitCode.USAGE, "remove it first")
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

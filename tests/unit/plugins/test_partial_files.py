@@ -1,0 +1,150 @@
+"""Exports by the module and by `sandboxctl` leave neither incomplete files nor secrets that others can read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _failure, _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import new_file
+
+from sandbox_gateway.cli import client as cli_client
+from sandbox_gateway.cli import failure as cli_failure
+from sandbox_gateway.cli import snapshot_files
+from tests.unit.engine.test_snapshot_files import FILE
+
+FAILURES = (_failure.Failure, cli_failure.Failure)
+OpenFile = Callable[[str], AbstractContextManager[Callable[[bytes], object]]]
+Export = Callable[[str, str], object]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> Path:
+    return tmp_path / ".file.partial"
+
+
+@pytest.fixture(params=[new_file, snapshot_files._target], ids=["module", "sandboxctl"])
+def open_file(request: pytest.FixtureRequest) -> OpenFile:
+    opener: OpenFile = request.param
+    return opener
+
+
+def export_with_module(url: str, path: str) -> None:
+    _snapshot.apply(Action("export", (), {"name": "golden", "file": path}), Client(url, timeout=10))
+
+
+def export_with_cli(url: str, path: str) -> None:
+    snapshot_files.export(cli_client.Client(url), "golden", path, memory=True)
+
+
+@pytest.fixture(params=[export_with_module, export_with_cli], ids=["module", "sandboxctl"])
+def export(request: pytest.FixtureRequest) -> Export:
+    exporter: Export = request.param
+    return exporter
+
+
+@contextlib.contextmanager
+def served(response: bytes) -> Iterator[str]:
+    """Answer one request with these bytes, and yield the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(response)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def test_the_next_export_reuses_and_removes_the_secrets_that_a_killed_one_left(
+    path: Path, partial: Path, open_file: OpenFile
+) -> None:
+    partial.write_bytes(FILE * 2)
+    partial.chmod(0o644)
+    with open_file(str(path)) as write:
+        assert partial.stat().st_size == 0 and partial.stat().st_mode & 0o777 == 0o600
+        write(FILE)
+    assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
+
+
+def test_two_exports_to_one_file_do_not_mix(path: Path, open_file: OpenFile) -> None:
+    with open_file(str(path)) as write:
+        with pytest.raises(FAILURES, match=r"another export is writing .*\.file\.partial"), open_file(str(path)):
+            pass
+        write(FILE)
+    assert path.read_bytes() == FILE
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "file of another user", "pipe"])
+def test_a_planted_partial_file_neither_receives_secrets_nor_damages_others(
+    path: Path, partial: Path, open_file: OpenFile, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = path.with_name("victim")
+    victim.write_text("mine")
+    if kind == "symbolic link":
+        partial.symlink_to(victim)
+    elif kind == "hard link":
+        partial.hardlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(partial)
+    else:
+        partial.touch()
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(FAILURES, match=r"was not created by an export|Too many levels"), open_file(str(path)):
+        pass
+    assert victim.read_text() == "mine" and not path.exists()
+
+
+def test_a_file_that_a_proxy_cuts_off_does_not_get_its_name(path: Path, export: Export) -> None:
+    """With HTTP/1.0, the end of the connection is that of the response."""
+    with (
+        served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE[:-1]) as url,
+        pytest.raises(FAILURES, match=r"was lost before all of .* had arrived"),
+    ):
+        export(url, str(path))
+    assert [*path.parent.iterdir()] == []
+    with served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE) as url:
+        export(url, str(path))
+    assert path.read_bytes() == FILE
+
+
+def test_a_full_disk_is_not_reported_as_an_error_of_the_gateway(
+    path: Path, export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with served(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(FILE) + FILE) as url:
+        monkeypatch.setattr(os, "write", fail)
+        with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as caught:
+            export(url, str(path))
+        monkeypatch.undo()
+    assert getattr(caught.value, "kind", "invalid") == "invalid"
+    assert [*path.parent.iterdir()] == []
+
+
+def test_a_connection_that_breaks_during_an_export_is_reported_as_lost(path: Path, export: Export) -> None:
+    with (
+        served(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\n" + FILE[:50]) as url,
+        pytest.raises(FAILURES, match=r"the connection to the gateway at .* was lost"),
+    ):
+        export(url, str(path))
+    assert [*path.parent.iterdir()] == []
