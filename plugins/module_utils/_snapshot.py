@@ -32,7 +32,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import (
+    PRIVATE_MODE,
     SnapshotFile,
+    make_private,
     new_file,
     read_head,
     read_pieces,
@@ -302,9 +304,20 @@ def _plan_export(
             "unsupported",
         )
     if current is not None and have.file is not None and _is_exported(current, have.file):
-        return []
+        return _plan_private_file(want, have.file, name, current_view)
     after = {**current_view, "exported_to": want.export_to}
     return [Action("export", (Change(name, current_view, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
+
+
+def _plan_private_file(
+    want: DesiredState, file: SnapshotFile, name: str, current_view: Mapping[str, Any]
+) -> list[Action]:
+    """Plan to remove the permissions of other users for a file, which contains the guest's memory."""
+    if file.mode & ~PRIVATE_MODE == 0:
+        return []
+    before = {**current_view, "file_mode": f"{file.mode:04o}"}
+    after = {**current_view, "file_mode": f"{PRIVATE_MODE:04o}"}
+    return [Action("protect", (Change(name, before, after, SNAPSHOT),), {"name": name, "file": want.export_to})]
 
 
 def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
@@ -475,6 +488,9 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         if not client.is_planning:
             with new_file(request["file"]) as write:
                 client.download(f"/snapshots/{quote_segment(request['name'])}/export", write)
+    elif action.verb == "protect":
+        if not client.is_planning:
+            make_private(request["file"])
     elif action.verb == "import":
         read = read_head if client.is_planning else read_pieces
         client.upload("/snapshots/import", lambda: read(request["file"]), name=request["name"], trust=request["trust"])

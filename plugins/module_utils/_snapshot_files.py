@@ -30,15 +30,20 @@ _HEAD_BYTES = 32 + 64
 _END_BYTES = 32 + 64
 _MAX_MANIFEST_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
+PRIVATE_MODE = 0o600
 
 
 @dataclass(frozen=True)
 class SnapshotFile:
-    """A file with a snapshot. ``head``: its beginning, which contains the manifest. ``is_complete``: it has an end."""
+    """A file with a snapshot.
+
+    ``head``: its beginning, which contains the manifest. ``is_complete``: it has an end. ``mode``: its permissions.
+    """
 
     manifest: dict[str, Any]
     head: bytes
     is_complete: bool
+    mode: int
 
     @property
     def snapshot_id(self) -> str:
@@ -87,7 +92,8 @@ def _read(path: str, file: BinaryIO) -> SnapshotFile:
         is_valid = False
     if not is_valid:
         raise Failure(f"{path} is damaged: copy it again, or export the snapshot again")
-    return SnapshotFile(manifest, prefix + contents, _has_end(file.fileno()))
+    mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    return SnapshotFile(manifest, prefix + contents, _has_end(file.fileno()), mode)
 
 
 def _has_end(descriptor: int) -> bool:
@@ -110,6 +116,16 @@ def read_pieces(path: str) -> Iterator[bytes]:
                 yield piece
     except OSError as error:
         raise Failure(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
+
+
+def make_private(path: str) -> None:
+    """Make a file readable only by its owner. Raises Failure."""
+    with _explaining_write_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.fchmod(descriptor, PRIVATE_MODE)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -155,7 +171,7 @@ def _open_partial(path: Path) -> int:
     """Create a file, or empty the one that a killed export left behind, and lock it. Raises Failure and OSError."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE)
             is_new = True
         except FileExistsError:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -167,7 +183,7 @@ def _open_partial(path: Path) -> int:
             # An export that has just ended may have removed or renamed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(descriptor)):
-                    os.fchmod(descriptor, 0o600)
+                    os.fchmod(descriptor, PRIVATE_MODE)
                     os.ftruncate(descriptor, 0)
                     return descriptor
         except BlockingIOError:

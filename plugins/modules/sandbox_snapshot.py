@@ -96,7 +96,8 @@ options:
         snapshot is taken first if it does not exist.
       - If the file already contains this snapshot, nothing is changed. A file with another snapshot, or without the
         memory of this one (C(sandboxctl snapshot export --no-memory)), is replaced, but no other file. The file gets
-        its name when it is complete, and only its owner can read it.
+        its name when it is complete, and only its owner can read it. Permissions that an existing file has for other
+        users are removed.
       - Only hosts of virtual machines support this option. A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
 
@@ -62,3 +64,23 @@ def test_a_file_counts_as_exported_only_if_it_has_all_that_a_run_writes(
 ) -> None:
     write(path, contents)
     assert [action.verb for action in plan_export(path, memory=memory)] == verbs
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o700])
+def test_a_file_with_guest_memory_that_others_can_read_becomes_private(path: Path, mode: int) -> None:
+    write(path, FILE, mode)
+    (action,) = plan_export(path)
+    assert (action.verb, action.changes[0].before["file_mode"]) == ("protect", f"{mode:04o}")
+    _snapshot.apply(action, Client("unix:///nowhere"))
+    assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes() == FILE
+    assert not plan_export(path)
+
+
+def test_the_permissions_of_a_file_behind_a_planted_link_do_not_change(path: Path) -> None:
+    write(path, FILE, 0o644)
+    (action,) = plan_export(path)
+    victim = path.rename(path.with_name("victim"))
+    path.symlink_to(victim)
+    with pytest.raises(Failure, match="cannot be written"):
+        _snapshot.apply(action, Client("unix:///nowhere"))
+    assert victim.stat().st_mode & 0o777 == 0o644
