@@ -39,6 +39,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files impo
     read_head,
     read_pieces,
     read_snapshot_file,
+    require_writable_directory,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class CurrentState:
     users: Mapping[str, Users] = field(default_factory=dict)
     file: SnapshotFile | None = None
     file_failure: Failure | None = None
-    """Why the file cannot be used."""
+    """Why the file cannot be used, or why the gateway cannot export or import snapshots."""
 
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -189,6 +190,8 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     if path := want.export_to or want.import_from:
         try:
             file = read_snapshot_file(path)
+            # Only gateways that can transfer snapshots have a key. This is no object on which a plan depends.
+            client.call("GET", "/signer")
         except Failure as failure:
             file_failure = failure
     taken_names = find_taken_names(client, missing_names, except_kind="snapshot")
@@ -329,7 +332,9 @@ def _is_exported(snapshot: Mapping[str, Any], file: SnapshotFile) -> bool:
 def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
     file = have.file
     if file is None:
-        raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
+        # Plan sessions contain no files, so check mode does not know what earlier tasks write.
+        with refused_under(f"only if no earlier task of the run writes {want.import_from}"):
+            raise Failure(f"{want.import_from} does not exist: correct import_from, or copy the file to this host")
     if not file.is_complete:
         raise Failure(f"{want.import_from} is not complete: copy it again, or export the snapshot again")
     if file.manifest.get("kind") != "snapshot":
@@ -373,6 +378,8 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], con
     if want.prewarm:
         body["prewarm"] = after["prewarm"] = want.prewarm
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
+    if want.export_to:
+        request["file"] = want.export_to
     return Action("capture", (Change(name, None, after, SNAPSHOT),), request, condition)
 
 
@@ -481,6 +488,9 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
+        # In check mode, an earlier task may be going to create the directory.
+        if "file" in request and not client.is_planning:
+            require_writable_directory(request["file"])
         with explaining_removal("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "export":

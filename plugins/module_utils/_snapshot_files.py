@@ -118,6 +118,15 @@ def read_pieces(path: str) -> Iterator[bytes]:
         raise Failure(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from None
 
 
+def require_writable_directory(path: str) -> None:
+    """Raise Failure if the directory of a file does not exist, or if no file can be created in it."""
+    directory = Path(path).absolute().parent
+    if not directory.is_dir():
+        raise Failure(f"{path} cannot be written: create the directory {directory} first")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Failure(f"{path} cannot be written: no file can be created in {directory}: check its permissions")
+
+
 def make_private(path: str) -> None:
     """Make a file readable only by its owner. Raises Failure."""
     with _explaining_write_errors(path):

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
-from ansible_collections.grove.sandbox.plugins.module_utils._run import run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, run
 
 from sandbox_gateway.engine.transfer.container import Encoder, compress_chunk
 from sandbox_gateway.engine.transfer.manifest import parse_manifest
@@ -236,6 +236,58 @@ def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
         assert not (tmp_path / "signing-key").exists()
     finally:
         gateway.end()
+
+
+def run_snapshot(gateway: MemoryGateway, *, check: bool = False, **options: Any) -> dict[str, Any]:
+    defaults = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
+    # Each check run has a plan session of its own.
+    file = options.get("export_to") or options["import_from"]
+    params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check run with {file}"} if check else {})}
+    return run(_snapshot, {**defaults, **params, **options}, check=check)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["check mode", "run"])
+def test_a_host_that_cannot_export_takes_no_snapshot_for_an_export(tmp_path: Path, check: bool) -> None:
+    """Otherwise, the run would take the snapshot and then fail."""
+    host = MemoryHost()
+    host.abilities = dataclasses.replace(host.abilities, transfer=False)  # type: ignore[misc]
+    gateway = MemoryGateway(tmp_path, host)
+    try:
+        gateway.build_template()
+        with gateway.client() as client:
+            client.post("/sandboxes", json={"templateID": "base", "name": "source"}).raise_for_status()
+            options = {"name": ["new"], "sandbox": ["source"], "export_to": str(tmp_path / "file")}
+            refused = run_snapshot(gateway, check=check, **options)
+            assert refused["failure"]["kind"] == "unsupported" and not refused["changed"]
+            assert "can neither export nor import" in refused["msg"]
+            assert client.get("/snapshots/new").status_code == 404
+    finally:
+        gateway.end()
+
+
+def test_no_snapshot_is_taken_for_an_export_to_a_missing_directory(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"name": ["new"], "sandbox": ["source"], "export_to": str(tmp_path / "exports" / "file")}
+    predicted = run_snapshot(memory_gateway, check=True, **options)
+    assert predicted["changed"], "an earlier task of the run may create the directory"
+    refused = run_snapshot(memory_gateway, **options)
+    assert not refused["changed"] and f"create the directory {tmp_path}/exports first" in refused["msg"]
+    assert api.get("/snapshots/new").status_code == 404
+    (tmp_path / "exports").mkdir()
+    assert run_snapshot(memory_gateway, **options)["changed"]
+
+
+def test_check_mode_does_not_claim_to_know_that_a_file_will_be_missing(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "file")
+    assert run_snapshot(memory_gateway, check=True, name=["taken"], export_to=file)["changed"]
+    refused = run_snapshot(memory_gateway, check=True, name=["copy"], import_from=file)
+    assert refused["failed"] and "does not exist" in refused["msg"]
+    assert refused[PLAN_KEY]["unknown"] == [f"only if no earlier task of the run writes {file}"]
+    assert run_snapshot(memory_gateway, name=["taken"], export_to=file)["changed"]
+    assert run_snapshot(memory_gateway, name=["copy"], import_from=file)["changed"]
 
 
 def test_a_check_run_predicts_transfers_and_makes_none(

@@ -1,4 +1,4 @@
-"""A client that stalls an export or an import does not hold a place in `limits.transfers` for ever."""
+"""A client that stalls an export or an import does not hold a place in `limits.transfers` forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sandbox_snapshot` plans for `export_to`, depending on the file that exists."""
+"""Plans of `sandbox_snapshot` for `export_to`, depending on the file that exists."""
 
 from __future__ import annotations
 
