@@ -209,9 +209,9 @@ This page also shows the exceptions:
 * Check mode does not predict failures whose cause only the host can find: the `path` of a template does not exist, a
   build fails, or a jail host must keep a snapshot of a volume because another volume was created from it. In these
   cases, the real run fails and changes nothing.
-* Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not exist,
-  check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the directory of
-  `export_to` does not exist, the real run fails and changes nothing.
+* Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not
+  exist, check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the
+  directory of `export_to` does not exist, the real run fails and changes nothing.
 
 The test generates this page: `{WRITE_PAGE_COMMAND}`.
 It fails if its results differ from the page.
