@@ -351,7 +351,7 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
         "pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n"
     )
     zfs_core.lzc_clone(
-        f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"]
+        f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"], mounted=True
     )
     root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
     run_shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))

@@ -1,10 +1,13 @@
-"""Implement the API of ``libzfs_core`` (pyzfs) with the ``zfs`` command. It does not depend on sandboxes.
+"""Implement the API of ``libzfs_core`` (pyzfs) with the commands ``zfs`` and ``zpool``. It does not know sandboxes.
 
-The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core. Names may be str or bytes.
-Exceptions are in ``zfs_core.exceptions``. The functions differ from pyzfs in four ways. A new filesystem is mounted at
-once, if its ``canmount`` and ``mountpoint`` allow this. ``lzc_destroy`` unmounts the filesystem first. ``lzc_rename``
-mounts the filesystem again under its new name. If ZFS lacks ``atomic_snapshots``, ``lzc_snapshot`` takes snapshots one
-by one, and destroys them again if one fails.
+The functions ``lzc_*`` have the same names, argument order and exceptions as in libzfs_core of OpenZFS 2.3. Names may
+be str or bytes; if the first argument is bytes, names in results and exceptions are bytes. ``is_supported`` tells which
+functions work with the installed ZFS. The others raise NotImplementedError.
+
+The functions differ from libzfs_core where the commands do. If several objects are created or destroyed with one
+command each (bookmarks, holds, and snapshots on zfs-fuse), this is not atomic: the functions check first that all can
+succeed, and undo what they did if one fails. Some functions have more keyword arguments than in libzfs_core, which does
+not mount filesystems: ``mounted``, ``unmounted``, ``remounted``.
 
 The other functions list datasets, mount them, read their properties, and detect changes since a snapshot. They have no
 counterpart in pyzfs. All functions block (use ``asyncio.to_thread``). Each command has a timeout of
@@ -12,27 +15,82 @@ counterpart in pyzfs. All functions block (use ``asyncio.to_thread``). Each comm
 """
 
 from zfs_core import exceptions
+from zfs_core.bookmarks import lzc_bookmark, lzc_destroy_bookmarks, lzc_get_bookmarks
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.changes import has_changed_since
+from zfs_core.constants import (
+    MAXNAMELEN,
+    WRAPPING_KEY_LEN,
+    ZCP_DEFAULT_INSTRLIMIT,
+    ZCP_DEFAULT_MEMLIMIT,
+    zfs_errno,
+    zfs_key_location,
+    zfs_keyformat,
+    zio_encrypt,
+)
 from zfs_core.datasets import lzc_clone, lzc_create, lzc_destroy, lzc_promote, lzc_rename
+from zfs_core.encryption import lzc_change_key, lzc_load_key, lzc_unload_key
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
-from zfs_core.listing import check_reachable, list_clones, list_datasets, list_snapshots, lzc_exists
+from zfs_core.listing import (
+    check_reachable,
+    list_clones,
+    list_datasets,
+    list_snapshots,
+    lzc_exists,
+    lzc_list,
+    lzc_list_children,
+    lzc_list_snaps,
+)
 from zfs_core.mounts import is_mounted, list_mounted_dependents, mount, unmount
+from zfs_core.pools import (
+    lzc_channel_program,
+    lzc_channel_program_nosync,
+    lzc_pool_checkpoint,
+    lzc_pool_checkpoint_discard,
+    lzc_reopen,
+    lzc_sync,
+)
 from zfs_core.properties import (
     get_props,
     get_tree,
     local_props,
     local_tree,
+    lzc_get_props,
+    lzc_inherit,
     lzc_inherit_prop,
     lzc_set_prop,
+    lzc_set_props,
     sync,
     used_bytes,
     written_bytes,
 )
-from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback, lzc_rollback_to, lzc_snap, lzc_snapshot
-from zfs_core.streams import lzc_receive, lzc_send
+from zfs_core.receive import (
+    lzc_receive,
+    lzc_receive_one,
+    lzc_receive_resumable,
+    lzc_receive_with_cmdprops,
+    lzc_receive_with_header,
+    lzc_receive_with_heal,
+    lzc_recv,
+    receive_header,
+)
+from zfs_core.send import lzc_send, lzc_send_resume, lzc_send_space
+from zfs_core.snapshots import (
+    lzc_destroy_snaps,
+    lzc_rollback,
+    lzc_rollback_to,
+    lzc_snap,
+    lzc_snaprange_space,
+    lzc_snapshot,
+)
+from zfs_core.stream_format import parse_resume_token
+from zfs_core.support import is_supported
 
 __all__ = [
+    "MAXNAMELEN",
+    "WRAPPING_KEY_LEN",
+    "ZCP_DEFAULT_INSTRLIMIT",
+    "ZCP_DEFAULT_MEMLIMIT",
     "check_reachable",
     "detect_capabilities",
     "exceptions",
@@ -40,33 +98,67 @@ __all__ = [
     "get_tree",
     "has_changed_since",
     "is_mounted",
+    "is_supported",
     "list_clones",
     "list_datasets",
     "list_mounted_dependents",
     "list_snapshots",
     "local_props",
     "local_tree",
+    "lzc_bookmark",
+    "lzc_change_key",
+    "lzc_channel_program",
+    "lzc_channel_program_nosync",
     "lzc_clone",
     "lzc_create",
     "lzc_destroy",
+    "lzc_destroy_bookmarks",
     "lzc_destroy_snaps",
     "lzc_exists",
+    "lzc_get_bookmarks",
     "lzc_get_holds",
+    "lzc_get_props",
     "lzc_hold",
+    "lzc_inherit",
     "lzc_inherit_prop",
+    "lzc_list",
+    "lzc_list_children",
+    "lzc_list_snaps",
+    "lzc_load_key",
+    "lzc_pool_checkpoint",
+    "lzc_pool_checkpoint_discard",
     "lzc_promote",
     "lzc_receive",
+    "lzc_receive_one",
+    "lzc_receive_resumable",
+    "lzc_receive_with_cmdprops",
+    "lzc_receive_with_header",
+    "lzc_receive_with_heal",
+    "lzc_recv",
     "lzc_release",
     "lzc_rename",
+    "lzc_reopen",
     "lzc_rollback",
     "lzc_rollback_to",
     "lzc_send",
+    "lzc_send_resume",
+    "lzc_send_space",
     "lzc_set_prop",
+    "lzc_set_props",
     "lzc_snap",
+    "lzc_snaprange_space",
     "lzc_snapshot",
+    "lzc_sync",
+    "lzc_unload_key",
     "mount",
+    "parse_resume_token",
+    "receive_header",
     "sync",
     "unmount",
     "used_bytes",
     "written_bytes",
+    "zfs_errno",
+    "zfs_key_location",
+    "zfs_keyformat",
+    "zio_encrypt",
 ]

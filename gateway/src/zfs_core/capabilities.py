@@ -22,12 +22,26 @@ class Capabilities:
     """The version, or () if the output of `zfs version` has an unknown format."""
     atomic_snapshots: bool
     """`zfs snapshot` takes several snapshots atomically."""
+    create_unmounted: bool
+    """`zfs create -u` does not mount the new filesystem."""
     rename_without_unmount: bool
     """`zfs rename -u` does not unmount clones of the filesystem's snapshots."""
     lists_holds: bool
     """`zfs holds` works."""
+    hold_tag_max: int
+    """Maximum length of a hold's tag in bytes. If holds are recorded in properties, it is shorter than that of ZFS."""
     receive_options: bool
-    """`zfs receive -o` sets properties and the origin."""
+    """`zfs receive -o` sets properties and the origin, and `zfs receive -s` can be resumed."""
+    send_options: bool
+    """`zfs send` has the options for features of streams (`-e`, `-L`, `-c`, `-w`), sizes (`-n`) and tokens (`-t`)."""
+    bookmarks: bool
+    """`zfs bookmark` exists, and `zfs destroy -nvp FIRST%LAST` calculates the space of a range of snapshots."""
+    pool_commands: bool
+    """`zpool sync`, `zpool reopen`, `zpool checkpoint` and `zfs program` exist."""
+    encryption: bool
+    """`zfs load-key`, `zfs unload-key` and `zfs change-key` exist."""
+    corrective_receive: bool
+    """`zfs receive -c` heals corrupted data of a snapshot."""
     written_property: bool
     """The properties `written` and `written@SNAPSHOT` exist."""
     concurrent_mounts: bool
@@ -37,9 +51,16 @@ class Capabilities:
 ZFS_FUSE_CAPABILITIES = Capabilities(
     version=(0, 7),
     atomic_snapshots=False,
+    create_unmounted=False,
     rename_without_unmount=False,
     lists_holds=False,
+    hold_tag_max=120,
     receive_options=False,
+    send_options=False,
+    bookmarks=False,
+    pool_commands=False,
+    encryption=False,
+    corrective_receive=False,
     written_property=False,
     concurrent_mounts=False,
 )
@@ -49,9 +70,16 @@ def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
+        create_unmounted=not version or version >= (2, 0),
         rename_without_unmount=True,
         lists_holds=True,
+        hold_tag_max=255,
         receive_options=True,
+        send_options=True,
+        bookmarks=True,
+        pool_commands=True,
+        encryption=True,
+        corrective_receive=not version or version >= (2, 2),
         written_property=True,
         concurrent_mounts=True,
     )

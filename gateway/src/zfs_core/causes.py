@@ -29,6 +29,8 @@ class Cause(Enum):
     POOLS_DIFFER = auto()
     NO_POOL = auto()
     NO_PARENT = auto()
+    WRONG_PARENT = auto()
+    """The parent is a volume, or a volume would replace a filesystem that cannot be replaced."""
     NOT_LATEST = auto()
     HAS_CLONES = auto()
     HAS_CHILDREN = auto()
@@ -48,6 +50,20 @@ class Cause(Enum):
     BUSY = auto()
     IN_USE = auto()
     """A process has files in the dataset open, or another file system is mounted on it."""
+    BOOKMARK_MISMATCH = auto()
+    NOT_SUPPORTED = auto()
+    """The pool or the stream needs a feature that this ZFS lacks, or that is not enabled."""
+    KEY_INVALID = auto()
+    KEY_LOADED = auto()
+    KEY_NOT_LOADED = auto()
+    CHECKPOINT_EXISTS = auto()
+    CHECKPOINT_MISSING = auto()
+    CHECKPOINT_DISCARDING = auto()
+    DEVICE_REMOVAL = auto()
+    DEVICE_TOO_BIG = auto()
+    RAIDZ_EXPANSION = auto()
+    BROKEN_PIPE = auto()
+    """The reader of a stream has closed it."""
     OTHER = auto()
 
 
@@ -61,6 +77,18 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.SUSPENDED, r"I/O is currently suspended|pool .*is suspended"),
     (Cause.READ_ONLY, r"pool is read-?only|Read-only file system"),
     (Cause.NAME_TOO_LONG, r"name is too long|name too long|tag too long"),
+    (Cause.BROKEN_PIPE, r"Broken pipe|signal received"),
+    (Cause.CHECKPOINT_DISCARDING, r"currently discarding checkpoint"),
+    (Cause.CHECKPOINT_EXISTS, r"checkpoint exists"),
+    (Cause.CHECKPOINT_MISSING, r"checkpoint does not exist"),
+    (Cause.DEVICE_REMOVAL, r"device removal in progress"),
+    (Cause.DEVICE_TOO_BIG, r"device exceeds supported size"),
+    (Cause.RAIDZ_EXPANSION, r"raidz expansion in progress"),
+    (Cause.KEY_INVALID, r"Incorrect key provided|Raw key too|Hex key too"),
+    (Cause.KEY_LOADED, r"Key already loaded"),
+    (Cause.KEY_NOT_LOADED, r"Key already unloaded|Key must be loaded|key must be loaded|key not loaded"),
+    (Cause.BOOKMARK_MISMATCH, r"source is not an ancestor of the new bookmark"),
+    (Cause.NOT_SUPPORTED, r"bookmark feature not enabled|stream has unsupported feature|feature is not supported"),
     (
         Cause.NAME_INVALID,
         r"in name|delimiters? |invalid (dataset|snapshot|pool|character)|trailing slash|leading slash|reserved name"
@@ -76,9 +104,10 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (Cause.SIZE_TOO_SMALL, r"size is less than current used"),
     (Cause.NO_SPACE, r"out of space|No space left|size is greater than available"),
     (Cause.QUOTA_EXCEEDED, r"[Qq]uota exceeded"),
-    (Cause.POOLS_DIFFER, r"pools differ|must be within same pool|not in the same pool"),
+    (Cause.POOLS_DIFFER, r"pools differ|must be within same pool|not in the same pool|in a different pool"),
     (Cause.NO_POOL, r"no such pool"),
-    (Cause.NO_PARENT, r"parent does not exist|parent is not a filesystem"),
+    (Cause.WRONG_PARENT, r"parent (?:'' )?is not a filesystem|cannot overwrite with a ZVOL"),
+    (Cause.NO_PARENT, r"parent does not exist"),
     (Cause.HAS_CLONES, r"has dependent clones|snapshot is cloned"),
     (Cause.HAS_CHILDREN, r"has children"),
     (Cause.NOT_CLONE, r"not a cloned filesystem"),
@@ -91,14 +120,15 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
         r"does not\s+match incremental source|destination has snapshots|local origin for clone",
     ),
     (Cause.STREAM_TRUNCATED, r"incomplete stream|failed to read from stream|checksum mismatch or incomplete"),
-    (Cause.BAD_STREAM, r"invalid (backup )?stream|invalid stream"),
+    (Cause.BAD_STREAM, r"invalid (backup )?stream|checksum mismatch|cannot perform raw receive on top"),
     (Cause.NOT_RELATED, r"must be in same filesystem|incremental source .* does not exist|not an earlier snapshot"),
     (
         Cause.PROPERTY_INVALID,
         r"invalid property|bad numeric value|is readonly|bad property|property value|invalid value"
-        r"|can not be modified|must be one of|can only be set|missing value|is invalid|Argument list too long",
+        r"|can not be modified|must be one of|Only keyformat|can only be set|missing value|is invalid"
+        r"|Argument list too long",
     ),
-    (Cause.EXISTS, r"already exists|destination \S* ?exists|[Ff]ile exists"),
+    (Cause.EXISTS, r"already exists|bookmark exists|destination \S* ?exists|[Ff]ile exists"),
     (
         Cause.MISSING,
         r"does not exist|could not find any snapshots|no such (dataset|snapshot|file)|no datasets available",

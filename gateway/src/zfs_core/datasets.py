@@ -1,51 +1,79 @@
-"""Create, clone, destroy, promote and rename filesystems."""
+"""Create, clone, destroy, promote and rename filesystems and volumes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
+from zfs_core.encryption import open_key, split_key_location
 from zfs_core.exceptions import (
     DatasetBusy,
+    DatasetNotFound,
     DatasetTypeInvalid,
     FilesystemExists,
     FilesystemNotFound,
     MountFailed,
+    NameTooLong,
     NotClone,
     ParentNotFound,
     PoolsDiffer,
     PropertyInvalid,
     SnapshotExists,
+    WrongParent,
+    ZFSError,
 )
-from zfs_core.listing import lzc_exists
+from zfs_core.listing import list_snapshots, lzc_exists
 from zfs_core.mounts import is_mounted, list_mounted_dependents, mount, unmount
 from zfs_core.names import (
     Name,
+    accepts_bytes,
+    filesystem_of,
+    is_too_long,
     pool_of,
+    short_name_of,
     validate_filesystem_name,
     validate_new_filesystem_name,
     validate_snapshot_name,
 )
 from zfs_core.options import Props, format_property_options
 from zfs_core.outcome import ErrorFactory, Outcome, check
+from zfs_core.properties import get_props, lzc_set_prop
 from zfs_core.run import run, run_with_retries
 
 
-def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
+@accepts_bytes
+def lzc_create(
+    name: Name, ds_type: str = "zfs", props: Props = None, key: bytes | None = None, *, mounted: bool = False
+) -> None:
     """Create a filesystem (``zfs``) or a volume (``zvol``, with the property ``volsize``).
 
-    If the filesystem cannot be mounted, it is destroyed and MountFailed is raised. Also raises FilesystemExists,
-    ParentNotFound, PropertyInvalid, NameInvalid, NameTooLong, NoSpace, QuotaExceeded.
+    ``key``: the encryption key, if the properties make this an encryption root (see ``zfs_core.encryption``).
+
+    ``mounted``: mount the filesystem, if its ``canmount`` and ``mountpoint`` allow this. If that fails, the filesystem
+    is destroyed and MountFailed is raised.
+
+    Raises FilesystemExists, ParentNotFound, WrongParent, PropertyInvalid, DatasetTypeInvalid, NameInvalid, NameTooLong,
+    NoSpace, QuotaExceeded. Command: ``zfs create -u NAME``, or ``zfs create -s -V SIZE NAME``.
     """
-    target = validate_new_filesystem_name(name)
-    options = format_property_options(props)
-    if ds_type == "zvol":
-        options = ["-V", _get_volume_size(target, options), *_remove_option(options, "volsize")]
-    elif ds_type != "zfs":
+    if ds_type not in ("zfs", "zvol"):
         raise DatasetTypeInvalid(ds_type)
-    outcome = run("create", *options, target, name=target)
-    _check_created(outcome, target, "create filesystem", dict.fromkeys(_NO_PARENT_CAUSES, ParentNotFound))
+    target = validate_new_filesystem_name(name)
+    options, key_location = format_property_options(props), None
+    if key is not None:
+        options, key_location = split_key_location(options)
+    if ds_type == "zvol":
+        options = ["-s", "-V", _get_volume_size(target, options), *_remove_option(options, "volsize")]
+    elif not mounted and detect_capabilities().create_unmounted:
+        options = ["-u", *options]
+    with open_key(key, options) as stdin:
+        outcome = run("create", *options, target, name=target, stdin=stdin)
+    is_as_requested = mounted or options[:1] in (["-u"], ["-s"])
+    specific_errors = dict.fromkeys(_NO_PARENT_CAUSES, ParentNotFound)
+    _check_created(outcome, target, "create filesystem", specific_errors, is_as_requested)
+    if key_location is not None:
+        _set_key_location(target, key_location)
 
 
 _NO_PARENT_CAUSES = (Cause.NO_PARENT, Cause.NO_POOL, Cause.MISSING)
@@ -63,32 +91,60 @@ def _remove_option(options: list[str], prop: str) -> list[str]:
     return [word for pair in pairs if not pair[1].startswith(f"{prop}=") for word in pair]
 
 
-def _check_created(outcome: Outcome, target: str, action: str, specific_errors: Mapping[Cause, ErrorFactory]) -> None:
+def _set_key_location(target: str, key_location: str) -> None:
+    try:
+        lzc_set_prop(target, "keylocation", key_location)
+    except ZFSError:
+        run_with_retries("destroy", target, name=target)
+        raise
+
+
+def _check_created(
+    outcome: Outcome,
+    target: str,
+    action: str,
+    specific_errors: Mapping[Cause, ErrorFactory],
+    keep_mounted: bool,
+) -> None:
+    """Raise the error of a failed command. Unless ``keep_mounted``, unmount the new filesystem if it was mounted."""
     if outcome.cause in (Cause.MOUNT_FAILED, Cause.MOUNT_BUSY):
+        if not keep_mounted:
+            return
         run_with_retries("destroy", target, name=target)
     check(outcome, target, action, {Cause.EXISTS: FilesystemExists, Cause.MOUNT_BUSY: MountFailed, **specific_errors})
+    if not keep_mounted and get_props([target], ["mounted"])[target]["mounted"].is_on:
+        unmount(target)
 
 
-def lzc_clone(name: Name, origin: Name, props: Props = None) -> None:
-    """Clone the snapshot ``origin`` as the filesystem ``name``.
+@accepts_bytes
+def lzc_clone(name: Name, origin: Name, props: Props = None, *, mounted: bool = False) -> None:
+    """Clone the snapshot ``origin`` as the filesystem or volume ``name``. ``mounted`` is as in ``lzc_create``.
 
-    If the clone cannot be mounted, it is destroyed and MountFailed is raised. Raises DatasetNotFound if ``origin`` or
-    the parent of ``name`` does not exist. Also raises FilesystemExists, PoolsDiffer, PropertyInvalid, NameInvalid,
-    NameTooLong, NoSpace, QuotaExceeded.
+    Raises DatasetNotFound if ``origin`` or the parent of ``name`` does not exist. Also raises FilesystemExists,
+    PoolsDiffer, WrongParent, PropertyInvalid, FilesystemNameInvalid, SnapshotNameInvalid, NameTooLong, NoSpace,
+    QuotaExceeded. Command: ``zfs clone ORIGIN NAME``.
     """
     target, source = validate_new_filesystem_name(name), validate_snapshot_name(origin)
     if pool_of(target) != pool_of(source):
-        raise PoolsDiffer(target)
+        raise PoolsDiffer(target) if lzc_exists(pool_of(target)) else DatasetNotFound(target)
     outcome = run("clone", *format_property_options(props), source, target, name=target)
-    _check_created(outcome, target, "create clone", {})
+    _check_created(outcome, target, "create clone", {}, mounted)
 
 
-def lzc_destroy(name: Name) -> None:
-    """Unmount and destroy one filesystem, which must not have snapshots, children or clones.
+@accepts_bytes
+def lzc_destroy(name: Name, *, unmounted: bool = False) -> None:
+    """Destroy one filesystem or volume, which must not have snapshots, children or clones, and must not be mounted.
+
+    ``unmounted``: unmount it first.
 
     Raises FilesystemNotFound, DatasetBusy (``related``: its snapshots, children and clones), NameInvalid, NameTooLong.
+    Command: ``zfs destroy NAME``.
     """
     target = validate_filesystem_name(name)
+    if not unmounted:
+        with suppress(DatasetNotFound):
+            if is_mounted(target):
+                raise DatasetBusy(target).with_details("it is mounted: unmount it first")
     outcome = run_with_retries("destroy", target, name=target)
     specific_errors: dict[Cause, ErrorFactory] = {
         Cause.MISSING: FilesystemNotFound,
@@ -98,11 +154,13 @@ def lzc_destroy(name: Name) -> None:
     check(outcome, target, "destroy", specific_errors)
 
 
+@accepts_bytes
 def lzc_promote(name: Name) -> None:
     """Promote a clone, which moves its origin and all earlier snapshots to it.
 
-    Raises SnapshotExists if both filesystems have a snapshot with the same name. Also raises NotClone,
-    FilesystemNotFound, NoSpace, QuotaExceeded.
+    Raises SnapshotExists if both filesystems have a snapshot with the same name, and NameTooLong if the name of one of
+    these snapshots would be too long. Also raises NotClone, FilesystemNotFound, NoSpace, QuotaExceeded. Command:
+    ``zfs promote NAME``.
     """
     target = validate_filesystem_name(name)
     specific_errors: dict[Cause, ErrorFactory] = {
@@ -111,24 +169,40 @@ def lzc_promote(name: Name) -> None:
         Cause.EXISTS: SnapshotExists,
         Cause.MISSING: FilesystemNotFound,
     }
-    check(run_with_retries("promote", target, name=target), target, "promote", specific_errors)
+    outcome = run_with_retries("promote", target, name=target)
+    if outcome.cause is Cause.OTHER and _would_be_too_long(target):
+        raise outcome.explain(NameTooLong(target))
+    check(outcome, target, "promote", specific_errors)
 
 
-def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
-    """Rename a filesystem without unmounting others. If the filesystem is mounted, remount it under its new name.
+def _would_be_too_long(target: str) -> bool:
+    """Return whether a snapshot of the clone's origin would have a too long name after the promotion."""
+    origin = get_props([target], ["origin"])[target]["origin"].value
+    snapshots = list_snapshots(filesystem_of(origin)) if "@" in origin else []
+    return any(is_too_long(f"{target}@{short_name_of(snapshot)}") for snapshot in snapshots)
+
+
+@accepts_bytes
+def lzc_rename(source: Name, target: Name, *, remounted: bool = False, retry: bool = True) -> None:
+    """Rename a filesystem or volume without unmounting others.
+
+    A mounted filesystem stays mounted where it is, but zfs-fuse mounts it again at the mount point that its new name
+    implies. ``remounted``: mount it at that mount point in every version of ZFS.
 
     By default, `zfs rename` also unmounts all clones of the filesystem's snapshots, and may fail to mount them again.
     If ZFS has no option to prevent that (``rename_without_unmount``), mounted clones cause DatasetBusy
     (``related``: the clones). If ``retry`` is false, DatasetBusy is raised without retrying.
 
-    Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
+    Raises FilesystemNotFound if ``source`` or the parent of ``target`` does not exist. Also raises FilesystemExists,
+    PoolsDiffer, WrongParent, DatasetBusy, NameInvalid, NameTooLong. Command: ``zfs rename -u SOURCE TARGET``.
     """
     old_name, new_name = validate_filesystem_name(source), validate_new_filesystem_name(target)
     if old_name == new_name:
         raise FilesystemExists(new_name)
     if pool_of(old_name) != pool_of(new_name):
-        raise PoolsDiffer(new_name)
-    was_mounted = lzc_exists(old_name) and is_mounted(old_name)
+        raise PoolsDiffer(old_name)
+    must_remount = remounted or not detect_capabilities().rename_without_unmount
+    was_mounted = must_remount and lzc_exists(old_name) and is_mounted(old_name)
     if was_mounted:
         unmount(old_name)
     try:
@@ -141,9 +215,10 @@ def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
         mount(old_name if outcome.cause else new_name)
     specific_errors: dict[Cause, ErrorFactory] = {
         Cause.MISSING: FilesystemNotFound,
-        Cause.EXISTS: FilesystemExists,
-        Cause.NO_PARENT: ParentNotFound,
+        Cause.EXISTS: lambda _: FilesystemExists(new_name),
+        Cause.NO_PARENT: FilesystemNotFound,
         Cause.NO_POOL: PoolsDiffer,
+        Cause.WRONG_PARENT: lambda _: WrongParent(new_name),
     }
     check(outcome, old_name, "rename", specific_errors)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
+from zfs_core.constants import ECHRNG, ECKSUM, ETIME, zfs_errno
+
 
 class ZFSError(Exception):
     """The base class of all exceptions. ``errno``, ``message`` and ``name`` are as in libzfs_core.
 
-    Two attributes are not in libzfs_core: ``details``, usually the output of the command, and ``related``, the datasets
-    that prevented the operation.
+    If the caller passed names as bytes, ``name`` is bytes, too. Two attributes are not in libzfs_core: ``details``,
+    usually the output of the command, and ``related``, the datasets that prevented the operation.
     """
 
     errno: int = errno.EIO
@@ -29,11 +31,15 @@ class ZFSError(Exception):
         return self
 
     def __str__(self) -> str:
-        text = f"[Errno {self.errno}] {self.message}" + ("" if self.name is None else f": '{self.name}'")
-        return f"{text} ({self.details})" if self.details else text
+        text = f"[Errno {self.errno}] {self.message}" + ("" if self.name is None else f": '{_decode(self.name)}'")
+        return f"{text} ({_decode(self.details)})" if self.details else text
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.errno!r}, {self.message!r}, {self.name!r})"
+
+
+def _decode(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode(errors="replace")
 
 
 class ZFSGenericError(ZFSError):
@@ -46,8 +52,11 @@ class ZFSGenericError(ZFSError):
 class ZFSInitializationFailed(ZFSError):
     """The command, the kernel module or the daemon is unavailable. The last change may or may not have been made."""
 
-    errno = errno.ENXIO
     message = "ZFS cannot be reached"
+
+    def __init__(self, errno: int = errno.ENXIO) -> None:
+        super().__init__(None)
+        self.errno = errno
 
 
 class ZFSOutputError(ZFSError):
@@ -84,6 +93,11 @@ class SnapshotNotFound(DatasetNotFound):
 class ParentNotFound(ZFSError):
     errno = errno.ENOENT
     message = "Parent not found"
+
+
+class WrongParent(ZFSError):
+    errno = zfs_errno.ZFS_ERR_WRONG_PARENT
+    message = "Parent dataset is not a filesystem"
 
 
 class PoolNotFound(ZFSError):
@@ -140,6 +154,44 @@ class SnapshotFailure(MultipleOperationsFailure):
 
 class SnapshotDestructionFailure(MultipleOperationsFailure):
     message = "Destruction of snapshot(s) failed for one or more reasons"
+
+
+class BookmarkExists(ZFSError):
+    errno = errno.EEXIST
+    message = "Bookmark already exists"
+
+
+class BookmarkNotFound(ZFSError):
+    errno = errno.ENOENT
+    message = "Bookmark not found"
+
+
+class BookmarkMismatch(ZFSError):
+    errno = errno.EINVAL
+    message = "source is not an ancestor of the new bookmark's dataset"
+
+
+class BookmarkSourceInvalid(ZFSError):
+    errno = errno.EINVAL
+    message = "Bookmark source is not a valid snapshot or existing bookmark"
+
+
+class BookmarkNotSupported(ZFSError):
+    errno = errno.ENOTSUP
+    message = "Bookmark feature is not supported"
+
+
+class BookmarkFailure(MultipleOperationsFailure):
+    message = "Creation of bookmark(s) failed for one or more reasons"
+
+
+class BookmarkDestructionFailure(MultipleOperationsFailure):
+    message = "Destruction of bookmark(s) failed for one or more reasons"
+
+
+class BadHoldCleanupFD(ZFSError):
+    errno = errno.EBADF
+    message = "Bad file descriptor as cleanup file descriptor"
 
 
 class HoldFailure(MultipleOperationsFailure):
@@ -205,6 +257,15 @@ class NameTooLong(ZFSError):
     message = "Dataset name is too long"
 
 
+class BookmarkNameInvalid(NameInvalid):
+    message = "Invalid name for bookmark"
+
+
+class PropertyNotSupported(ZFSError):
+    errno = errno.ENOTSUP
+    message = "Property is not supported in this version"
+
+
 class PropertyInvalid(ZFSError):
     errno = errno.EINVAL
     message = "Invalid property or property value"
@@ -241,9 +302,151 @@ class DestinationModified(ZFSError):
 
 
 class BadStream(ZFSError):
-    errno = errno.EINVAL
+    errno = ECKSUM
     message = "Bad backup stream"
 
 
 class StreamTruncated(BadStream):
-    message = "Incomplete stream"
+    """The stream ended early. In libzfs_core, this is not a subclass of BadStream.
+
+    Some versions of the command report both with the same message.
+    """
+
+    errno = zfs_errno.ZFS_ERR_STREAM_TRUNCATED
+    message = "incomplete stream"
+
+
+class StreamFeatureNotSupported(ZFSError):
+    errno = errno.ENOTSUP
+    message = "Stream contains unsupported feature"
+
+
+class UnknownStreamFeature(ZFSError):
+    errno = errno.ENOTSUP
+    message = "Unknown feature requested for stream"
+
+
+class StreamFeatureInvalid(ZFSError):
+    errno = errno.EINVAL
+    message = "Kernel modules must be upgraded to receive this stream"
+
+
+class StreamFeatureIncompatible(ZFSError):
+    errno = errno.EINVAL
+    message = "Incompatible embedded feature with encrypted receive"
+
+
+class ReceivePropertyFailure(MultipleOperationsFailure):
+    message = "Receiving of properties failed for one or more reasons"
+
+
+class StreamIOError(ZFSError):
+    message = "I/O error while writing or reading stream"
+
+    def __init__(self, errno: int) -> None:
+        super().__init__(None)
+        self.errno = errno
+
+
+class ZIOError(ZFSError):
+    errno = errno.EIO
+    message = "I/O error"
+
+
+class UnknownCryptCommand(ZFSError):
+    errno = errno.EINVAL
+    message = "Specified crypt command is invalid"
+
+
+class EncryptionKeyNotLoaded(ZFSError):
+    errno = errno.EACCES
+    message = "Encryption key is not currently loaded"
+
+
+class EncryptionKeyAlreadyLoaded(ZFSError):
+    errno = errno.EEXIST
+    message = "Encryption key is already loaded"
+
+
+class EncryptionKeyInvalid(ZFSError):
+    errno = errno.EACCES
+    message = "Incorrect encryption key provided"
+
+
+class ZCPError(ZFSError):
+    """A channel program failed."""
+
+    message = "Channel program failed"
+
+
+class ZCPSyntaxError(ZCPError):
+    errno = errno.EINVAL
+    message = "Channel program contains syntax errors"
+
+    def __init__(self, details: str) -> None:
+        super().__init__(None)
+        self.details = details
+
+
+class ZCPRuntimeError(ZCPError):
+    errno = ECHRNG
+    message = "Channel programs encountered a runtime error"
+
+    def __init__(self, details: str) -> None:
+        super().__init__(None)
+        self.details = details
+
+
+class ZCPLimitInvalid(ZCPError):
+    errno = errno.EINVAL
+    message = "Channel program called with invalid limits"
+
+
+class ZCPTimeout(ZCPError):
+    errno = ETIME
+    message = "Channel program timed out"
+
+
+class ZCPSpaceError(ZCPError):
+    errno = errno.ENOSPC
+    message = "Channel program exhausted the memory limit"
+
+
+class ZCPMemoryError(ZCPError):
+    errno = errno.ENOMEM
+    message = "Channel program return value too large"
+
+
+class ZCPPermissionError(ZCPError):
+    errno = errno.EPERM
+    message = "Channel programs must be run as root"
+
+
+class CheckpointExists(ZFSError):
+    errno = zfs_errno.ZFS_ERR_CHECKPOINT_EXISTS
+    message = "Pool already has a checkpoint"
+
+
+class CheckpointNotFound(ZFSError):
+    errno = zfs_errno.ZFS_ERR_NO_CHECKPOINT
+    message = "Pool does not have a checkpoint"
+
+
+class CheckpointDiscarding(ZFSError):
+    errno = zfs_errno.ZFS_ERR_DISCARDING_CHECKPOINT
+    message = "Pool checkpoint is being discarded"
+
+
+class DeviceRemovalRunning(ZFSError):
+    errno = zfs_errno.ZFS_ERR_DEVRM_IN_PROGRESS
+    message = "A vdev is currently being removed"
+
+
+class DeviceTooBig(ZFSError):
+    errno = zfs_errno.ZFS_ERR_VDEV_TOO_BIG
+    message = "One or more top-level vdevs exceed the maximum vdev size"
+
+
+class RaidzExpansionRunning(ZFSError):
+    errno = zfs_errno.ZFS_ERR_RAIDZ_EXPAND_IN_PROGRESS
+    message = "A raidz device is currently expanding"

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.exceptions import (
     DatasetNotFound,
-    FeatureNotSupported,
     HoldExists,
     HoldFailure,
-    HoldNotFound,
     HoldReleaseFailure,
     NameInvalid,
     NameTooLong,
+    PoolsDiffer,
     SnapshotNotFound,
+    ZFSError,
     ZFSOutputError,
 )
+from zfs_core.hold_descriptors import release_when_closed, validate_descriptor
 from zfs_core.listing import lzc_exists
-from zfs_core.names import Name, decode_name, validate_snapshot_name
+from zfs_core.names import (
+    Name,
+    accepts_bytes,
+    decode_name,
+    is_filesystem_name,
+    is_snapshot_name,
+    is_too_long,
+    pool_of,
+    short_name_of,
+    validate_existing_name,
+)
 from zfs_core.outcome import check, error_of
 from zfs_core.parse import parse_table
 from zfs_core.properties import local_props, lzc_inherit_prop, lzc_set_prop
@@ -29,68 +40,121 @@ from zfs_core.run import run
 _HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 
 
+@accepts_bytes
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
-    """Place the holds in ``{snapshot: tag}``. Returns the snapshots that do not exist.
+    """Place the holds in ``{snapshot: tag}``, all in one pool. Returns the snapshots that do not exist.
 
-    Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None, because a hold
-    placed by the command outlives the process. If ZFS cannot list holds, each hold is also recorded in a user property.
+    ``fd``: a descriptor of ``/dev/zfs``. The holds are released when it is closed, also if the process is killed. As
+    the command cannot do that, another process waits for it, so the holds outlive a crash of the machine. This only
+    works on Linux; on other systems, NotImplementedError is raised.
+
+    If a hold fails, places none and raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid, NameTooLong or
+    PoolsDiffer. Raises BadHoldCleanupFD if ``fd`` is not a descriptor of ``/dev/zfs``. If ZFS cannot list holds, each
+    hold is also recorded in a user property. Command: ``zfs hold TAG SNAP`` for each.
     """
     if fd is not None:
-        raise FeatureNotSupported(None).with_details(
-            "the command cannot bind a hold to a file descriptor: pass fd=None"
-        )
-    missing_snapshots, errors = [], []
-    for snap, tag_name in holds.items():
-        target, tag = _check_hold(HoldFailure, snap, tag_name)
-        outcome = run("hold", tag, target, name=target)
-        if outcome.cause is Cause.MISSING:
-            missing_snapshots.append(target)
+        validate_descriptor(fd)
+    names = {decode_name(snap): decode_name(tag) for snap, tag in holds.items()}
+    _check_holds(names, {name: [tag] for name, tag in names.items()}, HoldFailure)
+    missing_snapshots: list[str] = []
+    placed_holds: dict[str, str] = {}
+    for name, tag in names.items():
+        if is_too_long(name):  # No snapshot has this name.
+            missing_snapshots.append(name)
+            continue
+        outcome = run("hold", tag, name, name=name)
+        if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
+            missing_snapshots.append(name)
         elif outcome.cause is not None:
-            errors.append(error_of(outcome, target, "hold snapshot", {Cause.TAG_EXISTS: HoldExists}))
-        elif not detect_capabilities().lists_holds:
-            lzc_set_prop(target, _HOLD_PROPERTY_PREFIX + tag.encode().hex(), str(int(time.time())))
-    if errors:
-        raise HoldFailure(errors)
+            for placed_name, placed_tag in placed_holds.items():
+                _release(placed_name, placed_tag)
+            raise HoldFailure([error_of(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
+        else:
+            placed_holds[name] = tag
+            if not detect_capabilities().lists_holds:
+                lzc_set_prop(name, _HOLD_PROPERTY_PREFIX + tag.encode().hex(), str(int(time.time())))
+    if fd is not None and placed_holds:
+        release_when_closed(fd, placed_holds)
     return missing_snapshots
 
 
+@accepts_bytes
 def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
-    """Release the holds in ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
+    """Release the holds in ``{snapshot: [tags]}``, all in one pool.
 
-    If a snapshot was destroyed with ``defer``, releasing its last hold removes it. Raises HoldReleaseFailure, whose
-    ``errors`` are HoldNotFound, NameInvalid or NameTooLong.
+    If a snapshot was destroyed with ``defer``, releasing its last hold removes it. Returns the snapshots that do not
+    exist, and ``SNAPSHOT#TAG`` for each tag that a snapshot does not have. Raises HoldReleaseFailure, whose ``errors``
+    are NameInvalid, NameTooLong or PoolsDiffer. Command: ``zfs release TAG SNAP`` for each.
     """
-    missing_snapshots, errors = [], []
-    for snap, tags in holds.items():
-        for tag_name in tags:
-            target, tag = _check_hold(HoldReleaseFailure, snap, tag_name)
-            if not detect_capabilities().lists_holds and lzc_exists(target):
-                lzc_inherit_prop(target, _HOLD_PROPERTY_PREFIX + tag.encode().hex())
-            outcome = run("release", tag, target, name=target)
-            if outcome.cause is Cause.MISSING:
-                missing_snapshots.append(target)
-            elif outcome.cause is not None:
-                errors.append(error_of(outcome, target, "release snapshot hold", {Cause.TAG_MISSING: HoldNotFound}))
+    names = {decode_name(snap): [decode_name(tag) for tag in tags] for snap, tags in holds.items()}
+    _check_holds(names, {}, HoldReleaseFailure)
+    missing_holds: list[str] = []
+    errors: list[ZFSError] = []
+    for name, tags in names.items():
+        for tag in tags:
+            cause = _release(name, tag, errors.append)
+            if cause is Cause.TAG_MISSING:
+                missing_holds.append(f"{name}#{tag}")
+            elif cause is Cause.MISSING and name not in missing_holds:
+                missing_holds.append(name)
     if errors:
         raise HoldReleaseFailure(errors)
-    return missing_snapshots
+    return missing_holds
 
 
-def _check_hold(failure_class: type[HoldFailure] | type[HoldReleaseFailure], snap: Name, tag: Name) -> tuple[str, str]:
-    try:
-        target, text = validate_snapshot_name(snap), decode_name(tag)
-    except (NameInvalid, NameTooLong) as error:
-        raise failure_class([error]) from None
-    if not text or text.startswith("-") or not text.isprintable():
-        raise failure_class([NameInvalid(text)])
-    if len(text.encode()) > 120:
-        raise failure_class([NameTooLong(text)])
-    return target, text
+def _release(name: str, tag: str, report: Callable[[ZFSError], object] | None = None) -> Cause | None:
+    """Release a hold. Returns MISSING, TAG_MISSING or None. Reports other errors."""
+    if is_too_long(name):
+        return Cause.MISSING
+    if not _is_possible_tag(tag):
+        return Cause.TAG_MISSING if lzc_exists(name) else Cause.MISSING
+    if not detect_capabilities().lists_holds and lzc_exists(name):
+        lzc_inherit_prop(name, _HOLD_PROPERTY_PREFIX + tag.encode().hex())
+    outcome = run("release", tag, name, name=name)
+    if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
+        return Cause.MISSING
+    if outcome.cause not in (None, Cause.TAG_MISSING) and report is not None:
+        report(error_of(outcome, name, "release snapshot hold"))
+    return outcome.cause
 
 
+def _is_possible_tag(tag: str) -> bool:
+    return _find_tag_error(tag) is None
+
+
+def _find_tag_error(tag: str) -> ZFSError | None:
+    if not tag or tag.startswith("-") or not tag.isprintable():
+        return NameInvalid(tag)
+    return NameTooLong(tag) if len(tag.encode()) > detect_capabilities().hold_tag_max else None
+
+
+def _check_holds(
+    names: Iterable[str],
+    tags: Mapping[str, Iterable[str]],
+    failure_class: type[HoldFailure] | type[HoldReleaseFailure],
+) -> None:
+    errors: list[ZFSError] = [NameInvalid(name) for name in names if not is_snapshot_name(name)]
+    errors += [NameTooLong(name) for name in names if is_too_long(short_name_of(name)) and is_snapshot_name(name)]
+    errors += [error for each in tags.values() for tag in each if (error := _find_tag_error(tag))]
+    if not errors and len({pool_of(name) for name in names}) > 1:
+        errors = [PoolsDiffer(None)]
+    if errors:
+        raise failure_class(errors)
+
+
+@accepts_bytes
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
-    """Return the holds of a snapshot, as ``{tag: creation time in Unix seconds}``. Raises SnapshotNotFound."""
-    target = validate_snapshot_name(snapname)
+    """Return the holds of a snapshot, as ``{tag: creation time in Unix seconds}``.
+
+    Raises SnapshotNotFound, NameInvalid, NameTooLong. The command rounds the time to minutes. Command:
+    ``zfs holds -H SNAPNAME``.
+    """
+    target = decode_name(snapname)
+    if is_filesystem_name(target):
+        raise SnapshotNotFound(target)
+    if not is_snapshot_name(target):
+        raise NameInvalid(target)
+    target = validate_existing_name(target)
     if not detect_capabilities().lists_holds:
         return _read_recorded_holds(target)
     outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
+
 from zfs_core.causes import Cause
 from zfs_core.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
 from zfs_core.names import (
     Name,
+    accepts_bytes,
     filesystem_of,
+    is_snapshot_name,
     pool_of,
     validate_existing_name,
     validate_filesystem_name,
@@ -21,11 +26,14 @@ def check_reachable() -> None:
     """Raise ZFSInitializationFailed, with the remedy, if ZFS cannot be reached."""
     outcome = run("list", "-H", "-d", "0", "-o", "name")
     if outcome.cause not in (None, Cause.MISSING):
-        raise ZFSInitializationFailed(None).with_details(f"{outcome.message}; check that ZFS is installed and running")
+        raise ZFSInitializationFailed().with_details(f"{outcome.message}; check that ZFS is installed and running")
 
 
 def lzc_exists(name: Name) -> bool:
-    """Return whether a filesystem, volume or snapshot exists. Returns False for an invalid name."""
+    """Return whether a filesystem, volume or snapshot exists. Returns False for an invalid name.
+
+    Command: ``zfs get type NAME``.
+    """
     try:
         target = validate_existing_name(name)
     except (NameInvalid, NameTooLong):
@@ -34,6 +42,56 @@ def lzc_exists(name: Name) -> bool:
     if outcome.cause in (None, Cause.MISSING, Cause.NAME_INVALID, Cause.NO_POOL, Cause.NAME_TOO_LONG):
         return outcome.cause is None
     raise error_of(outcome, target, "look up dataset")
+
+
+def find_types(names: Iterable[str]) -> dict[str, str]:
+    """Return ``{name: type}`` for the datasets, snapshots and bookmarks among ``names`` that exist.
+
+    A type is ``filesystem``, ``volume``, ``snapshot`` or ``bookmark``.
+    """
+    existing_names = list(dict.fromkeys(names))
+    if not existing_names:
+        return {}
+    outcome = run("get", "-H", "-o", "name,value", "type", *existing_names, name=existing_names[0])
+    if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
+        if len(existing_names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
+            return {name: kind for each in existing_names for name, kind in find_types([each]).items()}
+        return {}
+    return {name: kind for name, kind in parse_table(outcome.output, 2) if name in existing_names}
+
+
+@accepts_bytes
+def lzc_list_children(name: Name) -> Iterator[str]:
+    """Iterate over the names of the filesystems and volumes directly below a dataset. A snapshot has none.
+
+    Raises DatasetNotFound, NameInvalid, NameTooLong. Command: ``zfs list -d 1 -t filesystem,volume NAME``.
+    """
+    return _list_below(name, "filesystem,volume")
+
+
+@accepts_bytes
+def lzc_list_snaps(name: Name) -> Iterator[str]:
+    """Iterate over the full names of a dataset's own snapshots, oldest first. A snapshot has none.
+
+    Raises DatasetNotFound, NameInvalid, NameTooLong. Command: ``zfs list -d 1 -t snapshot -s createtxg NAME``.
+    """
+    return _list_below(name, "snapshot")
+
+
+def _list_below(name: Name, types: str) -> Iterator[str]:
+    target = validate_existing_name(name)
+    if is_snapshot_name(target):
+        return iter(())
+    outcome = run("list", "-H", "-d", "1", "-t", types, "-s", "createtxg", "-o", "name", target, name=target)
+    rows = parse_table(check(outcome, target, "list").output, 1)
+    return iter([child for (child,) in rows if child != target])
+
+
+def lzc_list(name: Name, options: object) -> NoReturn:
+    """Always raise NotImplementedError: the result would be a pipe to which the kernel writes binary records."""
+    raise NotImplementedError(
+        "lzc_list returns a pipe to which the kernel writes: use lzc_list_children or lzc_list_snaps"
+    )
 
 
 def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = None) -> list[str]:

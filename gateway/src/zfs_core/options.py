@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from zfs_core.exceptions import PropertyInvalid
 from zfs_core.names import NAME_MAX, Name, decode_name
+from zfs_core.property_values import TEXT_PROPERTIES, word_of
 
 VALUE_MAX = 8191
 """Maximum length, in bytes, of a user property's value."""
@@ -20,22 +21,35 @@ Props = Mapping[str, Value] | Mapping[bytes, Value] | None
 def format_property_assignment(name: Name, value: Value) -> str:
     """Return ``name=value``, as an argument of ``-o`` or ``set``. Formats a bool as ``on`` or ``off``.
 
-    Raises PropertyInvalid.
+    As in libzfs_core, an int is the index of a value (``atime``: 0) or a number, and bytes are the value of a user
+    property or a text (``mountpoint``). A str is any value, as on the command line. Raises PropertyInvalid.
     """
     key = validate_property_name(name)
-    if isinstance(value, bool):
-        text = "on" if value else "off"
-    else:
-        try:
-            text = value.decode() if isinstance(value, bytes) else str(value)
-        except UnicodeDecodeError:
-            raise PropertyInvalid(key).with_details("its value is not UTF-8") from None
+    text = _format_value(key, value)
     size = len(text.encode(errors="surrogatepass"))
     if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise PropertyInvalid(key).with_details("its value is empty, or contains a NUL character or a lone surrogate")
     if size > VALUE_MAX:
         raise PropertyInvalid(key).with_details(f"its value is {size} bytes long, but the limit is {VALUE_MAX}")
     return f"{key}={text}"
+
+
+def _format_value(key: str, value: Value) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        word = word_of(key, value)
+        if word is None:
+            raise PropertyInvalid(key).with_details(f"{int(value)} is not the index of one of its values")
+        return word
+    if ":" not in key and key not in TEXT_PROPERTIES:
+        raise PropertyInvalid(key).with_details("its value is bytes: pass an int, or a str")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise PropertyInvalid(key).with_details("its value is not UTF-8") from None
 
 
 def validate_property_name(name: Name) -> str:

@@ -18,6 +18,7 @@ from zfs_core.exceptions import (
     PoolsDiffer,
     PropertyInvalid,
     QuotaExceeded,
+    WrongParent,
     ZFSError,
     ZFSGenericError,
 )
@@ -39,6 +40,7 @@ _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.EXISTS: DatasetExists,
     Cause.NO_POOL: DatasetNotFound,
     Cause.NO_PARENT: DatasetNotFound,
+    Cause.WRONG_PARENT: WrongParent,
     Cause.POOLS_DIFFER: PoolsDiffer,
     Cause.MOUNT_FAILED: MountFailed,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import threading
 from typing import IO
@@ -36,15 +37,18 @@ def execute(
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
+    program: str = "zfs",
 ) -> Outcome:
     """Run ``zfs`` with ``args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
+
+    ``program`` may also be ``zpool``.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name``: the dataset that the error messages mention.
     """
     try:
         process = subprocess.Popen(
-            ["zfs", *args],
+            [program, *args],
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.PIPE,
@@ -52,15 +56,15 @@ def execute(
             pass_fds=_list_inherited_fds(),
         )
     except FileNotFoundError:
-        raise ZFSInitializationFailed(name).with_details(
-            "the `zfs` command is not installed: install ZFS, or run the jail_zfs_host role"
+        raise ZFSInitializationFailed().with_details(
+            f"the `{program}` command is not installed: install ZFS, or run the jail_zfs_host role"
         ) from None
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         _kill(process)
         raise ZFSGenericError(
-            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not finish within {seconds:g} s and was killed"
+            errno.ETIMEDOUT, name, f"`{program} {args[0]}` did not finish within {seconds:g} s and was killed"
         ) from None
     except BaseException:
         _kill(process)
@@ -128,12 +132,10 @@ def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, na
         return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
     # zfs-fuse prints some internal errors on standard output.
     stderr_text = stderr_text if stderr_text.strip() else out.decode(errors="replace")
-    cause, message = (
-        cause_of(stderr_text),
-        join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message",
-    )
+    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else cause_of(stderr_text)
+    message = join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message"
     if cause is Cause.UNREACHABLE:
-        raise ZFSInitializationFailed(name).with_details(f"{message}; {_REMEDY}")
+        raise ZFSInitializationFailed().with_details(f"{message}; {_REMEDY}")
     if cause is Cause.SUSPENDED:
         raise SuspendedPool(name).with_details(message)
     if cause is Cause.READ_ONLY:

@@ -3,30 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import ZFSOutputError
 from zfs_core.listing import list_datasets
-from zfs_core.names import Name, validate_existing_name, validate_filesystem_name
+from zfs_core.names import Name, accepts_bytes, validate_existing_name, validate_filesystem_name
 from zfs_core.options import Value, format_property_assignment, validate_property_name
 from zfs_core.outcome import check
 from zfs_core.parse import Property, check_complete, parse_get, parse_table
+from zfs_core.property_values import number_of
 from zfs_core.run import run
 
 
-def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
-    """Set one property atomically.
+@accepts_bytes
+def lzc_set_props(name: Name, prop: Name, val: Value) -> None:
+    """Set one property atomically. A snapshot only has user properties.
 
     Raises QuotaExceeded for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
+    Command: ``zfs set PROP=VAL NAME``.
     """
     target = validate_existing_name(name)
     check(run("set", format_property_assignment(prop, val), target, name=target), target, "set a property")
 
 
-def lzc_inherit_prop(name: Name, prop: Name) -> None:
-    """Remove the property ``prop`` from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound."""
+lzc_set_prop = lzc_set_props
+
+
+@accepts_bytes
+def lzc_inherit(name: Name, prop: Name) -> None:
+    """Remove the property ``prop`` from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound.
+
+    Command: ``zfs inherit PROP NAME``.
+    """
     target = validate_existing_name(name)
     check(run("inherit", validate_property_name(prop), target, name=target), target, "inherit a property")
+
+
+lzc_inherit_prop = lzc_inherit
+
+
+@accepts_bytes
+def lzc_get_props(name: Name) -> dict[str, Any]:
+    """Return the properties of a dataset or snapshot that do not have their default value.
+
+    Values are numbers, indexes (see ``zfs_core.property_values``) or text, and a list for ``clones``. ``mountpoint`` is
+    always contained for a filesystem. Raises DatasetNotFound, NameInvalid, NameTooLong. Command:
+    ``zfs get -p all NAME``.
+    """
+    target = validate_existing_name(name)
+    properties = _get_properties([], ["all"], [target])
+    values: dict[str, Any] = {
+        item.prop: item.value if ":" in item.prop else number_of(item.prop, item.value)
+        for item in properties
+        if item.name == target and item.value != "-" and (item.source != "default" or item.prop == "mountpoint")
+    }
+    if "clones" in values:
+        values["clones"] = [clone for clone in str(values["clones"]).split(",") if clone]
+    return values
 
 
 _NAMES_PER_COMMAND = 400

@@ -13,6 +13,7 @@ from pathlib import Path
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.exceptions import ZFSGenericError
+from zfs_core.hold_descriptors import wait_for_releases
 from zfs_core.outcome import Outcome
 from zfs_core.process import TIMEOUT_SECONDS, execute
 
@@ -28,15 +29,17 @@ def run(
     stdout: int | None = None,
     name: str | None = None,
     precheck: Callable[[], None] | None = None,
+    program: str = "zfs",
 ) -> Outcome:
     """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
 
     ``precheck`` is called first. On zfs-fuse, no other command can mount a file system between it and the command.
     """
+    wait_for_releases()
     with mount_lock(args[0], seconds, name):
         if precheck is not None:
             precheck()
-        return execute(args, seconds, stdin, stdout, name)
+        return execute(args, seconds, stdin, stdout, name, program)
 
 
 def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[], None] | None = None) -> Outcome:

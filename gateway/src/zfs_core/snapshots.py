@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
@@ -13,22 +13,32 @@ from zfs_core.exceptions import (
     FilesystemNotFound,
     NameInvalid,
     NameTooLong,
+    PoolNotFound,
     PoolsDiffer,
     PropertyInvalid,
+    ReadOnlyPool,
     SnapshotDestructionFailure,
     SnapshotExists,
     SnapshotFailure,
     SnapshotIsCloned,
     SnapshotIsHeld,
+    SnapshotMismatch,
     SnapshotNotFound,
     SnapshotNotLatest,
+    SuspendedPool,
     ZFSError,
+    ZFSOutputError,
 )
-from zfs_core.listing import list_clones, list_snapshots, lzc_exists
+from zfs_core.listing import find_types, list_clones, list_snapshots, lzc_exists
 from zfs_core.names import (
     Name,
+    accepts_bytes,
+    decode_name,
     filesystem_of,
+    is_snapshot_name,
+    is_too_long,
     pool_of,
+    short_name_of,
     validate_filesystem_name,
     validate_new_snapshot_name,
     validate_snapshot_name,
@@ -39,22 +49,31 @@ from zfs_core.properties import get_props
 from zfs_core.run import run, run_with_retries
 
 
-def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
+@accepts_bytes
+def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
     """Take snapshots in one pool, with user properties. If one fails, takes none and raises SnapshotFailure.
 
-    ``SnapshotFailure.errors`` may contain SnapshotExists, FilesystemNotFound, DuplicateSnapshots, PoolsDiffer,
-    NameInvalid, NameTooLong, PropertyInvalid, NoSpace.
+    ``SnapshotFailure.errors`` contains FilesystemNotFound, SnapshotExists or NameTooLong (for a full name) for each
+    snapshot concerned, or else one error for all: NameInvalid, NameTooLong (for the part after ``@``),
+    DuplicateSnapshots, PoolsDiffer, PropertyInvalid, NoSpace, ReadOnlyPool. The ``name`` of the latter is None if there
+    are several snapshots. Command: ``zfs snapshot SNAP...``.
     """
+    if not snaps:
+        return
+    names = _validate_new_names(snaps)
     try:
-        names = [validate_new_snapshot_name(snap) for snap in snaps]
         options = format_property_options(props)
-    except (NameInvalid, NameTooLong, PropertyInvalid) as error:
-        raise SnapshotFailure([error]) from None
-    _check_compatible(names)
-    if len(names) > 1 and not detect_capabilities().atomic_snapshots:
-        _snapshot_one_by_one(names, options)
-    elif names:
-        _snapshot_atomically(names, options)
+        if any(":" not in word for word in options[1::2]):
+            raise PropertyInvalid(None).with_details("only user properties can be set on a snapshot")
+    except PropertyInvalid as error:
+        raise SnapshotFailure([PropertyInvalid(_only(names)).with_details(f"{error.name}: {error.details}")]) from None
+    try:
+        if len(names) > 1 and not detect_capabilities().atomic_snapshots:
+            _snapshot_one_by_one(names, options)
+        else:
+            _snapshot_atomically(names, options)
+    except (ReadOnlyPool, SuspendedPool) as error:
+        raise SnapshotFailure([type(error)(_only(names)).with_details(error.details)]) from None
 
 
 lzc_snap = lzc_snapshot
@@ -62,28 +81,67 @@ lzc_snap = lzc_snapshot
 _SNAPSHOT_ERRORS: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
 
 
-def _check_compatible(names: Sequence[str]) -> None:
-    filesystems = [filesystem_of(name) for name in names]
-    for name, filesystem in zip(names, filesystems, strict=True):
-        if pool_of(name) != pool_of(names[0]):
-            raise SnapshotFailure([PoolsDiffer(name)])
-        if filesystems.count(filesystem) > 1:
-            raise SnapshotFailure([DuplicateSnapshots(name)])
+def _only(names: Sequence[str]) -> str | None:
+    """Return the only name, or None. An error that concerns all of several snapshots has no name."""
+    return names[0] if len(names) == 1 else None
+
+
+def _validate_new_names(snaps: Iterable[Name]) -> list[str]:
+    try:
+        names = [decode_name(snap) for snap in snaps]
+    except NameInvalid as error:
+        raise SnapshotFailure([error]) from None
+    name = _only(names)
+    if not all(_is_new_snapshot_name(each) for each in names):
+        raise SnapshotFailure([NameInvalid(name)])
+    if any(is_too_long(short_name_of(each)) for each in names):
+        raise SnapshotFailure([NameTooLong(name)])
+    if len({pool_of(each) for each in names}) > 1:
+        raise SnapshotFailure([PoolsDiffer(name)])
+    if len({filesystem_of(each) for each in names}) < len(names):
+        raise SnapshotFailure([DuplicateSnapshots(name)])
+    if too_long_names := [each for each in names if is_too_long(each)]:
+        raise SnapshotFailure([NameTooLong(each) for each in too_long_names])
+    return names
+
+
+def _is_new_snapshot_name(name: str) -> bool:
+    try:
+        validate_new_snapshot_name(name)
+    except NameTooLong:
+        pass
+    except NameInvalid:
+        return False
+    return True
 
 
 def _snapshot_atomically(names: Sequence[str], options: Sequence[str]) -> None:
     outcome = run("snapshot", *options, *names, name=names[0])
     if outcome.cause is None:
         return
-    failed_names = [
-        name for name in names if f"'{name}'" in outcome.message or f"'{filesystem_of(name)}'" in outcome.message
+    if errors := _find_obstacles(names) if outcome.cause in _SNAPSHOT_ERRORS else []:
+        raise SnapshotFailure([outcome.explain(error) for error in errors])
+    error = error_of(outcome, names[0], "create snapshot", _SNAPSHOT_ERRORS)
+    error.name = _only(names)
+    raise SnapshotFailure([error])
+
+
+def _find_obstacles(names: Sequence[str]) -> list[ZFSError]:
+    """Return an error for each snapshot that already exists or whose filesystem does not.
+
+    The command mentions only some of them.
+    """
+    existing_names = find_types([each for name in names for each in (name, filesystem_of(name))])
+    return [
+        SnapshotExists(name) if name in existing_names else FilesystemNotFound(name)
+        for name in names
+        if name in existing_names or filesystem_of(name) not in existing_names
     ]
-    raise SnapshotFailure(
-        [error_of(outcome, name, "create snapshot", _SNAPSHOT_ERRORS) for name in failed_names or names[:1]]
-    )
 
 
 def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
+    if errors := _find_obstacles(names):
+        raise SnapshotFailure(errors)
     taken_names: list[str] = []
     try:
         for name in names:
@@ -95,17 +153,25 @@ def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
         raise
 
 
+@accepts_bytes
 def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
-    """Destroy snapshots. Skips snapshots that do not exist.
+    """Destroy snapshots of one pool. Skips snapshots that do not exist, and names that no snapshot can have.
 
     With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones) and SnapshotIsHeld.
+    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. Command: ``zfs destroy SNAP``
+    for each.
     """
-    names = [validate_snapshot_name(snap) for snap in snaps]
-    if len(names) > 1 and not defer:
-        _check_unused(names)
-    errors = [error for name in names if (error := _destroy_snapshot(name, defer))]
+    names = [decode_name(snap) for snap in snaps]
+    if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
+        raise SnapshotDestructionFailure([NameTooLong(name) for name in too_long_names])
+    if len({pool_of(name) for name in names}) > 1:
+        raise SnapshotDestructionFailure([PoolsDiffer(_only(names))])
+    # The command would treat "%" and "," as a range or list of snapshots, and a name without "@" as a filesystem.
+    possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
+    if len(possible_names) > 1 and not defer:
+        _check_unused(possible_names)
+    errors = [error for name in possible_names if (error := _destroy_snapshot(name, defer))]
     if errors:
         raise SnapshotDestructionFailure(errors)
 
@@ -124,6 +190,8 @@ def _check_unused(names: Sequence[str]) -> None:
 
 def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
     outcome = run("destroy", *(["-d"] if defer else []), name, name=name)
+    if outcome.cause in (Cause.MISSING, Cause.NO_POOL) and not lzc_exists(pool_of(name)):
+        return outcome.explain(PoolNotFound(name))
     if outcome.cause in (None, Cause.MISSING):
         return None
     specific_errors: dict[Cause, ErrorFactory] = {
@@ -135,24 +203,27 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
     return error_of(outcome, name, "destroy snapshot", specific_errors)
 
 
+@accepts_bytes
 def lzc_rollback(name: Name) -> Name:
-    """Roll a filesystem back to its latest snapshot. Returns the snapshot's full name, as bytes if ``name`` is bytes.
+    """Roll a filesystem back to its latest snapshot. Returns the snapshot's full name.
 
     Raises SnapshotNotFound if the filesystem has no snapshots. Also raises FilesystemNotFound, NameInvalid,
-    NameTooLong, DatasetBusy.
+    NameTooLong, DatasetBusy. Command: ``zfs rollback SNAP``.
     """
     target = validate_filesystem_name(name)
     snaps = list_snapshots(target)
     if not snaps:
         raise SnapshotNotFound(target)
     lzc_rollback_to(target, snaps[-1])
-    return snaps[-1] if isinstance(name, str) else snaps[-1].encode()
+    return snaps[-1]
 
 
+@accepts_bytes
 def lzc_rollback_to(name: Name, snap: Name) -> None:
     """Roll a filesystem back to its latest snapshot, whose full name must be ``snap``.
 
-    Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy.
+    Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy. Command:
+    ``zfs rollback SNAP``.
     """
     target, snapshot = validate_filesystem_name(name), validate_snapshot_name(snap)
     if filesystem_of(snapshot) != target:
@@ -162,3 +233,28 @@ def lzc_rollback_to(name: Name, snap: Name) -> None:
         raise outcome.explain(FilesystemNotFound(target))
     specific_errors: dict[Cause, ErrorFactory] = {Cause.NOT_LATEST: SnapshotNotLatest, Cause.MISSING: SnapshotNotFound}
     check(outcome, snapshot, "roll back", specific_errors)
+
+
+@accepts_bytes
+def lzc_snaprange_space(firstsnap: Name, lastsnap: Name) -> int:
+    """Return how many bytes destroying a range of snapshots of one filesystem would free. Both ends are included.
+
+    Raises SnapshotNotFound, PoolsDiffer, NameInvalid, NameTooLong, and SnapshotMismatch if ``firstsnap`` is not an
+    earlier snapshot of the same filesystem, or the same snapshot. Command: ``zfs destroy -d -n -v -p FIRST%LAST``.
+    """
+    if not detect_capabilities().bookmarks:
+        raise NotImplementedError("lzc_snaprange_space: this version of ZFS cannot calculate the space of snapshots")
+    first, last = validate_snapshot_name(firstsnap), validate_snapshot_name(lastsnap)
+    if pool_of(first) != pool_of(last):
+        raise PoolsDiffer(last)
+    if len(find_types([first, last])) < len({first, last}):
+        raise SnapshotNotFound(last)
+    snapshots = list_snapshots(filesystem_of(last))
+    if first not in snapshots or snapshots.index(first) > snapshots.index(last):
+        raise SnapshotMismatch(last)
+    outcome = run("destroy", "-d", "-n", "-v", "-p", f"{first}%{short_name_of(last)}", name=last)
+    text = check(outcome, last, "calculate space used by range of snapshots").output
+    sizes = [line.partition("\t")[2] for line in text.splitlines() if line.startswith("reclaim\t")]
+    if len(sizes) != 1 or not sizes[0].isdecimal():
+        raise ZFSOutputError(last).with_details(f"expected a line `reclaim SIZE` in {text[:200]!r}")
+    return int(sizes[0])

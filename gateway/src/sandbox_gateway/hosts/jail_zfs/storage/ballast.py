@@ -27,7 +27,7 @@ class Ballast:
         except zfs_core.exceptions.NoSpace:
             if not zfs_core.lzc_exists(self._dataset):
                 raise
-            zfs_core.lzc_destroy(self._dataset)
+            zfs_core.lzc_destroy(self._dataset, unmounted=True)
             change()
 
     def refill(self) -> list[str]:

@@ -67,7 +67,7 @@ class DatasetTree:
         """Destroy a dataset that has no snapshots, and then its origin's dataset if nothing else needs it."""
         origin = zfs_core.get_props([dataset], ["origin"])[dataset]["origin"].value
         zfs_core.unmount(dataset)
-        zfs_core.lzc_destroy(dataset)
+        zfs_core.lzc_destroy(dataset, unmounted=True)
         self._remove_mount_point(dataset)
         if origin != "-":
             self.destroy_if_unused(origin.partition("@")[0])

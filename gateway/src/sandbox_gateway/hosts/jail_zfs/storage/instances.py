@@ -63,7 +63,7 @@ class InstanceStorage:
             options["refquota"] = str(disk_mb << 20)
         try:
             self._names.call_with_name(
-                snapshot_id, lambda origin: zfs_core.lzc_clone(self.dataset(instance), origin, options)
+                snapshot_id, lambda origin: zfs_core.lzc_clone(self.dataset(instance), origin, options, mounted=True)
             )
         except zfs_core.exceptions.NoSpace:
             check_quota(self._names.find(snapshot_id), disk_mb)
@@ -156,7 +156,7 @@ class InstanceStorage:
         """
         new_name = self._root.child(RETIRED, dataset.rpartition("/")[2])
         try:
-            self._ballast.run_even_if_full(lambda: zfs_core.lzc_rename(dataset, new_name, retry=False))
+            self._ballast.run_even_if_full(lambda: zfs_core.lzc_rename(dataset, new_name, remounted=True, retry=False))
         except zfs_core.exceptions.DatasetBusy:
             return
         self._names.rename_dataset(dataset, new_name)

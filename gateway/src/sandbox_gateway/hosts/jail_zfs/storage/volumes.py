@@ -113,7 +113,7 @@ class VolumeStorage:
         self._records.add_generations({record.id: 1})
 
     def _create_empty(self, dataset: str, record: Volume) -> None:
-        zfs_core.lzc_create(dataset, props={"refquota": str(record.size_mb << 20)})
+        zfs_core.lzc_create(dataset, props={"refquota": str(record.size_mb << 20)}, mounted=True)
         try:
             self.path(dataset).chmod(0o777)
             self._records.write(dataset, record)
@@ -124,7 +124,9 @@ class VolumeStorage:
 
     def _clone(self, source: str, dataset: str, props: dict[str, str], size_mb: int) -> None:
         try:
-            self._snapshots.names.call_with_name(source, lambda origin: zfs_core.lzc_clone(dataset, origin, props))
+            self._snapshots.names.call_with_name(
+                source, lambda origin: zfs_core.lzc_clone(dataset, origin, props, mounted=True)
+            )
         except zfs_core.exceptions.NoSpace:
             self._snapshots.names.call_with_name(source, lambda origin: check_quota(origin, size_mb, "volume"))
             raise

@@ -1,0 +1,116 @@
+"""Release holds when a file descriptor is closed, which the command cannot do.
+
+The kernel releases a lock on a file when the last descriptor of the opened file is closed, even if its process was
+killed. So this module locks a byte of ``/dev/zfs`` through the descriptor. A helper process waits for the lock and then
+releases the holds. Later functions of this process wait for the helper if the descriptor has been closed.
+
+This needs locks that belong to an opened file, which only Linux has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zfs_core.exceptions import BadHoldCleanupFD, ZFSGenericError
+
+_DEVICE = "/dev/zfs"
+_GET_LOCK, _SET_LOCK = 36, 37
+"""F_OFD_GETLK and F_OFD_SETLK of Linux, which Python's module fcntl lacks."""
+_WAIT_SECONDS = 60.0
+
+# The helper reads the byte's offset and the holds from its arguments. It ignores signals of the terminal, so that a
+# keyboard interrupt does not end it before the process whose holds it releases.
+_HELPER = """
+import fcntl, os, signal, struct, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.setsid()
+lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, int(sys.argv[1]), 1, 0)
+fcntl.fcntl(os.open(sys.argv[2], os.O_RDWR), 38, lock)  # F_OFD_SETLKW
+for tag, name in zip(sys.argv[3::2], sys.argv[4::2]):
+    subprocess.run(["zfs", "release", tag, name], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+@dataclass(frozen=True)
+class _Helper:
+    process: subprocess.Popen[bytes]
+    offset: int
+
+
+_helpers: list[_Helper] = []
+_lock = threading.Lock()
+
+
+def validate_descriptor(fd: int) -> None:
+    """Raise BadHoldCleanupFD unless ``fd`` is an open descriptor of ``/dev/zfs``."""
+    try:
+        status, device = os.fstat(fd), os.stat(_DEVICE)  # noqa: PTH116  # a device, not a path of the caller
+    except (OSError, OverflowError):
+        raise BadHoldCleanupFD() from None
+    if not stat.S_ISCHR(status.st_mode) or status.st_rdev != device.st_rdev:
+        raise BadHoldCleanupFD()
+
+
+def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
+    """Release the holds in ``{snapshot: tag}`` as soon as all duplicates of ``fd`` are closed."""
+    if not sys.platform.startswith("linux"):
+        raise NotImplementedError("holds that end with a descriptor need Linux: pass fd=None, and call lzc_release")
+    offset = secrets.randbits(62)
+    fcntl.fcntl(fd, _SET_LOCK, _pack_lock(fcntl.F_RDLCK, offset))
+    arguments = [word for name, tag in holds.items() for word in (tag, name)]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", _HELPER, str(offset), _DEVICE, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={"PATH": f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin:/bin:/usr/bin", "LC_ALL": "C"},
+    )
+    with _lock:
+        _helpers.append(_Helper(process, offset))
+
+
+def wait_for_releases() -> None:
+    """Wait until the holds of descriptors that have been closed are released."""
+    with _lock:
+        for helper in list(_helpers):
+            if helper.process.poll() is None:
+                if _is_locked(helper.offset):
+                    continue
+                try:
+                    helper.process.wait(_WAIT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    raise ZFSGenericError(errno.ETIMEDOUT, None, "Failed to release holds of a descriptor") from None
+            _helpers.remove(helper)
+
+
+def _is_locked(offset: int) -> bool:
+    """Return whether the descriptor that locked the byte is still open. The helper's own lock does not count."""
+    with _open_device() as fd:
+        reply = fcntl.fcntl(fd, _GET_LOCK, _pack_lock(fcntl.F_WRLCK, offset))
+    kind = struct.unpack_from("h", reply)[0]
+    return bool(kind == fcntl.F_RDLCK)
+
+
+@contextlib.contextmanager
+def _open_device() -> Iterator[int]:
+    fd = os.open(_DEVICE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _pack_lock(kind: int, offset: int) -> bytes:
+    """Return a ``struct flock`` for one byte of the file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)

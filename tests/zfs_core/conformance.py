@@ -1,0 +1,251 @@
+"""Run OpenZFS's own tests of libzfs_core on zfs_core.
+
+    python -m tests.zfs_core.conformance DIRECTORY --json FILE
+
+``DIRECTORY`` contains ``test_libzfs_core.py``, from Debian's package python3-pyzfs. The tests import zfs_core under the
+name libzfs_core. They create pools, so they need root. If ZFS is not running, this program starts zfs-fuse.
+
+The JSON file contains the outcome of each test. Exit status 0: the tests that failed are exactly those that
+``differences.py`` explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import unittest
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zfs_core
+from zfs_core import constants, listing, nvlist
+from zfs_core.run import mount_lock
+
+from tests.zfs_core.differences import DIFFERENCES
+
+_SECONDS_PER_TEST = 300
+_COMMAND_SECONDS = 120
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--json", type=Path, help="write the outcome of each test to this file")
+    parser.add_argument("--only", default="", help="run only tests whose name contains this text")
+    options = parser.parse_args(argv)
+    with _running_zfs():
+        version = zfs_core.detect_capabilities().version
+        results, seconds = _run_suite(options.directory, options.only)
+    kind = "zfs-fuse" if version < (0, 8) else "openzfs"
+    report = {"zfs": kind, "version": ".".join(map(str, version)), "seconds": round(seconds), "tests": results}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    counts = Counter(result["outcome"] for result in results.values())
+    print(f"{kind} {report['version']}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
+    problems = find_problems(results, DIFFERENCES[kind])
+    for problem in problems:
+        print(problem)
+    return 1 if problems or not counts["passed"] else 0
+
+
+def find_problems(results: dict[str, dict[str, Any]], differences: dict[str, str]) -> list[str]:
+    """Return a sentence for each test that fails without explanation, or passes although its failure is explained."""
+    problems = []
+    for name, result in results.items():
+        is_good = result["outcome"] in ("passed", "skipped", "expected failure")
+        if not is_good and name not in differences:
+            problems.append(f"{name}: {result['outcome']}: {result['reason']}")
+        if result["outcome"] in ("passed", "expected failure") and name in differences:
+            problems.append(f"{name}: passed, but is listed as a difference: {differences[name]}")
+    return problems
+
+
+@contextlib.contextmanager
+def _running_zfs() -> Iterator[None]:
+    """Start zfs-fuse if ZFS is not running, and keep it running inside the context."""
+    try:
+        zfs_core.check_reachable()
+    except zfs_core.exceptions.ZFSInitializationFailed:
+        from tests.jail_zfs import pools
+
+        with tempfile.TemporaryDirectory(prefix="grove-conformance-") as directory:
+            with pools.pool(f"grovekeep{os.getpid()}", Path(directory), megabytes=64):
+                yield
+    else:
+        yield
+
+
+def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], float]:
+    module = _import_suite(directory)
+    functions = _find_functions(directory / "test_libzfs_core.py")
+    suite = unittest.TestLoader().loadTestsFromModule(module)
+    tests = [test for group in suite for test in group if only in test.id()]
+    result = _Result()
+    start = time.monotonic()
+    unittest.TestSuite(tests).run(result)
+    for name, outcome in result.outcomes.items():
+        outcome["functions"] = functions.get(name, [])
+    return result.outcomes, time.monotonic() - start
+
+
+def _import_suite(directory: Path) -> types.ModuleType:
+    """Import the tests, with zfs_core under the name that they import."""
+    if not (directory / "test_libzfs_core.py").is_file():
+        sys.exit(f"{directory} does not contain test_libzfs_core.py: install the package python3-pyzfs")
+    package = _add_module("libzfs_core", vars(zfs_core))
+    package.__path__ = []
+    _add_module("libzfs_core._libzfs_core", vars(zfs_core) | vars(constants) | {"lzc_list": listing.lzc_list})
+    _add_module("libzfs_core._constants", vars(constants))
+    _add_module("libzfs_core.exceptions", vars(zfs_core.exceptions))
+    _add_module("libzfs_core._nvlist", {"packed_nvlist_out": _unpack_nvlist})
+    _add_module("libzfs_core.test", {}).__path__ = [str(directory)]
+    # Some tests use a method that only Python 2 had.
+    unittest.TestCase.assertItemsEqual = unittest.TestCase.assertCountEqual  # type: ignore[attr-defined]
+    sys.dont_write_bytecode = True
+    module = importlib.import_module("libzfs_core.test.test_libzfs_core")
+    if not zfs_core.detect_capabilities().bookmarks:
+        module._TempPool.isPoolFeatureEnabled = lambda _pool, _feature: False
+        module.zfs_mount = _mount_on_zfs_fuse
+    return module
+
+
+def _add_module(name: str, content: dict[str, Any]) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update({key: value for key, value in content.items() if not key.startswith("__")})
+    sys.modules[name] = module
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    return module
+
+
+def _unpack_nvlist(data: bytes, size: int) -> dict[bytes, Any]:
+    return {name.encode(): value for name, value in nvlist.unpack(data[:size]).items()}
+
+
+@contextlib.contextmanager
+def _mount_on_zfs_fuse(name: bytes) -> Iterator[str]:
+    """Mount a filesystem, or a clone of a snapshot, in a temporary directory.
+
+    zfs-fuse has no program for ``mount -t zfs``, and cannot mount snapshots.
+    """
+    target = name.decode()
+    clone = f"{target.partition('/')[0].partition('@')[0]}/mounted-{time.monotonic_ns()}" if "@" in target else None
+    with tempfile.TemporaryDirectory(prefix="grove-mount-") as directory:
+        if clone is not None:
+            _run("zfs", "clone", target, clone)
+            target = clone
+        try:
+            with mount_lock("mount", _COMMAND_SECONDS, None):
+                _run("zfs", "set", f"mountpoint={directory}", target)
+            zfs_core.mount(target)
+            yield directory
+        finally:
+            _unmount(target, clone is not None)
+
+
+def _unmount(name: str, is_clone: bool) -> None:
+    with contextlib.suppress(zfs_core.exceptions.ZFSError):
+        zfs_core.unmount(name)
+        if is_clone:
+            zfs_core.lzc_destroy(name, unmounted=True)
+        else:
+            _run("zfs", "set", "mountpoint=legacy", name)
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True, timeout=_COMMAND_SECONDS, stdin=subprocess.DEVNULL, capture_output=True)
+
+
+def _find_functions(file: Path) -> dict[str, list[str]]:
+    """Return ``{test: functions of libzfs_core that it calls}``."""
+    result = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            calls = (
+                each.func.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Call)
+                and isinstance(each.func, ast.Attribute)
+                and isinstance(each.func.value, ast.Name)
+                and each.func.value.id == "lzc"
+            )
+            result[node.name] = sorted(set(calls))
+    return result
+
+
+class _TestTimeout(Exception):
+    pass
+
+
+class _Result(unittest.TestResult):
+    """The outcomes of tests. Interrupts a test that takes too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        signal.signal(signal.SIGALRM, self._interrupt)
+
+    @staticmethod
+    def _interrupt(_signal: int, _frame: object) -> None:
+        raise _TestTimeout(f"the test did not end within {_SECONDS_PER_TEST} s")
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        signal.alarm(_SECONDS_PER_TEST)
+
+    def stopTest(self, test: unittest.TestCase) -> None:
+        signal.alarm(0)
+        super().stopTest(test)
+
+    def _record(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
+        name = test.id().rpartition(".")[2]
+        # The cleanup of a test may fail, too. The first failure counts.
+        if outcome in ("failed", "error") or name not in self.outcomes:
+            self.outcomes.setdefault(name, {"outcome": outcome, "reason": reason})
+            print(f"{outcome:17} {name}" + (f": {reason}" if reason else ""), flush=True)
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._record(test, "passed")
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self._record(test, "failed", _describe(err))
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        self._record(test, "error", _describe(err))
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._record(test, "skipped", reason)
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self._record(test, "expected failure", _describe(err))
+
+    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
+        self._record(test, "unexpected success")
+
+
+def _describe(err: Any) -> str:
+    """Describe an exception in one line: its type, its text, and the line of the test where it was raised."""
+    kind, value, trace = err
+    line = ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith("test_libzfs_core.py"):
+            line = f" (line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{kind.__name__}: {' '.join(str(value).split())}"[:400] + line
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
