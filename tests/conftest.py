@@ -30,7 +30,7 @@ from tests.support.xfs import LoopXfs
 # Fast tests run first. Folders of one group share expensive fixtures.
 _GROUPS = {
     "quick": ("unit", "agent", "api", "cli"),
-    "zfs": ("freebsd_shim", "jail_zfs"),
+    "zfs": ("freebsd_shim", "jail_zfs", "zfs_core", "zfs_core_cli"),
     "gateway": ("gateway", "collection", "molecule"),
     "engine": ("engine",),
     "sdk": ("sdk",),

@@ -80,9 +80,11 @@ def _running_zfs() -> Iterator[None]:
     except zfs_core.exceptions.ZFSInitializationFailed:
         from tests.jail_zfs import pools
 
-        with tempfile.TemporaryDirectory(prefix="grove-conformance-") as directory:
-            with pools.pool(f"grovekeep{os.getpid()}", Path(directory), megabytes=64):
-                yield
+        with (
+            tempfile.TemporaryDirectory(prefix="grove-conformance-") as directory,
+            pools.pool(f"grovekeep{os.getpid()}", Path(directory), megabytes=64),
+        ):
+            yield
     else:
         yield
 

@@ -217,6 +217,7 @@ def lzc_receive_with_cmdprops(
     NotImplementedError. Otherwise the same as ``lzc_receive_one``. Command:
     ``zfs receive -u -o PROP=VALUE -x PROP SNAPNAME``.
     """
+    _require_options("lzc_receive_with_cmdprops")
     _require_key_absent(key)
     request = _make_request(snapname, fd, force, origin, props, begin_record, resumable, cmdprops, seconds=seconds)
     return _receive(request), action_handle
@@ -254,7 +255,7 @@ def lzc_receive_with_heal(
 
 def _require_options(function_name: str) -> None:
     if not detect_capabilities().receive_options:
-        raise NotImplementedError(f"{function_name}: this version of ZFS cannot resume streams")
+        raise NotImplementedError(f"{function_name}: this version of ZFS cannot receive with options")
 
 
 def _require_key_absent(key: bytes | None) -> None:
