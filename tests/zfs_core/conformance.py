@@ -145,7 +145,7 @@ def _mount_on_zfs_fuse(name: bytes) -> Iterator[str]:
     """
     target = name.decode()
     clone = f"{target.partition('/')[0].partition('@')[0]}/mounted-{time.monotonic_ns()}" if "@" in target else None
-    with tempfile.TemporaryDirectory(prefix="grove-mount-") as directory:
+    with tempfile.TemporaryDirectory(prefix="grove-mount-", ignore_cleanup_errors=True) as directory:
         if clone is not None:
             _run("zfs", "clone", target, clone)
             target = clone

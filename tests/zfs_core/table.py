@@ -1,0 +1,104 @@
+"""Write the results of OpenZFS's own tests of libzfs_core into docs/zfs_core.md.
+
+    python -m tests.zfs_core.table OPENZFS.json ZFS_FUSE.json
+
+The two files are those that ``python -m tests.zfs_core.conformance`` writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zfs_core
+
+from tests.support.session import REPOSITORY
+from tests.zfs_core.differences import DIFFERENCES
+
+PAGE = REPOSITORY / "docs/zfs_core.md"
+_SECTIONS = {"openzfs": "OpenZFS", "zfs-fuse": "zfs-fuse"}
+_GOOD_OUTCOMES = ("passed", "expected failure")
+
+
+def main(argv: Sequence[str]) -> None:
+    reports = [json.loads(Path(name).read_text()) for name in argv]
+    text = PAGE.read_text()
+    text = replace_section(text, "results", format_results(reports))
+    text = replace_section(text, "functions", format_functions(reports))
+    text = replace_section(text, "differences", format_differences())
+    PAGE.write_text(text)
+
+
+def replace_section(text: str, name: str, content: str) -> str:
+    """Replace what is between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"the page has no section {name}")
+    return pattern.sub(lambda match: f"{match[1]}{content}{match[2]}", text)
+
+
+def list_functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions of libzfs_core, without aliases."""
+    functions = {name: getattr(zfs_core, name) for name in zfs_core.__all__}
+    return {
+        name: function
+        for name, function in functions.items()
+        if name == getattr(function, "__name__", None) and (name.startswith("lzc_") or name == "receive_header")
+    }
+
+
+def command_of(function: Callable[..., Any]) -> str:
+    """Return the command that the function's docstring names, or an empty text."""
+    match = re.search(r"Command:\s+(``.+)$", inspect.getdoc(function) or "", re.DOTALL)
+    return " ".join(match[1].split()).removesuffix(".").replace("``", "`") if match else ""
+
+
+def format_results(reports: Sequence[Mapping[str, Any]]) -> str:
+    outcomes = ("passed", "expected failure", "failed", "error", "skipped")
+    titles = ("passed", "failed as upstream expects", "failed", "could not run", "skipped")
+    lines = [f"| ZFS | {' | '.join(titles)} | tests |", "|---" * (len(titles) + 2) + "|"]
+    for report in reports:
+        counts = Counter(test["outcome"] for test in report["tests"].values())
+        counts["failed"] += counts.pop("unexpected success", 0)
+        cells = [f"{_SECTIONS[report['zfs']]} {report['version']}", *(str(counts[name]) for name in outcomes)]
+        lines.append(f"| {' | '.join([*cells, str(counts.total())])} |")
+    return "\n".join(lines) + "\n"
+
+
+def format_functions(reports: Sequence[Mapping[str, Any]]) -> str:
+    titles = [f"{_SECTIONS[report['zfs']]} {report['version']}" for report in reports]
+    lines = [f"| function | command | {' | '.join(titles)} |", "|---" * (2 + len(titles)) + "|"]
+    for name, function in sorted(list_functions().items()):
+        cells = [_count_passed(report, name) for report in reports]
+        lines.append(f"| `{name}` | {command_of(function) or '-'} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _count_passed(report: Mapping[str, Any], function: str) -> str:
+    outcomes = [test["outcome"] for test in report["tests"].values() if function in test["functions"]]
+    run_outcomes = [outcome for outcome in outcomes if outcome != "skipped"]
+    if not run_outcomes:
+        return "skipped" if outcomes else "no test"
+    return f"{sum(outcome in _GOOD_OUTCOMES for outcome in run_outcomes)} of {len(run_outcomes)}"
+
+
+def format_differences() -> str:
+    lines = ["| tests | ZFS | reason |", "|---|---|---|"]
+    groups: dict[str, dict[str, list[str]]] = {}
+    for kind, differences in DIFFERENCES.items():
+        for test, reason in differences.items():
+            groups.setdefault(reason, {}).setdefault(test, []).append(_SECTIONS[kind])
+    for reason, tests in groups.items():
+        kinds = sorted({kind for test_kinds in tests.values() for kind in test_kinds})
+        lines.append(f"| {', '.join(f'`{test}`' for test in tests)} | {', '.join(kinds)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
