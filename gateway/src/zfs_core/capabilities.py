@@ -28,6 +28,8 @@ class Capabilities:
     """`zfs rename -u` does not unmount clones of the filesystem's snapshots."""
     lists_holds: bool
     """`zfs holds` works."""
+    exact_hold_times: bool
+    """`zfs holds -p` prints the times of holds in seconds."""
     hold_tag_max: int
     """Maximum length of a hold's tag in bytes. If holds are recorded in properties, it is shorter than that of ZFS."""
     receive_options: bool
@@ -54,6 +56,7 @@ ZFS_FUSE_CAPABILITIES = Capabilities(
     create_unmounted=False,
     rename_without_unmount=False,
     lists_holds=False,
+    exact_hold_times=False,
     hold_tag_max=120,
     receive_options=False,
     send_options=False,
@@ -73,6 +76,7 @@ def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
         create_unmounted=not version or version >= (2, 0),
         rename_without_unmount=True,
         lists_holds=True,
+        exact_hold_times=version >= (2, 3),
         hold_tag_max=255,
         receive_options=True,
         send_options=True,

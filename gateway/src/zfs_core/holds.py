@@ -146,8 +146,8 @@ def _check_holds(
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
     """Return the holds of a snapshot, as ``{tag: creation time in Unix seconds}``.
 
-    Raises SnapshotNotFound, NameInvalid, NameTooLong. The command rounds the time to minutes. Command:
-    ``zfs holds -H SNAPNAME``.
+    Raises SnapshotNotFound, NameInvalid, NameTooLong. Before OpenZFS 2.3, the command rounds the time to
+    minutes. Command: ``zfs holds -H -p SNAPNAME``.
     """
     target = decode_name(snapname)
     if is_filesystem_name(target):
@@ -157,7 +157,8 @@ def lzc_get_holds(snapname: Name) -> dict[str, int]:
     target = validate_existing_name(target)
     if not detect_capabilities().lists_holds:
         return _read_recorded_holds(target)
-    outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
+    options = ["-H", "-p"] if detect_capabilities().exact_hold_times else ["-H"]
+    outcome = check(run("holds", *options, target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
     return {tag: _to_unix_seconds(date) for _, tag, date in parse_table(outcome.output, 3)}
 
 
@@ -174,6 +175,8 @@ def _read_recorded_holds(target: str) -> dict[str, int]:
 
 
 def _to_unix_seconds(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
     try:
         return int(time.mktime(time.strptime(text.strip(), "%a %b %d %H:%M %Y")))
     except ValueError:

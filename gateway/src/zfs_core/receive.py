@@ -229,7 +229,7 @@ def lzc_receive_with_heal(
     fd: int,
     begin_record: bytes,
     force: bool = False,
-    corrective: bool = False,
+    corrective: bool = True,
     resumable: bool = False,
     raw: bool = False,
     origin: Name | None = None,

@@ -219,7 +219,7 @@ def test_functions_that_zfs_fuse_lacks_raise_not_implemented(monkeypatch: pytest
         "lzc_send_resume": ("tank@a", None, 1),
         "lzc_receive_resumable": ("tank@a", 0),
         "lzc_receive_with_cmdprops": ("tank@a", 0, b""),
-        "lzc_receive_with_heal": ("tank@a", 0, b"", False, True),
+        "lzc_receive_with_heal": ("tank@a", 0, b""),
         "lzc_sync": ("tank",),
         "lzc_reopen": ("tank",),
         "lzc_pool_checkpoint": ("tank",),
