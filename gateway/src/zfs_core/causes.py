@@ -126,7 +126,7 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
         Cause.PROPERTY_INVALID,
         r"invalid property|bad numeric value|is readonly|bad property|property value|invalid value"
         r"|can not be modified|must be one of|Only keyformat|can only be set|missing value|is invalid"
-        r"|Argument list too long",
+        r"|Argument list too long|property is read-only|property cannot be inherited",
     ),
     (Cause.EXISTS, r"already exists|bookmark exists|destination \S* ?exists|[Ff]ile exists"),
     (
