@@ -120,7 +120,24 @@ def _import_suite(directory: Path) -> types.ModuleType:
     if not zfs_core.detect_capabilities().bookmarks:
         module._TempPool.isPoolFeatureEnabled = lambda _pool, _feature: False
         module.zfs_mount = _mount_on_zfs_fuse
+        module.subprocess = _SubprocessForZfsFuse()
     return module
+
+
+class _SubprocessForZfsFuse:
+    """The module subprocess, without the options of ``zpool import`` that zfs-fuse lacks.
+
+    So the pool that should be read-only is not.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def check_output(self, argv: list[Any], **options: Any) -> bytes:
+        if argv[:2] == ["zpool", "import"]:
+            position = argv.index("readonly=on")
+            argv = [word for word in argv[: position - 1] + argv[position + 1 :] if word != "-N"]
+        return subprocess.check_output(argv, timeout=_COMMAND_SECONDS, **options)
 
 
 def _add_module(name: str, content: dict[str, Any]) -> types.ModuleType:
