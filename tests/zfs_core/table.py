@@ -60,12 +60,12 @@ def command_of(function: Callable[..., Any]) -> str:
 
 
 def format_results(reports: Sequence[Mapping[str, Any]]) -> str:
-    outcomes = ("passed", "expected failure", "failed", "error", "skipped")
-    titles = ("passed", "failed as upstream expects", "failed", "could not run", "skipped")
+    outcomes = ("passed", "expected failure", "failed", "not supported", "skipped")
+    titles = ("passed", "failed as the tests expect", "failed", "not supported", "skipped")
     lines = [f"| ZFS | {' | '.join(titles)} | tests |", "|---" * (len(titles) + 2) + "|"]
     for report in reports:
         counts = Counter(test["outcome"] for test in report["tests"].values())
-        counts["failed"] += counts.pop("unexpected success", 0)
+        counts["failed"] += counts.pop("unexpected success", 0) + counts.pop("error", 0)
         cells = [f"{_SECTIONS[report['zfs']]} {report['version']}", *(str(counts[name]) for name in outcomes)]
         lines.append(f"| {' | '.join([*cells, str(counts.total())])} |")
     return "\n".join(lines) + "\n"
@@ -83,8 +83,8 @@ def format_functions(reports: Sequence[Mapping[str, Any]]) -> str:
 def _count_passed(report: Mapping[str, Any], function: str) -> str:
     outcomes = [test["outcome"] for test in report["tests"].values() if function in test["functions"]]
     run_outcomes = [outcome for outcome in outcomes if outcome != "skipped"]
-    if not run_outcomes:
-        return "skipped" if outcomes else "no test"
+    if not run_outcomes or set(run_outcomes) == {"not supported"}:
+        return "not supported" if run_outcomes else "skipped" if outcomes else "no test"
     return f"{sum(outcome in _GOOD_OUTCOMES for outcome in run_outcomes)} of {len(run_outcomes)}"
 
 

@@ -41,6 +41,13 @@ from zfs_core.run import run
 _PROPERTIES = ("guid", "createtxg", "creation")
 
 
+_ERRORS: dict[Cause, ErrorFactory] = {
+    Cause.EXISTS: BookmarkExists,
+    Cause.MISSING: SnapshotNotFound,
+    Cause.NOT_SUPPORTED: BookmarkNotSupported,
+}
+
+
 def _require_support(function_name: str) -> None:
     if not detect_capabilities().bookmarks:
         raise NotImplementedError(f"{function_name}: this version of ZFS has no bookmarks")
@@ -66,18 +73,13 @@ def lzc_bookmark(bookmarks: Mapping[str, Name] | Mapping[bytes, Name]) -> None:
     ]:
         raise BookmarkFailure(errors)
     created_names: list[str] = []
-    specific_errors: dict[Cause, ErrorFactory] = {
-        Cause.EXISTS: BookmarkExists,
-        Cause.MISSING: SnapshotNotFound,
-        Cause.BOOKMARK_MISMATCH: BookmarkMismatch,
-        Cause.NOT_SUPPORTED: BookmarkNotSupported,
-    }
     for name, source in sources.items():
         outcome = run("bookmark", source, name, name=name)
         if outcome.cause is not None:
             for created_name in created_names:
                 run("destroy", created_name, name=created_name)
-            raise BookmarkFailure([error_of(outcome, name, "create bookmark", specific_errors)])
+            mismatch = outcome.explain(BookmarkMismatch(source)) if outcome.cause is Cause.BOOKMARK_MISMATCH else None
+            raise BookmarkFailure([mismatch or error_of(outcome, name, "create bookmark", _ERRORS)])
         created_names.append(name)
 
 
@@ -88,8 +90,6 @@ def _find_name_error(name: str, source: str, sources: Mapping[str, str]) -> ZFSE
         return BookmarkSourceInvalid(source)
     if is_too_long(name):
         return NameTooLong(name)
-    if name[: -len(short_name_of(name)) - 1] != source[: -len(short_name_of(source)) - 1]:
-        return BookmarkMismatch(name)
     if any(pool_of(each) != pool_of(name) for each in sources):
         return PoolsDiffer(name)
     return None

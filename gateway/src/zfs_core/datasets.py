@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
-from zfs_core.encryption import open_key, split_key_location
+from zfs_core.encryption import open_key, require_encryption, split_key_location
 from zfs_core.exceptions import (
     DatasetBusy,
     DatasetNotFound,
@@ -62,6 +62,7 @@ def lzc_create(
     target = validate_new_filesystem_name(name)
     options, key_location = format_property_options(props), None
     if key is not None:
+        require_encryption("lzc_create")
         options, key_location = split_key_location(options)
     if ds_type == "zvol":
         options = ["-s", "-V", _get_volume_size(target, options), *_remove_option(options, "volsize")]

@@ -36,7 +36,8 @@ _ERRORS: dict[Cause, ErrorFactory] = {
 }
 
 
-def _require_support(function_name: str) -> None:
+def require_encryption(function_name: str) -> None:
+    """Raise NotImplementedError if the installed ZFS has no encryption."""
     if not detect_capabilities().encryption:
         raise NotImplementedError(f"{function_name}: this version of ZFS has no encryption")
 
@@ -48,7 +49,7 @@ def lzc_load_key(fsname: Name, noop: bool, key: bytes) -> None:
     Raises FilesystemNotFound, EncryptionKeyAlreadyLoaded, EncryptionKeyInvalid. Command:
     ``zfs load-key [-n] -L prompt FSNAME``.
     """
-    _require_support("lzc_load_key")
+    require_encryption("lzc_load_key")
     target = validate_filesystem_name(fsname)
     key_format = _get_facts(target)["keyformat"]
     with open_key(key, ["-o", f"keyformat={key_format}"]) as stdin:
@@ -63,7 +64,7 @@ def lzc_unload_key(fsname: Name) -> None:
     Raises FilesystemNotFound, EncryptionKeyNotLoaded, and DatasetBusy if the filesystem is mounted. Command:
     ``zfs unload-key FSNAME``.
     """
-    _require_support("lzc_unload_key")
+    require_encryption("lzc_unload_key")
     target = validate_filesystem_name(fsname)
     check(run("unload-key", target, name=target), target, "unload encryption key", _ERRORS)
 
@@ -78,7 +79,7 @@ def lzc_change_key(fsname: Name, crypt_cmd: str, props: Props = None, key: bytes
     Raises FilesystemNotFound, PropertyInvalid, UnknownCryptCommand, EncryptionKeyNotLoaded. Command:
     ``zfs change-key -o keylocation=prompt FSNAME``, or ``zfs change-key -i FSNAME``.
     """
-    _require_support("lzc_change_key")
+    require_encryption("lzc_change_key")
     target = validate_filesystem_name(fsname)
     if crypt_cmd in ("force_new_key", "force_inherit"):
         raise NotImplementedError(f"`zfs change-key` cannot express {crypt_cmd}: it only serves `zfs receive`")

@@ -91,7 +91,6 @@ def test_a_snapshot_that_cannot_exist_is_skipped(monkeypatch: pytest.MonkeyPatch
         ({"tank/a@b": "tank/a@s"}, exceptions.NameInvalid),
         ({"tank/a#b": "tank/a"}, exceptions.BookmarkSourceInvalid),
         ({f"tank/a#{_LONG}": "tank/a@s"}, exceptions.NameTooLong),
-        ({"tank/b#b": "tank/a@s"}, exceptions.BookmarkMismatch),
     ],
 )
 def test_bookmark_failures(bookmarks: dict[str, str], error_class: type[Exception]) -> None:

@@ -16,9 +16,13 @@ def test_unexplained_failures_and_unnecessary_explanations_are_reported() -> Non
         "test_e": {"outcome": "unexpected success", "reason": ""},
         "test_f": {"outcome": "skipped", "reason": "x"},
         "test_g": {"outcome": "expected failure", "reason": "x"},
+        "test_h": {"outcome": "not supported", "reason": "x"},
     }
-    problems = conformance.find_problems(results, {"test_c": "reason", "test_d": "reason"})
+    explanations = {"test_c": "reason", "test_d": "reason"}
+    problems = conformance.find_problems(results, explanations, may_lack_functions=True)
     assert [problem.partition(":")[0] for problem in problems] == ["test_b", "test_d", "test_e"]
+    problems = conformance.find_problems(results, explanations, may_lack_functions=False)
+    assert [problem.partition(":")[0] for problem in problems] == ["test_b", "test_d", "test_e", "test_h"]
 
 
 def test_each_function_names_its_command() -> None:
@@ -47,6 +51,6 @@ def test_results_are_counted_by_function() -> None:
     text = table.format_functions([report])
     assert "| `lzc_sync` | `zpool sync [-f] POOLNAME` | 1 of 2 |" in text
     assert "| 0 of 1 |" in text and "| skipped |" in text and "| no test |" in text
-    assert "| OpenZFS 2.3.2 | 1 | 0 | 0 | 1 | 1 | 3 |" in table.format_results([report])
+    assert "| OpenZFS 2.3.2 | 1 | 0 | 1 | 0 | 1 | 3 |" in table.format_results([report])
     with pytest.raises(ValueError, match="no section"):
         table.replace_section("", "results", "")
