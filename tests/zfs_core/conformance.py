@@ -272,9 +272,14 @@ class _Result(unittest.TestResult):
 
 
 def _describe(err: Any) -> str:
-    """Describe an exception in one line: its type, its text, and the line of the test where it was raised."""
-    kind, value, trace = err
-    line = ""
+    """Describe an exception in one line: its type, its text, and the line of the test where it was raised.
+
+    If cleaning up after an exception failed, too, describes the first one.
+    """
+    value = err[1]
+    while value.__context__ is not None and not value.__suppress_context__:
+        value = value.__context__
+    kind, trace, line = type(value), value.__traceback__, ""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.endswith("test_libzfs_core.py"):
             line = f" (line {trace.tb_lineno})"
