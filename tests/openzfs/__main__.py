@@ -1,0 +1,217 @@
+"""Run tests on OpenZFS in a virtual machine: ``python -m tests.openzfs [STEP…] [-- COMMAND…]``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sandbox_gateway.config import KvmXfs
+from sandbox_gateway.hosts.kvm_xfs.qemu import accel
+from sandbox_gateway.hosts.kvm_xfs.template import apt
+from tests.openzfs import guest, image, steps
+from tests.openzfs.steps import Outcome, Step
+from tests.support import jail_world, session
+
+_BOOT_SECONDS = 600
+_EXTRA_SECONDS = 120
+"""How much longer than a step's deadline the host waits. The guest itself ends the step, unless its kernel hangs."""
+_COMMAND_SECONDS = 3600
+_MEMORY_MB = 2048
+_GUEST_STATE = "/var/tmp/grove"
+_JOB_DISK, _ENVIRONMENT_DISK, _RESULTS_DISK = "job.img", "environment.img", "results.tar"
+_RESULTS_MEGABYTES = 256
+_KERNEL_ARGUMENTS = (
+    "root=/dev/vda rw rootflags=noatime console=ttyS0 quiet loglevel=4 panic=-1 init=/usr/local/sbin/openzfs-init "
+    "net.ifnames=0 tsc=reliable no_timer_check cryptomgr.notests"
+)
+_started = time.monotonic()
+
+
+def main(arguments: list[str]) -> int:
+    names, command = _split_arguments(arguments)
+    try:
+        selected_steps = [Step("command", tuple(command), _COMMAND_SECONDS)] if command else steps.select(names)
+    except ValueError as error:
+        print(f"./dev test openzfs: {error}", file=sys.stderr)
+        return 2
+    try:
+        outcomes = run(selected_steps)
+    finally:
+        shutil.rmtree(session.run_path(), ignore_errors=True)
+    for outcome in outcomes:
+        report(str(outcome))
+    return 0 if all(outcome.is_success for outcome in outcomes) else 1
+
+
+def _split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    position = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:position], arguments[position + 1 :]
+
+
+def report(line: str) -> None:
+    print(f"[{time.monotonic() - _started:6.0f} s] {line}", flush=True)
+
+
+def run(selected_steps: Sequence[Step]) -> list[Outcome]:
+    """Run the steps in one guest, and return their outcomes. Their files are left in ``results_directory``."""
+    directory, results = session.run_dir(), results_directory()
+    guest_image = image.find_or_build(directory, report)
+    report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
+    accelerator = asyncio.run(accel.probe(KvmXfs(), session.cache_dir() / "accel-openzfs.json", guest_image.kernel))
+    report(f"accelerator {accelerator.name}: {accelerator.reason}")
+    report("writing the disks of the job")
+    _write_disks(selected_steps, directory)
+    shutil.rmtree(results, ignore_errors=True)
+    results.mkdir(parents=True)
+    report(f"starting the guest; its console is also in {results}/console.log")
+    argv = _qemu_command(guest_image, accelerator, directory)
+    with (results / "console.log").open("w") as log, Console(argv, directory) as console:
+        statuses = follow(console.read_line, selected_steps, log.write)
+    with tarfile.open(directory / _RESULTS_DISK) as archive:
+        # Without results, the disk contains only zeros: an empty archive.
+        archive.extractall(results, filter="data")
+    return [
+        Outcome(step, status, seconds, steps.count_results(results / step.result) if step.result else {})
+        for step in selected_steps
+        for status, seconds in [statuses.get(step.name, (None, 0.0))]
+    ]
+
+
+def results_directory() -> Path:
+    return session.state_dir() / "openzfs"
+
+
+def follow(
+    read_line: Callable[[float], str | None], selected_steps: Sequence[Step], write: Callable[[str], object]
+) -> dict[str, tuple[int | None, float]]:
+    """Report what the guest prints until it turns itself off. Returns the status and duration of each ended step.
+
+    ``read_line`` takes a deadline, and returns None at the end of the output. It raises TimeoutError.
+    """
+    seconds_by_name = {step.name: step.seconds for step in selected_steps}
+    statuses: dict[str, tuple[int | None, float]] = {}
+    deadline = time.monotonic() + _BOOT_SECONDS
+    try:
+        while (line := read_line(deadline)) is not None:
+            write(f"{line}\n")
+            report(line)
+            match line.split():
+                case [guest.MARKER, "start", name]:
+                    deadline = time.monotonic() + seconds_by_name[name] + _EXTRA_SECONDS
+                case [guest.MARKER, "end", name, status, seconds]:
+                    statuses[name] = int(status), float(seconds)
+                    deadline = time.monotonic() + _EXTRA_SECONDS
+    except TimeoutError:
+        report("the guest does not respond: it is stopped")
+    return statuses
+
+
+class Console:
+    """A running guest. The context ends it."""
+
+    def __init__(self, argv: Sequence[str], directory: Path) -> None:
+        self._argv = argv
+        # QEMU writes the changes of the image's disk to a temporary file.
+        self._environment = {**os.environ, "TMPDIR": str(directory)}
+        self._rest = b""
+
+    def __enter__(self) -> Console:
+        self._process = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+    def read_line(self, deadline: float) -> str | None:
+        """Return the next line of the console, or None if QEMU has ended. Raises TimeoutError at the deadline."""
+        assert self._process.stdout is not None
+        while b"\n" not in self._rest:
+            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            data = os.read(self._process.stdout.fileno(), 65536)
+            if not data:
+                return None
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode(errors="replace").rstrip("\r")
+
+
+def _qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
+    config = KvmXfs()
+    threads = ",thread=multi,tb-size=256" if accelerator.name == "tcg" else ""
+    argv = [config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
+    argv += ["-M", config.machine, "-accel", accelerator.name + threads, "-cpu", accelerator.cpu_model]
+    argv += ["-smp", str(min(2, os.cpu_count() or 1)), "-m", str(_MEMORY_MB)]
+    argv += ["-kernel", str(guest_image.kernel), "-initrd", str(guest_image.initrd), "-append", _KERNEL_ARGUMENTS]
+    argv += _disk_options(guest_image.disk, "snapshot=on")
+    for name, options in ((_JOB_DISK, ""), (_ENVIRONMENT_DISK, "readonly=on"), (_RESULTS_DISK, "")):
+        argv += _disk_options(directory / name, options)
+    return argv
+
+
+def _disk_options(file: Path, options: str) -> list[str]:
+    path = str(file).replace(",", ",,")
+    return ["-drive", ",".join(filter(None, ["if=virtio,format=raw,cache=unsafe", options, f"file={path}"]))]
+
+
+def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
+    tree = directory / "job"
+    repository, cache = tree / "repository", tree / "cache"
+    for path in (repository, cache):
+        path.mkdir(parents=True)
+    _copy_repository(repository)
+    # The guest has no network, and would take long to build the root file system of the jails.
+    tarball = jail_world.debian_tarball()
+    shutil.copy(tarball, cache)
+    job = {
+        "repository": str(session.REPOSITORY),
+        "state": _GUEST_STATE,
+        "apt_sources": apt.host_sources(image.SUITE),
+        "environment": {
+            "GROVE_TEST_STATE": _GUEST_STATE,
+            "PATH": f"{session.REPOSITORY}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        },
+        "steps": [{"name": step.name, "argv": step.argv, "seconds": step.seconds} for step in selected_steps],
+    }
+    (tree / "job.json").write_text(json.dumps(job))
+    shutil.copy(guest.__file__, tree)
+    image.make_disk(directory / _JOB_DISK, tree, free_megabytes=1024)
+    shutil.rmtree(tree)
+    image.make_disk(directory / _ENVIRONMENT_DISK, session.REPOSITORY / ".venv", free_megabytes=0)
+    with (directory / _RESULTS_DISK).open("wb") as file:
+        file.truncate(_RESULTS_MEGABYTES << 20)
+
+
+def _copy_repository(target: Path) -> None:
+    """Copy the files of the repository, without those that Git ignores."""
+    git = ["git", "-c", "safe.directory=*", "-C", str(session.REPOSITORY)]
+    argv = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(argv, capture_output=True, timeout=60, check=True).stdout.decode().split("\0")
+    for name in filter(None, names):
+        source = session.REPOSITORY / name
+        if source.is_symlink() or source.is_file():  # A removed file is still in the index.
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name, follow_symlinks=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

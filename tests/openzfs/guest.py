@@ -1,0 +1,95 @@
+"""Run the steps of a job inside the guest, as its first process, and turn the guest off. Standard library only.
+
+The disks are: vda, the image; vdb, the job; vdc, the virtual environment of Python; vdd, a tar archive of the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tarfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+JOB = Path("/job")
+RESULTS = Path("/results")
+MARKER = "openzfs-guest:"
+"""Lines that start with this word report the beginning and the end of steps to the host."""
+TIMED_OUT = 124
+
+
+def main() -> None:
+    try:
+        _run_job(json.loads((JOB / "job.json").read_text()))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        print(f"{MARKER} off", flush=True)
+        os.sync()
+        # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
+        Path("/proc/sysrq-trigger").write_text("b")
+
+
+def _run_job(job: dict[str, Any]) -> None:
+    repository = Path(job["repository"])
+    RESULTS.mkdir(exist_ok=True)
+    repository.mkdir(parents=True, exist_ok=True)
+    _call("mount", "--bind", str(JOB / "repository"), str(repository))
+    (repository / ".venv").mkdir()
+    _call("mount", "-t", "ext4", "-o", "ro", "/dev/vdc", str(repository / ".venv"))
+    cache = Path(job["state"]) / "cache"
+    cache.mkdir(parents=True)
+    _call("mount", "--bind", str(JOB / "cache"), str(cache))
+    # The tests look for the root file system of the jails under a name that depends on the sources.
+    sources = Path("/etc/apt/sources.list.d/host.sources")
+    for path in [Path("/etc/apt/sources.list"), *sources.parent.iterdir()]:
+        path.unlink(missing_ok=True)
+    sources.write_text(job["apt_sources"])
+    environment = {**os.environ, **job["environment"]}
+    for step in job["steps"]:
+        print(f"{MARKER} start {step['name']}", flush=True)
+        started = time.monotonic()
+        status = _run_step(step["argv"], step["seconds"], repository, environment)
+        print(f"{MARKER} end {step['name']} {status} {time.monotonic() - started:.0f}", flush=True)
+    with tarfile.open("/dev/vdd", "w") as archive:
+        archive.add(RESULTS, arcname=".")
+
+
+def _run_step(argv: list[str], seconds: float, directory: Path, environment: dict[str, str]) -> int:
+    """Run a step, end all processes that it leaves, and return its exit status. A step that takes too long has 124."""
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, cwd=directory, env=environment, start_new_session=True)
+    deadline = time.monotonic() + seconds
+    status = _wait(process.pid, deadline)
+    # The first process is the only one that this does not reach.
+    os.kill(-1, signal.SIGKILL)
+    _wait(None, time.monotonic() + 30)
+    return TIMED_OUT if status is None else status
+
+
+def _wait(pid: int | None, deadline: float) -> int | None:
+    """Wait for a process, or for all, and for every orphan that ends meanwhile. Returns the process's exit status."""
+    while time.monotonic() < deadline:
+        try:
+            ended_pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended_pid == 0:
+            time.sleep(0.05)
+        elif ended_pid == pid:
+            return os.waitstatus_to_exitcode(status)
+    return None
+
+
+def _call(*argv: str) -> None:
+    subprocess.run(argv, check=True, timeout=60)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.chdir("/")
+    main()
