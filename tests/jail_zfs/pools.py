@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from zfs_core.run import mount_lock
 
 from tests.support import session
@@ -22,6 +23,10 @@ from tests.support.waiting import eventually
 # A machine can have only one daemon, so all test runs share this lock.
 _LOCK_FILE = Path("/var/run/grove-test-zfs-fuse.lock")
 _PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
+
+needs_zfs_fuse = pytest.mark.skipif(
+    Path("/dev/zfs").exists(), reason="needs a daemon of its own, but this machine has ZFS in its kernel"
+)
 
 
 @dataclass(frozen=True)

@@ -433,6 +433,7 @@ def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_pa
     assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
+@pools.needs_zfs_fuse
 def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
     """The scenario runs in new namespaces with a private zfs-fuse daemon."""
     tarball, directory = debian_tarball(), session.run_dir() / "host-alone"

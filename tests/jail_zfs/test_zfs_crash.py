@@ -10,9 +10,11 @@ import pytest
 import zfs_core
 from zfs_core import process
 
+from tests.jail_zfs import pools
 from tests.support import session
 
 
+@pools.needs_zfs_fuse
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux namespaces")
 @pytest.mark.parametrize("scenario", ["dead", "killed"])
 def test_storage_survives_an_unavailable_daemon(scenario: str, need_root: None) -> None:

@@ -25,6 +25,7 @@ TIMED_OUT = 124
 
 def main() -> None:
     try:
+        _set_up_system()
         _run_job(json.loads((JOB / "job.json").read_text()))
     except BaseException:
         traceback.print_exc()
@@ -33,6 +34,23 @@ def main() -> None:
         os.sync()
         # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
         Path("/proc/sysrq-trigger").write_text("b")
+
+
+def _set_up_system() -> None:
+    for directory in ("/dev/pts", "/dev/shm", "/run/lock", "/run/netns"):
+        Path(directory).mkdir(exist_ok=True)
+    if not os.path.ismount("/dev/pts"):
+        _call("mount", "-t", "devpts", "-o", "gid=5,mode=620,ptmxmode=666", "devpts", "/dev/pts")
+    _call("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm")
+    # The doubles of FreeBSD's commands use version 1 of control groups.
+    _call("mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
+    for controller in ("cpu", "memory", "pids"):
+        directory = Path("/sys/fs/cgroup") / controller
+        directory.mkdir()
+        _call("mount", "-t", "cgroup", "-o", controller, controller, str(directory))
+    _call("hostname", "openzfs")
+    _call("ip", "link", "set", "lo", "up")
+    _call("modprobe", "zfs")
 
 
 def _run_job(job: dict[str, Any]) -> None:

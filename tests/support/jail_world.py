@@ -272,12 +272,12 @@ class JailZfsWorld:
         monkeypatch.setattr("zfs_core.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the next capture fail after it has taken its first snapshots."""
+        """Make the next capture fail after it has taken its first snapshots, or instead of taking all at once."""
         take_snapshots = snapshots._snapshot_atomically
         captured_names: list[str] = []
 
         def refuse(names: Sequence[str], options: Sequence[str]) -> None:
-            if captured_names:
+            if captured_names or len(names) > 1:
                 raise zfs_core.exceptions.ZFSGenericError(5, names[0], "forced")
             captured_names.extend(names)
             take_snapshots(names, options)

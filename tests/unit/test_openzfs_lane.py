@@ -1,0 +1,94 @@
+"""`./dev test openzfs`: sources of the image, progress of the guest, and the results."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.openzfs import __main__ as lane
+from tests.openzfs import image, steps
+from tests.openzfs.steps import Outcome, Step
+
+_STEPS = [Step("first", ("true",), 60), Step("second", ("true",), 60)]
+
+
+def test_sources_include_contrib_and_backports() -> None:
+    sources = (
+        "Types: deb\nURIs: http://mirror/debian\nSuites: bookworm bookworm-updates\nComponents: main\n"
+        "\n"
+        "Types: deb\nURIs: http://mirror/security\nSuites: bookworm-security\nComponents: main\n"
+    )
+    assert image.zfs_sources(sources) == (
+        "Types: deb\nURIs: http://mirror/debian\nSuites: bookworm bookworm-updates bookworm-backports\n"
+        "Components: main contrib\n"
+        "\n"
+        "Types: deb\nURIs: http://mirror/security\nSuites: bookworm-security\nComponents: main contrib\n"
+    )
+
+
+def _reader(lines: Sequence[str], *, then_hang: bool = False) -> Callable[[float], str | None]:
+    remaining_lines = list(lines)
+
+    def read_line(deadline: float) -> str | None:
+        assert deadline > time.monotonic()
+        if not remaining_lines and then_hang:
+            raise TimeoutError
+        return remaining_lines.pop(0) if remaining_lines else None
+
+    return read_line
+
+
+_LINES = [
+    "booting",
+    "openzfs-guest: start first",
+    "some output",
+    "openzfs-guest: end first 0 12",
+    "openzfs-guest: start second",
+]
+
+
+@pytest.mark.parametrize("then_hang", [False, True], ids=["panics", "hangs"])
+def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(then_hang: bool) -> None:
+    log: list[str] = []
+    assert lane.follow(_reader(_LINES, then_hang=then_hang), _STEPS, log.append) == {"first": (0, 12.0)}
+    assert log == [f"{line}\n" for line in _LINES]
+    assert not Outcome(_STEPS[1], None, 0.0, {}).is_success
+
+
+def test_the_console_ends_a_guest_that_is_silent(tmp_path: Path) -> None:
+    program = "import time; print('one\\r'); print('two', flush=True); time.sleep(600)"
+    started = time.monotonic()
+    with lane.Console([sys.executable, "-c", program], tmp_path) as console:
+        assert [console.read_line(started + 60), console.read_line(started + 60)] == ["one", "two"]
+        with pytest.raises(TimeoutError):
+            console.read_line(time.monotonic() + 0.01)
+
+
+def test_results_are_counted(tmp_path: Path) -> None:
+    junit, conformance = tmp_path / "a.xml", tmp_path / "b.json"
+    junit.write_text(
+        "<testsuites><testsuite><testcase/><testcase><skipped/></testcase><testcase><error/></testcase>"
+        "<testcase><failure/></testcase><testcase/></testsuite></testsuites>"
+    )
+    conformance.write_text(json.dumps({"tests": {"t1": {"outcome": "passed"}, "t2": {"outcome": "failed"}}}))
+    assert steps.count_results(junit) == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1}
+    assert steps.count_results(conformance) == {"passed": 1, "failed": 1}
+    assert steps.count_results(tmp_path / "missing.xml") == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "counts", "is_success"),
+    [(0, {"passed": 3}, True), (0, {"passed": 0}, False), (0, {}, False), (1, {"passed": 3}, False)],
+)
+def test_a_step_without_passed_tests_fails(status: int, counts: dict[str, int], is_success: bool) -> None:
+    assert Outcome(steps.STEPS[0], status, 1.0, counts).is_success is is_success
+
+
+def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lane.main(["nonesuch"]) == 2
+    assert "unknown step 'nonesuch': use pyzfs, jail_zfs, engine, or -- COMMAND…" in capsys.readouterr().err
