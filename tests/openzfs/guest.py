@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import tarfile
+import termios
 import time
 import traceback
 from pathlib import Path
@@ -32,6 +33,8 @@ def main() -> None:
     finally:
         print(f"{MARKER} off", flush=True)
         os.sync()
+        with contextlib.suppress(termios.error):
+            termios.tcdrain(1)
         # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
         Path("/proc/sysrq-trigger").write_text("b")
 

@@ -47,7 +47,7 @@ class Outcome:
 
 
 def _pytest(name: str, *arguments: str, seconds: int) -> Step:
-    argv = (_PYTHON, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", *arguments)
+    argv = (_PYTHON, "-m", "pytest", "-v", "--color=no", "--timeout=1200", *arguments)
     return Step(name, (*argv, f"--junit-xml={guest.RESULTS}/{name}.xml"), seconds, f"{name}.xml")
 
 
