@@ -30,8 +30,8 @@ _GUEST_STATE = "/var/tmp/grove"
 _JOB_DISK, _ENVIRONMENT_DISK, _RESULTS_DISK = "job.img", "environment.img", "results.tar"
 _RESULTS_MEGABYTES = 256
 _KERNEL_ARGUMENTS = (
-    "root=/dev/vda rw rootflags=noatime fsck.mode=skip console=ttyS0 quiet loglevel=4 panic=-1 init=/usr/local/sbin/openzfs-init "
-    "net.ifnames=0 tsc=reliable no_timer_check cryptomgr.notests"
+    "root=/dev/vda rw rootflags=noatime fsck.mode=skip console=ttyS0 quiet loglevel=4 panic=-1 "
+    "init=/usr/local/sbin/openzfs-init net.ifnames=0 tsc=reliable no_timer_check cryptomgr.notests"
 )
 _started = time.monotonic()
 
