@@ -1,0 +1,66 @@
+"""Look up what commands compare with the desired state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.listing import list_datasets, lzc_exists
+from zfs_core.mounts import mount
+from zfs_core.names import filesystem_of
+from zfs_core.properties import get_props
+
+
+def get_value(name: str, prop: str) -> str:
+    return get_props([name], [prop])[name][prop].value
+
+
+def require_existing(*names: str) -> None:
+    """Raise CommandError if one of the names does not exist."""
+    if missing_names := [name for name in names if not lzc_exists(name)]:
+        raise CommandError(
+            Kind.NOT_FOUND,
+            f"{quote(missing_names)} does not exist: run lzc list POOL to see the names",
+            missing_names,
+        )
+
+
+def require_parent(name: str) -> None:
+    parent = name.rpartition("/")[0]
+    if not parent:
+        raise CommandError(Kind.INVALID, f"{name!r} is the name of a pool: use zpool create, or a name below a pool")
+    if not lzc_exists(parent):
+        raise CommandError(
+            Kind.NOT_FOUND, f"the parent of {name!r} does not exist: create it with lzc create --parents", [parent]
+        )
+
+
+def expand(snapshots: Iterable[str]) -> list[str]:
+    """Return the snapshots, and those with the same names of all filesystems and volumes below theirs."""
+    names = [
+        f"{dataset}@{snapshot.partition('@')[2]}"
+        for snapshot in snapshots
+        for dataset in list_datasets(filesystem_of(snapshot), types="filesystem,volume")
+    ]
+    return list(dict.fromkeys(names))
+
+
+def mount_if_allowed(name: str) -> None:
+    """Mount a new filesystem, if its ``canmount`` and ``mountpoint`` allow this and it is not mounted already."""
+    values = {
+        prop: item.value
+        for prop, item in get_props([name], ["type", "canmount", "mountpoint", "mounted"])[name].items()
+    }
+    if (
+        values["type"] == "filesystem"
+        and values["canmount"] == "on"
+        and values["mountpoint"].startswith("/")
+        and values["mounted"] == "no"
+    ):
+        mount(name)
+
+
+def quote(names: Sequence[str], limit: int = 10) -> str:
+    """Return the names in quotes, separated by commas. More than ``limit`` names are only counted."""
+    text = ", ".join(repr(name) for name in names[:limit])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"

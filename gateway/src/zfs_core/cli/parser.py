@@ -1,0 +1,230 @@
+"""The command line of `lzc`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from zfs_core.cli import filesystems, properties, removal, snapshots, streams, values
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.report import Report
+from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
+
+_EPILOG = "exit codes:\n  0   the command succeeded, whether or not it changed anything\n" + "\n".join(
+    f"  {kind.exit_code:<3} {kind.word}: {kind.meaning}" for kind in Kind
+)
+_IF_ABSENT = "succeed without a change if it exists already"
+_IF_PRESENT = "succeed without a change if it does not exist"
+_NONE: list[tuple[str, str]] = []
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises CommandError instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(Kind.INVALID, f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+
+
+_Commands = argparse._SubParsersAction
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="lzc",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Change and query ZFS. Each command compares the desired state with the current one, and prints\n"
+        "one JSON object with 'changed' and, after a failure, with 'error'.",
+        epilog=_EPILOG,
+    )
+    _add_check(parser)
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    _add_filesystem_commands(commands)
+    _add_snapshot_commands(commands)
+    _add_hold_commands(commands)
+    _add_removal_commands(commands)
+    _add_property_commands(commands)
+    _add_stream_commands(commands)
+    return parser
+
+
+def _add(
+    commands: _Commands[Parser], name: str, text: str, function: Callable[[argparse.Namespace, Report], None]
+) -> Parser:
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    parser.set_defaults(function=function)
+    _add_check(parser)
+    return parser
+
+
+def _add_check(parser: Parser) -> None:
+    # The subcommand's default must not overwrite the option before it.
+    parser.add_argument(
+        "--check", action="store_true", default=argparse.SUPPRESS, help="change nothing, and print what would change"
+    )
+
+
+def _add_flag(parser: Parser, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def _add_set(parser: Parser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="PROPERTY=VALUE",
+        type=values.assignment,
+        action="append",
+        default=_NONE,
+        help="set a property of a new dataset or snapshot; may be repeated",
+    )
+
+
+def _add_filesystem_commands(commands: _Commands[Parser]) -> None:
+    parser = _add(commands, "create", "create a filesystem or a volume", filesystems.create)
+    parser.add_argument("name", metavar="NAME", type=values.new_filesystem)
+    _add_flag(parser, "--if-absent", _IF_ABSENT)
+    _add_flag(parser, "--parents", "also create missing parents")
+    parser.add_argument("--volume", metavar="SIZE", type=values.size, help="create a volume of this size, such as 10G")
+    _add_set(parser)
+
+    parser = _add(commands, "clone", "create a filesystem from a snapshot", filesystems.clone)
+    parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.snapshot)
+    parser.add_argument("name", metavar="NAME", type=values.new_filesystem)
+    _add_flag(parser, "--if-absent", f"{_IF_ABSENT} as a clone of this snapshot")
+    _add_set(parser)
+
+    text = "make a clone independent of its origin; without a change if it is not a clone"
+    parser = _add(commands, "promote", text, filesystems.promote)
+    parser.add_argument("name", metavar="NAME", type=values.filesystem)
+
+    parser = _add(commands, "rename", "rename a filesystem or a volume", filesystems.rename)
+    parser.add_argument("name", metavar="NAME", type=values.filesystem)
+    parser.add_argument("new_name", metavar="NEW_NAME", type=values.new_filesystem)
+    _add_flag(parser, "--if-present", "succeed without a change if only NEW_NAME exists")
+
+
+def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
+    parser = _add(commands, "snapshot", "take snapshots in one pool, all or none of them", snapshots.snapshot)
+    parser.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", type=values.new_snapshot)
+    _add_flag(parser, "--if-absent", "take only those that do not exist")
+    _add_flag(parser, "--recursive", "also take snapshots of all filesystems and volumes below")
+    _add_set(parser)
+
+    text = "roll a filesystem back to a snapshot; without a change if nothing was written since"
+    parser = _add(commands, "rollback", text, snapshots.rollback)
+    parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.snapshot)
+    _add_flag(parser, "--destroy-newer", "destroy newer snapshots of the filesystem")
+
+
+def _add_hold_commands(commands: _Commands[Parser]) -> None:
+    parser = _add(commands, "hold", "prevent the removal of snapshots", snapshots.hold)
+    parser.add_argument("tag", metavar="TAG", type=values.tag)
+    parser.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", type=values.snapshot)
+    _add_flag(parser, "--if-absent", "hold only snapshots that do not have this hold")
+    _add_flag(parser, "--recursive", "also hold the snapshots of the same names below")
+
+    parser = _add(commands, "release", "release holds of snapshots", snapshots.release)
+    parser.add_argument("tag", metavar="TAG", type=values.tag)
+    parser.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", type=values.snapshot)
+    _add_flag(parser, "--if-present", "ignore snapshots that do not exist or do not have this hold")
+    _add_flag(parser, "--recursive", "also release the snapshots of the same names below")
+
+    text = "print the holds of snapshots, with the times of their creation"
+    parser = _add(commands, "holds", text, snapshots.holds)
+    parser.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", type=values.snapshot)
+
+
+def _add_removal_commands(commands: _Commands[Parser]) -> None:
+    parser = _add(commands, "destroy", "destroy filesystems, volumes or snapshots", removal.destroy)
+    parser.add_argument("names", metavar="NAME", nargs="+", type=values.existing_name)
+    _add_flag(parser, "--if-present", "ignore names that do not exist")
+    _add_flag(
+        parser,
+        "--recursive",
+        "also destroy everything below, or the snapshots of the same names below; never clones outside",
+    )
+    _add_flag(parser, "--defer", "destroy held and cloned snapshots later, with their last hold or clone")
+
+    parser = _add(commands, "exists", "print whether all names exist", removal.exists)
+    parser.add_argument("names", metavar="NAME", nargs="+", type=values.existing_name)
+    _add_flag(parser, "--require", "fail if one of them does not exist")
+
+
+def _add_property_commands(commands: _Commands[Parser]) -> None:
+    parser = _add(
+        commands, "list", "list datasets, and snapshots from the oldest to the newest", properties.list_command
+    )
+    parser.add_argument("roots", metavar="NAME", nargs="+", type=values.filesystem)
+    parser.add_argument(
+        "--type",
+        dest="types",
+        metavar="TYPES",
+        type=values.dataset_types,
+        default=["filesystem", "volume"],
+        help="filesystem, volume, snapshot, or several of them with commas (default: filesystem,volume)",
+    )
+    parser.add_argument(
+        "--depth", metavar="N", type=values.count, help="how many levels below NAME to list (default: all)"
+    )
+    parser.add_argument(
+        "--properties", metavar="NAMES", type=values.property_names, default=[], help="also print these properties"
+    )
+
+    parser = _add(commands, "get", "print properties, with numbers in bytes", properties.get)
+    parser.add_argument("properties", metavar="PROPERTIES", type=values.property_names)
+    parser.add_argument("names", metavar="NAME", nargs="+", type=values.existing_name)
+    _add_flag(parser, "--if-present", "omit names that do not exist, and properties that this ZFS does not have")
+    _add_flag(parser, "--recursive", "also print those of everything below")
+
+    parser = _add(commands, "set", "set properties to values", properties.set_command)
+    parser.usage = "lzc set [options] PROPERTY=VALUE... NAME..."
+    parser.add_argument("words", metavar="PROPERTY=VALUE|NAME", nargs="+", type=values.assignment_or_name)
+
+    parser = _add(commands, "inherit", "remove properties, so that they are inherited", properties.inherit)
+    parser.add_argument("properties", metavar="PROPERTIES", type=values.property_names)
+    parser.add_argument("names", metavar="NAME", nargs="+", type=values.existing_name)
+
+
+def _add_stream_commands(commands: _Commands[Parser]) -> None:
+    text = "write a snapshot as a stream to standard output, to a file, or to the command after --"
+    parser = _add(commands, "send", text, streams.send)
+    parser.usage = "lzc send [options] [SNAPSHOT] [-- COMMAND ...]"
+    parser.add_argument("snapshot", metavar="SNAPSHOT", nargs="?", type=values.snapshot)
+    parser.add_argument(
+        "--from",
+        dest="base",
+        metavar="SNAPSHOT",
+        type=values.snapshot,
+        help="send only the changes since this snapshot",
+    )
+    parser.add_argument("--resume-token", metavar="TOKEN", help="send the rest of an interrupted stream")
+    parser.add_argument("--file", type=Path, help="a new file for the stream, which only its owner can read")
+    _add_flag(parser, "--if-absent", "succeed without a change if the file exists already")
+    _add_timeout(parser)
+
+    parser = _add(
+        commands, "receive", "create a snapshot from a stream on standard input or in a file", streams.receive
+    )
+    parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.new_snapshot)
+    parser.add_argument("--file", type=Path, help="the file that contains the stream")
+    _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
+    _add_flag(parser, "--force", "discard changes of the filesystem since its newest snapshot")
+    _add_flag(parser, "--raw", "the stream is encrypted")
+    _add_flag(parser, "--resumable", "keep the received part if the stream is interrupted")
+    parser.add_argument(
+        "--origin", metavar="SNAPSHOT", type=values.snapshot, help="the snapshot whose clone it becomes"
+    )
+    _add_set(parser)
+    _add_timeout(parser)
+
+
+def _add_timeout(parser: Parser) -> None:
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=values.seconds,
+        default=TRANSFER_TIMEOUT_SECONDS,
+        help=f"stop after this time (default: {TRANSFER_TIMEOUT_SECONDS:g})",
+    )

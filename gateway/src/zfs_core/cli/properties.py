@@ -1,0 +1,112 @@
+"""List datasets, and get, set and inherit their properties."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.lookups import require_existing
+from zfs_core.cli.report import Report
+from zfs_core.cli.values import parse_size
+from zfs_core.exceptions import PropertyInvalid
+from zfs_core.listing import list_datasets, lzc_exists
+from zfs_core.parse import Property
+from zfs_core.properties import get_props, get_tree, lzc_inherit_prop, lzc_set_prop
+
+
+def list_command(options: Namespace, report: Report) -> None:
+    require_existing(*options.roots)
+    names = list(dict.fromkeys(name for root in options.roots for name in _list_below(root, options)))
+    report.results["names"] = names
+    if options.properties:
+        report.results["properties"] = _as_json(get_props(names, options.properties) if names else {})
+
+
+def _list_below(root: str, options: Namespace) -> list[str]:
+    types, depth = [each for each in options.types if each != "snapshot"], options.depth
+    names = list_datasets(root, types=",".join(types), depth=depth) if types else []
+    if "snapshot" in options.types:
+        # ZFS counts a snapshot as one level below its filesystem.
+        snapshots = list_datasets(root, types="snapshot", depth=None if depth is None else depth + 1)
+        times = get_props(snapshots, ["createtxg"]) if snapshots else {}
+        names += sorted(snapshots, key=lambda name: (times[name]["createtxg"].number, name))
+    return names
+
+
+def get(options: Namespace, report: Report) -> None:
+    names = options.names
+    if options.if_present:
+        names = [name for name in names if lzc_exists(name)]
+    else:
+        require_existing(*names)
+    result: dict[str, dict[str, Property]] = {}
+    for name in names:
+        if options.recursive:
+            result |= get_tree(name, options.properties)
+        elif options.if_present:
+            result[name] = _get_known_props(name, options.properties)
+        else:
+            result |= get_props([name], options.properties)
+    report.results["properties"] = _as_json(result)
+
+
+def _get_known_props(name: str, props: list[str]) -> dict[str, Property]:
+    """Return the properties that this version of ZFS knows."""
+    result: dict[str, Property] = {}
+    for prop in props:
+        try:
+            result |= get_props([name], [prop])[name]
+        except PropertyInvalid:
+            continue
+    return result
+
+
+def _as_json(properties: dict[str, dict[str, Property]]) -> dict[str, dict[str, dict[str, str]]]:
+    return {
+        name: {prop: {"value": item.value, "source": item.source} for prop, item in props.items()}
+        for name, props in properties.items()
+    }
+
+
+def set_command(options: Namespace, report: Report) -> None:
+    names = [word for word in options.words if isinstance(word, str)]
+    assignments = dict(word for word in options.words if not isinstance(word, str))
+    if not names or not assignments:
+        raise CommandError(Kind.INVALID, "pass at least one PROPERTY=VALUE and one name: lzc set quota=10G tank/data")
+    require_existing(*names)
+    for name, found in get_props(names, assignments).items():
+        for prop, value in assignments.items():
+            label = f"{name} {prop}"
+            if has_value(found[prop], value):
+                report.keep(label)
+            else:
+                report.change(
+                    "set",
+                    name,
+                    partial(lzc_set_prop, name, prop, value),
+                    property=prop,
+                    before=found[prop].value,
+                    after=value,
+                )
+
+
+def has_value(item: Property, value: str) -> bool:
+    """Return whether a property is set to ``value`` on the dataset itself. Sizes such as 1G are compared in bytes."""
+    if not item.is_local:
+        return False
+    if item.value == value:
+        return True
+    if ":" in item.prop:
+        return False
+    return (value == "none" and item.value == "0") or (item.value.isdigit() and parse_size(value) == int(item.value))
+
+
+def inherit(options: Namespace, report: Report) -> None:
+    require_existing(*options.names)
+    for name, found in get_props(options.names, options.properties).items():
+        for prop, item in found.items():
+            if item.is_local:
+                report.change("inherit", name, partial(lzc_inherit_prop, name, prop), property=prop, before=item.value)
+            else:
+                report.keep(f"{name} {prop}")

@@ -1,0 +1,171 @@
+"""Destroy filesystems, volumes and snapshots."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import partial
+
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.lookups import expand, quote, require_existing
+from zfs_core.cli.report import Report
+from zfs_core.datasets import lzc_destroy
+from zfs_core.listing import list_datasets, list_snapshots, lzc_exists
+from zfs_core.mounts import unmount
+from zfs_core.names import filesystem_of, pool_of
+from zfs_core.properties import get_props, get_tree
+from zfs_core.snapshots import lzc_destroy_snaps
+
+
+def destroy(options: Namespace, report: Report) -> None:
+    names = list(dict.fromkeys(options.names))
+    snapshots = [name for name in names if "@" in name]
+    filesystems = [name for name in names if "@" not in name]
+    if options.defer and filesystems:
+        raise CommandError(Kind.INVALID, f"--defer is only for snapshots: omit it, or omit {quote(filesystems)}")
+    if snapshots and filesystems:
+        raise CommandError(Kind.INVALID, "destroy snapshots and filesystems with separate commands")
+    if pools := [name for name in filesystems if name == pool_of(name)]:
+        raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
+    missing_names = [name for name in names if not lzc_exists(name)]
+    if snapshots:
+        _destroy_snapshots(snapshots, missing_names, options, report)
+        return
+    _check_missing(missing_names, options)
+    report.keep(*missing_names)
+    for name in filesystems:
+        if name not in missing_names:
+            _destroy_filesystem(name, options.recursive, report)
+
+
+def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
+    if options.recursive:
+        parents = [name for name in names if lzc_exists(filesystem_of(name))]
+        below = [name for name in expand(parents) if name not in names and lzc_exists(name)]
+        # A snapshot may be gone from the filesystem itself but remain below it.
+        missing_names = [name for name in missing_names if not _has_same_name(name, below)]
+        names = [name for name in names if lzc_exists(name)] + below
+    _check_missing(missing_names, options)
+    report.keep(*missing_names)
+    names = [name for name in names if name not in missing_names]
+    props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
+    clones = _list_clones_by_origin(names)
+    held_names = [name for name in names if props[name]["userrefs"].number]
+    if not options.defer:
+        _require_unused(held_names, {name: clones[name] for name in names if name in clones})
+        if names:
+            report.change_all("destroy", names, partial(lzc_destroy_snaps, names, False))
+        return
+    for name in names:
+        if props[name]["defer_destroy"].is_on:
+            report.keep(name)
+        else:
+            action = "defer" if name in held_names or name in clones else "destroy"
+            report.change(action, name, partial(lzc_destroy_snaps, [name], True))
+
+
+def _check_missing(names: list[str], options: Namespace) -> None:
+    if names and not options.if_present:
+        message = f"{quote(names)} does not exist: check the name, or pass --if-present"
+        raise CommandError(Kind.NOT_FOUND, message, names)
+
+
+def _has_same_name(snapshot: str, others: list[str]) -> bool:
+    filesystem, _, short = snapshot.partition("@")
+    return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short}") for each in others)
+
+
+def _list_clones_by_origin(snapshots: list[str]) -> dict[str, list[str]]:
+    """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
+    result: dict[str, list[str]] = {}
+    for pool in dict.fromkeys(map(pool_of, snapshots)):
+        datasets = list_datasets(pool, types="filesystem,volume")
+        for name, props in get_props(datasets, ["origin"]).items():
+            if props["origin"].value in snapshots:
+                result.setdefault(props["origin"].value, []).append(name)
+    return result
+
+
+def _require_unused(held_names: list[str], clones: Mapping[str, list[str]]) -> None:
+    if held_names:
+        raise CommandError(
+            Kind.IN_USE,
+            f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release), or pass --defer",
+            held_names,
+        )
+    if clones:
+        related = [name for names in clones.values() for name in names]
+        raise CommandError(
+            Kind.IN_USE,
+            f"{quote(list(clones))} has the clones {quote(related)}: destroy or promote them first, or pass --defer",
+            related,
+        )
+
+
+def _destroy_filesystem(name: str, recursive: bool, report: Report) -> None:
+    dependents = [each for each in list_datasets(name, types="filesystem,volume,snapshot") if each != name]
+    if dependents and not recursive:
+        raise CommandError(
+            Kind.IN_USE,
+            f"{name!r} has {len(dependents)} snapshots and children ({quote(dependents)}): destroy them first, or pass "
+            "--recursive to lose them",
+            dependents,
+        )
+    held_names = [each for each, props in get_tree(name, ["userrefs"]).items() if props["userrefs"].number]
+    if held_names:
+        raise CommandError(
+            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
+        )
+    origins = _read_origins(pool_of(name))
+    tree = [each for each in origins if each == name or each.startswith(f"{name}/")]
+    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
+    if outside:
+        raise CommandError(
+            Kind.IN_USE,
+            f"snapshots below {name!r} have the clones {quote(outside)}: promote or destroy them first",
+            outside,
+        )
+    for each in order_for_removal(tree, origins):
+        snapshots = list_snapshots(each)
+        if snapshots:
+            report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
+        report.change("destroy", each, partial(_unmount_and_destroy, each))
+
+
+def _read_origins(pool: str) -> dict[str, str]:
+    datasets = list_datasets(pool, types="filesystem,volume")
+    return {name: props["origin"].value for name, props in get_props(datasets, ["origin"]).items()}
+
+
+def order_for_removal(tree: list[str], origins: Mapping[str, str]) -> list[str]:
+    """Sort datasets so that children and clones come before the datasets that they depend on.
+
+    Raises CommandError if a dataset is a clone of one of its own descendants, because no order is possible then.
+    """
+    remaining = sorted(tree, reverse=True)
+    ordered: list[str] = []
+    while remaining:
+        needed = {each.rpartition("/")[0] for each in remaining} | {filesystem_of(origins[each]) for each in remaining}
+        free = [each for each in remaining if each not in needed]
+        if not free:
+            raise CommandError(
+                Kind.IN_USE,
+                f"{remaining[-1]!r} is a clone of a filesystem below it: promote it first (lzc promote)",
+                remaining,
+            )
+        ordered += free
+        remaining = [each for each in remaining if each not in free]
+    return ordered
+
+
+def _unmount_and_destroy(name: str) -> None:
+    if get_props([name], ["type"])[name]["type"].value == "filesystem":
+        unmount(name)
+    lzc_destroy(name)
+
+
+def exists(options: Namespace, report: Report) -> None:
+    missing_names = [name for name in options.names if not lzc_exists(name)]
+    if options.require:
+        require_existing(*options.names)
+    report.results |= {"exists": not missing_names, "missing": missing_names}

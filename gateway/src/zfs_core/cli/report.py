@@ -1,0 +1,38 @@
+"""Collect the changes of a command, and make them unless `lzc` runs in check mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Report:
+    """The result of a command. ``check``: whether changes are only predicted."""
+
+    check: bool = False
+    changes: list[dict[str, object]] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    results: dict[str, object] = field(default_factory=dict)
+
+    def change(self, action: str, name: str, function: Callable[[], object], **details: object) -> None:
+        """Make a change and record it. In check mode, only record it."""
+        self.change_all(action, [name], function, **details)
+
+    def change_all(self, action: str, names: Iterable[str], function: Callable[[], object], **details: object) -> None:
+        """Make one change that affects several names, and record it for each."""
+        if not self.check:
+            function()
+        self.changes += [{"action": action, "name": name, **details} for name in names]
+
+    def keep(self, *names: str) -> None:
+        """Record that names are in the desired state already."""
+        self.unchanged += names
+
+    def as_json(self) -> dict[str, object]:
+        result: dict[str, object] = {"changed": bool(self.changes)}
+        if self.check:
+            result["check"] = True
+        if self.changes or self.unchanged:
+            result |= {"changes": self.changes, "unchanged": self.unchanged}
+        return result | self.results

@@ -1,0 +1,114 @@
+"""Take snapshots, roll back to them, and hold them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+
+from zfs_core.changes import has_changed_since
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.lookups import expand, quote, require_existing
+from zfs_core.cli.report import Report
+from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
+from zfs_core.listing import list_snapshots, lzc_exists
+from zfs_core.names import filesystem_of, pool_of
+from zfs_core.properties import get_props
+from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
+
+
+def snapshot(options: Namespace, report: Report) -> None:
+    names = list(dict.fromkeys(options.snapshots))
+    require_existing(*dict.fromkeys(map(filesystem_of, names)))
+    if options.recursive:
+        names = expand(names)
+    filesystems = [filesystem_of(name) for name in names]
+    if len({pool_of(name) for name in names}) > 1:
+        raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
+    if repeated := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
+        raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated)}", repeated)
+    existing_names = [name for name in names if lzc_exists(name)]
+    if existing_names and not options.if_absent:
+        raise CommandError(
+            Kind.EXISTS,
+            f"{quote(existing_names)} exists already: choose another name, or pass --if-absent",
+            existing_names,
+        )
+    report.keep(*existing_names)
+    if new_names := [name for name in names if name not in existing_names]:
+        report.change_all("snapshot", new_names, partial(lzc_snapshot, new_names, dict(options.set)))
+
+
+def rollback(options: Namespace, report: Report) -> None:
+    target = options.snapshot
+    require_existing(target)
+    filesystem = filesystem_of(target)
+    snapshots = list_snapshots(filesystem)
+    newer_snapshots = snapshots[snapshots.index(target) + 1 :] if target in snapshots else []
+    if newer_snapshots and not options.destroy_newer:
+        raise CommandError(
+            Kind.IN_USE,
+            f"{filesystem!r} has newer snapshots ({quote(newer_snapshots)}): roll back to the newest one, or pass "
+            "--destroy-newer to lose them",
+            newer_snapshots,
+        )
+    if newer_snapshots:
+        if held := [
+            name for name, props in get_props(newer_snapshots, ["userrefs"]).items() if props["userrefs"].number
+        ]:
+            raise CommandError(Kind.IN_USE, f"{quote(held)} is held: release its holds first (lzc holds)", held)
+        report.change_all("destroy", newer_snapshots, partial(lzc_destroy_snaps, newer_snapshots, False))
+    elif not has_changed_since(filesystem, target):
+        report.keep(filesystem)
+        return
+    report.change("rollback", filesystem, partial(lzc_rollback_to, filesystem, target), snapshot=target)
+
+
+def hold(options: Namespace, report: Report) -> None:
+    names = _select_snapshots(options)
+    require_existing(*names)
+    held_names = [name for name in names if options.tag in lzc_get_holds(name)]
+    if held_names and not options.if_absent:
+        raise CommandError(
+            Kind.EXISTS,
+            f"{quote(held_names)} has the hold {options.tag!r} already: choose another tag, or pass --if-absent",
+            held_names,
+        )
+    report.keep(*held_names)
+    for name in names:
+        if name not in held_names:
+            report.change("hold", name, partial(_hold_one, name, options.tag), tag=options.tag)
+
+
+def _hold_one(name: str, tag: str) -> None:
+    if lzc_hold({name: tag}):
+        require_existing(name)
+
+
+def release(options: Namespace, report: Report) -> None:
+    names = _select_snapshots(options)
+    if not options.if_present:
+        require_existing(*names)
+    free_names = [name for name in names if not lzc_exists(name) or options.tag not in lzc_get_holds(name)]
+    if free_names and not options.if_present:
+        raise CommandError(
+            Kind.NOT_FOUND,
+            f"{quote(free_names)} does not have the hold {options.tag!r}: check the tag, or pass --if-present",
+            free_names,
+        )
+    report.keep(*free_names)
+    for name in names:
+        if name not in free_names:
+            report.change("release", name, partial(lzc_release, {name: [options.tag]}), tag=options.tag)
+
+
+def _select_snapshots(options: Namespace) -> list[str]:
+    names: list[str] = list(dict.fromkeys(options.snapshots))
+    if not options.recursive:
+        return names
+    # A filesystem below may be newer than the snapshot.
+    return [name for name in expand(names) if name in names or lzc_exists(name)]
+
+
+def holds(options: Namespace, report: Report) -> None:
+    require_existing(*options.snapshots)
+    report.results["holds"] = {name: lzc_get_holds(name) for name in options.snapshots}

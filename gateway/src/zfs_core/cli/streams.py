@@ -1,0 +1,173 @@
+"""Send snapshots as streams to standard output, a file or a command, and receive them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.lookups import require_existing, require_parent
+from zfs_core.cli.report import Report
+from zfs_core.cli.resumable import receive_resumable, send_remainder
+from zfs_core.exceptions import ZFSError
+from zfs_core.listing import lzc_exists
+from zfs_core.names import filesystem_of
+from zfs_core.streams import lzc_receive, lzc_send
+
+
+def send(options: Namespace, report: Report) -> None:
+    if options.resume_token is None and options.snapshot is None:
+        raise CommandError(Kind.INVALID, "pass the snapshot to send, or --resume-token")
+    if options.resume_token is not None and (options.snapshot or options.base):
+        raise CommandError(
+            Kind.INVALID,
+            "--resume-token says which snapshot continues: omit the snapshot and --from, or omit the token",
+        )
+    if options.resume_token is None:
+        require_existing(*[name for name in (options.base, options.snapshot) if name])
+    label = options.snapshot or "the rest of an interrupted stream"
+    if options.file and options.if_absent and options.file.exists():
+        report.keep(str(options.file))
+    elif options.file:
+        if options.file.exists():
+            raise CommandError(
+                Kind.EXISTS, f"the file {str(options.file)!r} exists already: choose another, or pass --if-absent"
+            )
+        if not options.file.parent.is_dir():
+            raise CommandError(Kind.NOT_FOUND, f"the directory {str(options.file.parent)!r} does not exist: create it")
+        report.change("send", label, partial(_send_to_file, options), file=str(options.file))
+    elif options.command:
+        report.change(
+            "send", label, lambda: report.results.update(receiver=_send_to_command(options)), to=options.command
+        )
+    elif not report.check:
+        if sys.stdout.isatty():
+            raise CommandError(Kind.INVALID, "standard output is a terminal: use a pipe, --file, or -- COMMAND")
+        _send_to(sys.stdout.fileno(), options)
+
+
+def _send_to(fd: int, options: Namespace) -> None:
+    if options.resume_token is not None:
+        send_remainder(options.resume_token, fd, options.timeout)
+    else:
+        lzc_send(options.snapshot, options.base, fd, seconds=options.timeout)
+
+
+def _send_to_file(options: Namespace) -> None:
+    """Write the stream to a file that has its name only when it is complete. Only its owner can read it."""
+    part = options.file.with_name(f"{options.file.name}.part")
+    try:
+        with part.open("wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            _send_to(file.fileno(), options)
+            os.fsync(file.fileno())
+        part.rename(options.file)
+    except OSError as error:
+        raise CommandError(Kind.FAILED, f"the file {str(part)!r} cannot be written: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _send_to_command(options: Namespace) -> dict[str, object]:
+    """Send to the standard input of a command. Returns its JSON object, or its exit code.
+
+    If both sides fail, the error of the command is raised: it is usually the cause.
+    """
+    try:
+        receiver = subprocess.Popen(
+            options.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except OSError as error:
+        raise CommandError(
+            Kind.INVALID, f"{options.command[0]!r} cannot be run ({error.strerror}): check the command after --"
+        ) from None
+    assert receiver.stdin is not None
+    sending_error: ZFSError | None = None
+    try:
+        # The receiver must see the end of the stream, so its standard input is closed before the wait.
+        with receiver.stdin:
+            _send_to(receiver.stdin.fileno(), options)
+    except ZFSError as error:
+        sending_error = error
+    receiver.stdin = None
+    try:
+        output, errors = receiver.communicate(timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        raise CommandError(
+            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
+        ) from None
+    finally:
+        receiver.kill()
+    result = _parse_result(output)
+    if receiver.returncode != 0:
+        raise _receiver_error(options.command, receiver.returncode, result, errors.decode(errors="replace"))
+    if sending_error is not None:
+        raise sending_error
+    return result or {"exit_code": 0}
+
+
+def _parse_result(output: bytes) -> dict[str, object]:
+    """Return the JSON object that `lzc receive` printed, or {} if the command printed something else."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    try:
+        result = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def _receiver_error(command: list[str], status: int, result: dict[str, object], errors: str) -> CommandError:
+    error = result.get("error")
+    if isinstance(error, dict):
+        kind = next((kind for kind in Kind if kind.word == error.get("kind")), Kind.FAILED)
+        return CommandError(kind, f"the receiver failed: {error.get('message')}")
+    text = "; ".join(errors.strip().splitlines()[-3:])[:500] or "it printed no error"
+    return CommandError(Kind.FAILED, f"{command[0]!r} ended with exit code {status}: {text}")
+
+
+def receive(options: Namespace, report: Report) -> None:
+    target, filesystem = options.snapshot, filesystem_of(options.snapshot)
+    if lzc_exists(target):
+        if not options.if_absent:
+            raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")
+        report.keep(target)
+        return
+    if not lzc_exists(filesystem):
+        require_parent(filesystem)
+    if options.origin:
+        require_existing(options.origin)
+    if options.file and not options.file.is_file():
+        raise CommandError(Kind.NOT_FOUND, f"the file {str(options.file)!r} does not exist: check its path")
+    if not options.file and not report.check and sys.stdin.isatty():
+        raise CommandError(Kind.INVALID, "standard input is a terminal: use a pipe, or --file")
+    report.change("receive", target, partial(_receive_from, options))
+
+
+def _receive_from(options: Namespace) -> None:
+    arguments = (options.force, options.raw, options.origin, dict(options.set), options.timeout)
+    with _open_source(options.file) as file:
+        if options.resumable:
+            receive_resumable(options.snapshot, file.fileno(), *arguments)
+        else:
+            force, raw, origin, props, seconds = arguments
+            lzc_receive(options.snapshot, file.fileno(), force, raw, origin, props, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _open_source(path: Path | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CommandError(Kind.FAILED, f"the file {str(path)!r} cannot be read: {error.strerror}") from None
+    with file:
+        yield file
