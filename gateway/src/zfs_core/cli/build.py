@@ -1,4 +1,4 @@
-"""Build `lzc` as one executable file that needs only Python: ``python3 build.py OUTPUT``.
+"""Build `lzc` as one executable file that needs only Python: ``python3 build.py OUTPUT [PYTHON]``.
 
 The same sources give the same bytes, on each machine, so that copying the file to a host is idempotent. The file is a
 zipapp; the module ``zipapp`` is not used because it writes the times and modes of the sources into it.
@@ -12,7 +12,6 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-_SHEBANG = b"#!/usr/bin/env python3\n"
 _EARLIEST_TIME = (1980, 1, 1, 0, 0, 0)
 # Old versions of Python must be able to read this part.
 _MAIN = """\
@@ -27,8 +26,8 @@ sys.exit(main())
 """
 
 
-def build() -> bytes:
-    """Return the contents of the executable file."""
+def build(interpreter: str) -> bytes:
+    """Return the contents of the executable file, whose first line names ``interpreter``."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in sorted({"__main__.py": _MAIN.encode(), **_read_sources()}.items()):
@@ -37,7 +36,7 @@ def build() -> bytes:
             entry.create_system = 3
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, content)
-    return _SHEBANG + buffer.getvalue()
+    return f"#!{interpreter}\n".encode() + buffer.getvalue()
 
 
 def _read_sources() -> dict[str, bytes]:
@@ -49,10 +48,10 @@ def _read_sources() -> dict[str, bytes]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: build.py OUTPUT")
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: build.py OUTPUT [PYTHON]")
     output = Path(sys.argv[1])
-    output.write_bytes(build())
+    output.write_bytes(build(sys.argv[2] if len(sys.argv) == 3 else "/usr/bin/env python3"))
     output.chmod(0o755)
 
 

@@ -9,22 +9,21 @@ from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import get_value, mount_if_allowed, require_existing, require_parent
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_clone, lzc_create, lzc_promote, lzc_rename
-from zfs_core.listing import lzc_exists
 from zfs_core.names import pool_of
 from zfs_core.options import Props
 
 
 def create(options: Namespace, report: Report) -> None:
     name, ds_type = options.name, "zvol" if options.volume else "zfs"
-    if lzc_exists(name):
+    if report.exists(name):
         found_type, wanted_type = get_value(name, "type"), "volume" if options.volume else "filesystem"
         if found_type != wanted_type:
             raise CommandError(Kind.EXISTS, f"{name!r} is a {found_type}, not a {wanted_type}: choose another name")
         _keep_or_refuse(name, options, report)
         return
-    missing_parents = _list_missing_parents(name) if options.parents else []
+    missing_parents = _list_missing_parents(report, name) if options.parents else []
     if not missing_parents:
-        require_parent(name)
+        require_parent(report, name)
     for parent in missing_parents:
         report.change("create", parent, partial(_create_and_mount, parent, "zfs", None))
     props = dict(options.set) | ({"volsize": options.volume} if options.volume else {})
@@ -37,11 +36,11 @@ def _keep_or_refuse(name: str, options: Namespace, report: Report) -> None:
     report.keep(name)
 
 
-def _list_missing_parents(name: str) -> list[str]:
+def _list_missing_parents(report: Report, name: str) -> list[str]:
     """Return the ancestors of a filesystem that do not exist, outermost first. Refuses a missing pool."""
     parts = name.split("/")
     ancestors = ["/".join(parts[:end]) for end in range(1, len(parts))]
-    missing = [ancestor for ancestor in ancestors if not lzc_exists(ancestor)]
+    missing = [ancestor for ancestor in ancestors if not report.exists(ancestor)]
     if missing and missing[0] == parts[0]:
         raise CommandError(Kind.NOT_FOUND, f"the pool {parts[0]!r} does not exist: run zpool list to see the pools")
     return missing
@@ -59,8 +58,8 @@ def clone(options: Namespace, report: Report) -> None:
             Kind.INVALID,
             f"{name!r} is not in the pool of {origin!r}: clone within one pool, or use lzc send and lzc receive",
         )
-    require_existing(origin)
-    if lzc_exists(name):
+    require_existing(report, origin)
+    if report.exists(name):
         if (found_origin := get_value(name, "origin")) != origin:
             found = "not a clone" if found_origin == "-" else f"a clone of {found_origin!r}"
             raise CommandError(
@@ -68,7 +67,7 @@ def clone(options: Namespace, report: Report) -> None:
             )
         _keep_or_refuse(name, options, report)
         return
-    require_parent(name)
+    require_parent(report, name)
     report.change("clone", name, partial(_clone_and_mount, name, origin, dict(options.set)), origin=origin)
 
 
@@ -78,7 +77,7 @@ def _clone_and_mount(name: str, origin: str, props: Props) -> None:
 
 
 def promote(options: Namespace, report: Report) -> None:
-    require_existing(options.name)
+    require_existing(report, options.name)
     origin = get_value(options.name, "origin")
     if origin == "-":
         report.keep(options.name)
@@ -95,11 +94,11 @@ def rename(options: Namespace, report: Report) -> None:
         )
     if old_name == new_name:
         raise CommandError(Kind.INVALID, f"{new_name!r} is the old name: pass another one")
-    if lzc_exists(new_name):
-        if options.if_present and not lzc_exists(old_name):
+    if report.exists(new_name):
+        if options.if_present and not report.exists(old_name):
             report.keep(new_name)
             return
         raise CommandError(Kind.EXISTS, f"{new_name!r} exists already: choose another name")
-    require_existing(old_name)
-    require_parent(new_name)
+    require_existing(report, old_name)
+    require_parent(report, new_name)
     report.change("rename", new_name, partial(lzc_rename, old_name, new_name), old_name=old_name)

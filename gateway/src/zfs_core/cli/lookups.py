@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zfs_core.cli.failures import CommandError, Kind
-from zfs_core.listing import list_datasets, lzc_exists
+from zfs_core.cli.report import Report
+from zfs_core.listing import list_datasets
 from zfs_core.mounts import mount
 from zfs_core.names import filesystem_of
 from zfs_core.properties import get_props
@@ -15,9 +16,9 @@ def get_value(name: str, prop: str) -> str:
     return get_props([name], [prop])[name][prop].value
 
 
-def require_existing(*names: str) -> None:
+def require_existing(report: Report, *names: str) -> None:
     """Raise CommandError if one of the names does not exist."""
-    if missing_names := [name for name in names if not lzc_exists(name)]:
+    if missing_names := [name for name in names if not report.exists(name)]:
         raise CommandError(
             Kind.NOT_FOUND,
             f"{quote(missing_names)} does not exist: run lzc list POOL to see the names",
@@ -25,11 +26,11 @@ def require_existing(*names: str) -> None:
         )
 
 
-def require_parent(name: str) -> None:
+def require_parent(report: Report, name: str) -> None:
     parent = name.rpartition("/")[0]
     if not parent:
         raise CommandError(Kind.INVALID, f"{name!r} is the name of a pool: use zpool create, or a name below a pool")
-    if not lzc_exists(parent):
+    if not report.exists(parent):
         raise CommandError(
             Kind.NOT_FOUND, f"the parent of {name!r} does not exist: create it with lzc create --parents", [parent]
         )

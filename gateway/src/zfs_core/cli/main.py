@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         report.check = getattr(options, "check", False)
+        report.assumed = frozenset(getattr(options, "assume", ()))
         options.function(options, report)
     except CommandError as failure:
         error = failure
@@ -38,6 +39,8 @@ def _parse(arguments: list[str]) -> Namespace:
     command = arguments[position + 1 :]
     if position < len(arguments) and options.subcommand != "send":
         raise CommandError(Kind.INVALID, f"lzc {options.subcommand} takes no command after --: omit it")
+    if hasattr(options, "assume") and not hasattr(options, "check"):
+        raise CommandError(Kind.INVALID, "--assume is for predictions: add --check, or omit it")
     if options.subcommand == "send":
         if position < len(arguments) and not command:
             raise CommandError(Kind.INVALID, "the command after -- is missing: add it, or omit the --")

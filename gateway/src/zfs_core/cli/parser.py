@@ -64,6 +64,14 @@ def _add_check(parser: Parser) -> None:
     parser.add_argument(
         "--check", action="store_true", default=argparse.SUPPRESS, help="change nothing, and print what would change"
     )
+    parser.add_argument(
+        "--assume",
+        metavar="NAME",
+        type=values.existing_name,
+        action="append",
+        default=argparse.SUPPRESS,
+        help="with --check, take this dataset or snapshot as existing; may be repeated",
+    )
 
 
 def _add_flag(parser: Parser, name: str, text: str) -> None:
@@ -207,7 +215,7 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     parser = _add(
         commands, "receive", "create a snapshot from a stream on standard input or in a file", streams.receive
     )
-    parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.new_snapshot)
+    parser.add_argument("target", metavar="SNAPSHOT|FILESYSTEM", type=values.receive_target)
     parser.add_argument("--file", type=Path, help="the file that contains the stream")
     _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
     _add_flag(parser, "--force", "discard changes of the filesystem since its newest snapshot")

@@ -10,13 +10,13 @@ from zfs_core.cli.lookups import require_existing
 from zfs_core.cli.report import Report
 from zfs_core.cli.values import parse_size
 from zfs_core.exceptions import PropertyInvalid
-from zfs_core.listing import list_datasets, lzc_exists
+from zfs_core.listing import list_datasets
 from zfs_core.parse import Property
 from zfs_core.properties import get_props, get_tree, lzc_inherit_prop, lzc_set_prop
 
 
 def list_command(options: Namespace, report: Report) -> None:
-    require_existing(*options.roots)
+    require_existing(report, *options.roots)
     names = list(dict.fromkeys(name for root in options.roots for name in _list_below(root, options)))
     report.results["names"] = names
     if options.properties:
@@ -37,9 +37,9 @@ def _list_below(root: str, options: Namespace) -> list[str]:
 def get(options: Namespace, report: Report) -> None:
     names = options.names
     if options.if_present:
-        names = [name for name in names if lzc_exists(name)]
+        names = [name for name in names if report.exists(name)]
     else:
-        require_existing(*names)
+        require_existing(report, *names)
     result: dict[str, dict[str, Property]] = {}
     for name in names:
         if options.recursive:
@@ -74,7 +74,7 @@ def set_command(options: Namespace, report: Report) -> None:
     assignments = dict(word for word in options.words if not isinstance(word, str))
     if not names or not assignments:
         raise CommandError(Kind.INVALID, "pass at least one PROPERTY=VALUE and one name: lzc set quota=10G tank/data")
-    require_existing(*names)
+    require_existing(report, *names)
     for name, found in get_props(names, assignments).items():
         for prop, value in assignments.items():
             label = f"{name} {prop}"
@@ -103,7 +103,7 @@ def has_value(item: Property, value: str) -> bool:
 
 
 def inherit(options: Namespace, report: Report) -> None:
-    require_existing(*options.names)
+    require_existing(report, *options.names)
     for name, found in get_props(options.names, options.properties).items():
         for prop, item in found.items():
             if item.is_local:

@@ -10,7 +10,7 @@ from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
-from zfs_core.listing import list_datasets, list_snapshots, lzc_exists
+from zfs_core.listing import list_datasets, list_snapshots
 from zfs_core.mounts import unmount
 from zfs_core.names import filesystem_of, pool_of
 from zfs_core.properties import get_props, get_tree
@@ -27,7 +27,7 @@ def destroy(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, "destroy snapshots and filesystems with separate commands")
     if pools := [name for name in filesystems if name == pool_of(name)]:
         raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
-    missing_names = [name for name in names if not lzc_exists(name)]
+    missing_names = [name for name in names if not report.exists(name)]
     if snapshots:
         _destroy_snapshots(snapshots, missing_names, options, report)
         return
@@ -40,11 +40,11 @@ def destroy(options: Namespace, report: Report) -> None:
 
 def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
     if options.recursive:
-        parents = [name for name in names if lzc_exists(filesystem_of(name))]
-        below = [name for name in expand(parents) if name not in names and lzc_exists(name)]
+        parents = [name for name in names if report.exists(filesystem_of(name))]
+        below = [name for name in expand(parents) if name not in names and report.exists(name)]
         # A snapshot may be gone from the filesystem itself but remain below it.
         missing_names = [name for name in missing_names if not _has_same_name(name, below)]
-        names = [name for name in names if lzc_exists(name)] + below
+        names = [name for name in names if report.exists(name)] + below
     _check_missing(missing_names, options)
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
@@ -165,7 +165,7 @@ def _unmount_and_destroy(name: str) -> None:
 
 
 def exists(options: Namespace, report: Report) -> None:
-    missing_names = [name for name in options.names if not lzc_exists(name)]
+    missing_names = [name for name in options.names if not report.exists(name)]
     if options.require:
-        require_existing(*options.names)
+        require_existing(report, *options.names)
     report.results |= {"exists": not missing_names, "missing": missing_names}

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from zfs_core.listing import lzc_exists
+
 
 @dataclass
 class Report:
-    """The result of a command. ``check``: whether changes are only predicted."""
+    """The result of a command.
+
+    ``check``: whether changes are only predicted. ``assumed``: names that the prediction takes as existing.
+    """
 
     check: bool = False
+    assumed: frozenset[str] = frozenset()
     changes: list[dict[str, object]] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
     results: dict[str, object] = field(default_factory=dict)
+
+    def exists(self, name: str) -> bool:
+        return name in self.assumed or lzc_exists(name)
 
     def change(self, action: str, name: str, function: Callable[[], object], **details: object) -> None:
         """Make a change and record it. In check mode, only record it."""

@@ -9,8 +9,9 @@ from zfs_core.changes import has_changed_since
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
 from zfs_core.cli.report import Report
+from zfs_core.exceptions import SnapshotNotFound
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
-from zfs_core.listing import list_snapshots, lzc_exists
+from zfs_core.listing import list_snapshots
 from zfs_core.names import filesystem_of, pool_of
 from zfs_core.properties import get_props
 from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
@@ -18,7 +19,7 @@ from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
 
 def snapshot(options: Namespace, report: Report) -> None:
     names = list(dict.fromkeys(options.snapshots))
-    require_existing(*dict.fromkeys(map(filesystem_of, names)))
+    require_existing(report, *dict.fromkeys(map(filesystem_of, names)))
     if options.recursive:
         names = expand(names)
     filesystems = [filesystem_of(name) for name in names]
@@ -26,7 +27,7 @@ def snapshot(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
     if repeated := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
         raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated)}", repeated)
-    existing_names = [name for name in names if lzc_exists(name)]
+    existing_names = [name for name in names if report.exists(name)]
     if existing_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
@@ -40,7 +41,7 @@ def snapshot(options: Namespace, report: Report) -> None:
 
 def rollback(options: Namespace, report: Report) -> None:
     target = options.snapshot
-    require_existing(target)
+    require_existing(report, target)
     filesystem = filesystem_of(target)
     snapshots = list_snapshots(filesystem)
     newer_snapshots = snapshots[snapshots.index(target) + 1 :] if target in snapshots else []
@@ -64,9 +65,9 @@ def rollback(options: Namespace, report: Report) -> None:
 
 
 def hold(options: Namespace, report: Report) -> None:
-    names = _select_snapshots(options)
-    require_existing(*names)
-    held_names = [name for name in names if options.tag in lzc_get_holds(name)]
+    names = _select_snapshots(options, report)
+    require_existing(report, *names)
+    held_names = [name for name in names if _has_hold(report, name, options.tag)]
     if held_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
@@ -81,14 +82,18 @@ def hold(options: Namespace, report: Report) -> None:
 
 def _hold_one(name: str, tag: str) -> None:
     if lzc_hold({name: tag}):
-        require_existing(name)
+        raise SnapshotNotFound(name)
+
+
+def _has_hold(report: Report, name: str, tag: str) -> bool:
+    return name not in report.assumed and tag in lzc_get_holds(name)
 
 
 def release(options: Namespace, report: Report) -> None:
-    names = _select_snapshots(options)
+    names = _select_snapshots(options, report)
     if not options.if_present:
-        require_existing(*names)
-    free_names = [name for name in names if not lzc_exists(name) or options.tag not in lzc_get_holds(name)]
+        require_existing(report, *names)
+    free_names = [name for name in names if not report.exists(name) or not _has_hold(report, name, options.tag)]
     if free_names and not options.if_present:
         raise CommandError(
             Kind.NOT_FOUND,
@@ -101,14 +106,14 @@ def release(options: Namespace, report: Report) -> None:
             report.change("release", name, partial(lzc_release, {name: [options.tag]}), tag=options.tag)
 
 
-def _select_snapshots(options: Namespace) -> list[str]:
+def _select_snapshots(options: Namespace, report: Report) -> list[str]:
     names: list[str] = list(dict.fromkeys(options.snapshots))
     if not options.recursive:
         return names
     # A filesystem below may be newer than the snapshot.
-    return [name for name in expand(names) if name in names or lzc_exists(name)]
+    return [name for name in expand(names) if name in names or report.exists(name)]
 
 
 def holds(options: Namespace, report: Report) -> None:
-    require_existing(*options.snapshots)
+    require_existing(report, *options.snapshots)
     report.results["holds"] = {name: lzc_get_holds(name) for name in options.snapshots}

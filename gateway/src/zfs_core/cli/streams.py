@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO
 
 from zfs_core.cli.failures import CommandError, Kind
-from zfs_core.cli.lookups import require_existing, require_parent
+from zfs_core.cli.lookups import get_value, require_existing, require_parent
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import receive_resumable, send_remainder
 from zfs_core.exceptions import ZFSError
-from zfs_core.listing import lzc_exists
 from zfs_core.names import filesystem_of
 from zfs_core.streams import lzc_receive, lzc_send
 
@@ -32,7 +31,7 @@ def send(options: Namespace, report: Report) -> None:
             "--resume-token says which snapshot continues: omit the snapshot and --from, or omit the token",
         )
     if options.resume_token is None:
-        require_existing(*[name for name in (options.base, options.snapshot) if name])
+        require_existing(report, *[name for name in (options.base, options.snapshot) if name])
     label = options.snapshot or "the rest of an interrupted stream"
     if options.file and options.if_absent and options.file.exists():
         report.keep(str(options.file))
@@ -65,9 +64,11 @@ def _send_to_file(options: Namespace) -> None:
     """Write the stream to a file that has its name only when it is complete. Only its owner can read it."""
     part = options.file.with_name(f"{options.file.name}.part")
     try:
-        with part.open("wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            _send_to(file.fileno(), options)
-            os.fsync(file.fileno())
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb"):
+            os.fchmod(fd, 0o600)
+            _send_to(fd, options)
+            os.fsync(fd)
         part.rename(options.file)
     except OSError as error:
         raise CommandError(Kind.FAILED, f"the file {str(part)!r} cannot be written: {error.strerror}") from None
@@ -133,16 +134,20 @@ def _receiver_error(command: list[str], status: int, result: dict[str, object], 
 
 
 def receive(options: Namespace, report: Report) -> None:
-    target, filesystem = options.snapshot, filesystem_of(options.snapshot)
-    if lzc_exists(target):
+    target, filesystem = options.target, filesystem_of(options.target)
+    if target == filesystem:
+        _require_partial_stream(options, report)
+        report.change("receive", target, partial(_receive_from, options))
+        return
+    if report.exists(target):
         if not options.if_absent:
             raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")
         report.keep(target)
         return
-    if not lzc_exists(filesystem):
-        require_parent(filesystem)
+    if not report.exists(filesystem):
+        require_parent(report, filesystem)
     if options.origin:
-        require_existing(options.origin)
+        require_existing(report, options.origin)
     if options.file and not options.file.is_file():
         raise CommandError(Kind.NOT_FOUND, f"the file {str(options.file)!r} does not exist: check its path")
     if not options.file and not report.check and sys.stdin.isatty():
@@ -150,14 +155,28 @@ def receive(options: Namespace, report: Report) -> None:
     report.change("receive", target, partial(_receive_from, options))
 
 
+def _require_partial_stream(options: Namespace, report: Report) -> None:
+    """Check that a target without the name of a snapshot was received in part. The name is then in the stream."""
+    name = options.target
+    if not options.resumable:
+        raise CommandError(
+            Kind.INVALID, f"{name!r} is not a valid name for a snapshot: use FILESYSTEM@SNAPSHOT, or add --resumable"
+        )
+    require_existing(report, name)
+    if get_value(name, "receive_resume_token") == "-":
+        raise CommandError(
+            Kind.INVALID, f"{name!r} has no interrupted stream to continue: pass the snapshot, such as {name}@copy"
+        )
+
+
 def _receive_from(options: Namespace) -> None:
     arguments = (options.force, options.raw, options.origin, dict(options.set), options.timeout)
     with _open_source(options.file) as file:
         if options.resumable:
-            receive_resumable(options.snapshot, file.fileno(), *arguments)
+            receive_resumable(options.target, file.fileno(), *arguments)
         else:
             force, raw, origin, props, seconds = arguments
-            lzc_receive(options.snapshot, file.fileno(), force, raw, origin, props, seconds=seconds)
+            lzc_receive(options.target, file.fileno(), force, raw, origin, props, seconds=seconds)
 
 
 @contextlib.contextmanager

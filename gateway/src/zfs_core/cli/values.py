@@ -44,6 +44,11 @@ snapshot = _make_name_type(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
 new_snapshot = _make_name_type(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
 
 
+def receive_target(text: str) -> str:
+    """Read the name of a new snapshot, or of a filesystem that was received in part."""
+    return new_snapshot(text) if "@" in text else filesystem(text)
+
+
 def tag(text: str) -> str:
     if not text or text.startswith("-") or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid tag: use printable characters, first not a hyphen")

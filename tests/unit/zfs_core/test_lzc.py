@@ -1,0 +1,325 @@
+"""The command line `lzc`: arguments, check mode, output and exit codes. A fake `zfs` answers from a list of names."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zfs_core import capabilities, exceptions
+from zfs_core.cli.build import build
+from zfs_core.cli.failures import CommandError, Kind, describe
+from zfs_core.cli.main import main
+from zfs_core.cli.properties import has_value
+from zfs_core.cli.removal import order_for_removal
+from zfs_core.exceptions import MultipleOperationsFailure, ZFSError, ZFSGenericError
+from zfs_core.parse import Property
+
+from tests.support.session import REPOSITORY
+
+# Prints the type of existing datasets, and records all commands.
+_FAKE_ZFS = """\
+#!/bin/sh
+here=$(dirname "$0")
+echo "$*" >>"$here/commands"
+for name; do :; done
+case $1 in
+    version) echo zfs-2.3.0 ;;
+    get)
+        grep -qx "$name" "$here/names" || { echo "cannot open '$name': dataset does not exist" >&2; exit 1; }
+        case $* in
+            "get -H -o value type "*) echo filesystem ;;
+            *quota*) printf '%s\\tquota\\t10737418240\\tlocal\\n' "$name" ;;
+            *type*) printf '%s\\ttype\\tfilesystem\\t-\\n' "$name" ;;
+            *origin*) printf '%s\\torigin\\ttank/a@one\\t-\\n' "$name" ;;
+        esac ;;
+    list) grep -x "$name[^@]*" "$here/names" ;;
+    holds) printf '%s\\tkeep\\tThu Nov 26 12:00 2026\\n' "$name" ;;
+    send) printf stream ;;
+    snapshot) echo "cannot create snapshot '$name': out of space" >&2; exit 1 ;;
+    *) echo "permission denied" >&2; exit 1 ;;
+esac
+"""
+_NAMES = ("tank", "tank/a", "tank/a@one", "tank/b", "tank/clone")
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs `lzc` with a fake `zfs`, and returns the exit code and the result."""
+    (tmp_path / "zfs").write_text(_FAKE_ZFS)
+    (tmp_path / "zfs").chmod(0o755)
+    (tmp_path / "names").write_text("\n".join(_NAMES) + "\n")
+    (tmp_path / "commands").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(capabilities, "_capabilities", None)
+
+    def run_lzc(*argv: str) -> tuple[int, dict[str, Any]]:
+        status = main(argv)
+        lines = capfd.readouterr().out.splitlines()
+        assert len(lines) == 1, lines
+        return status, json.loads(lines[0])
+
+    return run_lzc
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[[], list[str]]:
+    """Return a function that lists the subcommands of `zfs` that have run."""
+    return lambda: [line.split()[0] for line in (tmp_path / "commands").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("fly tank/a", "invalid choice: 'fly'"),
+        ("snapshot tank/a", "'tank/a' is not a valid name for a snapshot: use FILESYSTEM@SNAPSHOT"),
+        ("snapshot tank/a@-x", "use FILESYSTEM@SNAPSHOT"),
+        ("create tank/.x", "use POOL/NAME/…"),
+        ("create dozer", "is the name of a pool"),
+        ("create tank/x --volume much", "use a number with a unit"),
+        ("create tank/x --set quota", "use PROPERTY=VALUE"),
+        ("create tank/x --set Quota=1", "use a native property"),
+        (f"create tank/{'x' * 300}", "is too long: use at most 255 bytes"),
+        ("hold -- tank/a@one", "required: TAG"),
+        (f"hold {'t' * 121} tank/a@one", "is too long: use at most 120 bytes"),
+        ("get all tank/a", "name the properties"),
+        ("list tank --type disk", "use one or more of filesystem, volume, snapshot"),
+        ("list tank --depth -1", "use 0 or a positive number"),
+        ("list tank --depth x", "use 0 or a positive number"),
+        ("set quota=1G", "at least one PROPERTY=VALUE and one name"),
+        ("set tank/a", "at least one PROPERTY=VALUE and one name"),
+        ("snapshot tank/a@x dozer/a@x --assume tank/a@one", "--assume is for predictions"),
+        ("snapshot tank/a@x tank/a@y", "pass only one snapshot of 'tank/a'"),
+        ("clone tank/a@one dozer/x", "clone within one pool"),
+        ("rename tank/a tank/a", "is the old name"),
+        ("destroy tank/a tank/a@one", "with separate commands"),
+        ("destroy tank/a --defer", "only for snapshots"),
+        ("destroy tank", "use zpool destroy"),
+        ("snapshot tank/a@x -- cat", "takes no command after --"),
+        ("send tank/a@one --", "the command after -- is missing"),
+        ("send tank/a@one --file x -- cat", "either --file or a command"),
+        ("send tank/a@one --if-absent -- cat", "--if-absent is about the file"),
+        ("send -- cat", "pass the snapshot to send"),
+        ("send tank/a@one --resume-token t -- cat", "says which snapshot continues"),
+        ("send tank/a@one --timeout 0 -- cat", "use a positive number of seconds"),
+        ("send tank/a@one -- /no/such/program", "check the command after --"),
+        ("receive tank/a", "or add --resumable"),
+    ],
+)
+def test_invalid_arguments_are_refused_with_a_remedy(run: Run, line: str, sentence: str) -> None:
+    status, result = run(*line.split())
+    assert (status, result["error"]["kind"], result["changed"]) == (2, "invalid", False), result
+    assert sentence in result["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "changes", "unchanged"),
+    [
+        ("snapshot tank/a@one tank/b@one --if-absent", [("snapshot", "tank/b@one")], ["tank/a@one"]),
+        ("snapshot tank@two --recursive", [("snapshot", f"{n}@two") for n in _NAMES if "@" not in n], []),
+        ("create tank/x/y --parents", [("create", "tank/x"), ("create", "tank/x/y")], []),
+        ("create tank/a --if-absent", [], ["tank/a"]),
+        ("clone tank/a@one tank/x", [("clone", "tank/x")], []),
+        ("clone tank/a@one tank/clone --if-absent", [], ["tank/clone"]),
+        ("clone tank/a@new tank/x --assume tank/a@new", [("clone", "tank/x")], []),
+        ("rename tank/gone tank/b --if-present", [], ["tank/b"]),
+        ("rename tank/a tank/x", [("rename", "tank/x")], []),
+        ("promote tank/clone", [("promote", "tank/clone")], []),
+        ("hold keep tank/a@one --if-absent", [], ["tank/a@one"]),
+        ("hold other tank/a@one", [("hold", "tank/a@one")], []),
+        ("hold keep tank/a@new --assume tank/a@new", [("hold", "tank/a@new")], []),
+        ("release keep tank/a@one", [("release", "tank/a@one")], []),
+        ("release keep tank/a@gone --if-present", [], ["tank/a@gone"]),
+        ("destroy tank/gone tank/gone2 --if-present", [], ["tank/gone", "tank/gone2"]),
+        ("set quota=20G tank/a", [("set", "tank/a")], []),
+        ("set quota=10G tank/a", [], ["tank/a quota"]),
+        ("inherit quota tank/a", [("inherit", "tank/a")], []),
+        ("send tank/a@one -- cat", [("send", "tank/a@one")], []),
+        ("receive tank/a@one --if-absent", [], ["tank/a@one"]),
+        ("receive tank/b@one --file /etc/hostname", [("receive", "tank/b@one")], []),
+    ],
+)
+def test_check_mode_predicts_and_changes_nothing(
+    run: Run,
+    commands: Callable[[], list[str]],
+    line: str,
+    changes: list[tuple[str, str]],
+    unchanged: list[str],
+) -> None:
+    status, result = run("--check", *line.split())
+    assert (status, result["changed"], result["check"]) == (0, bool(changes), True), result
+    assert [(change["action"], change["name"]) for change in result["changes"]] == changes
+    assert result["unchanged"] == unchanged
+    assert set(commands()) <= {"version", "get", "list", "holds"}
+    # The option may also follow the subcommand.
+    assert run(*line.split(), "--check") == (status, result) if "--" not in line.split() else True
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "sentence"),
+    [
+        ("snapshot tank/a@one", 4, "pass --if-absent"),
+        ("create tank/a", 4, "pass --if-absent"),
+        ("create tank/a --if-absent --volume 1G", 4, "is a filesystem, not a volume"),
+        ("clone tank/a@one tank/clone", 4, "pass --if-absent"),
+        ("rename tank/a tank/b", 4, "choose another name"),
+        ("hold keep tank/a@one", 4, "has the hold 'keep' already"),
+        ("receive tank/a@one", 4, "pass --if-absent"),
+        ("snapshot tank/gone@x", 3, "'tank/gone' does not exist"),
+        ("create tank/x/y", 3, "create it with lzc create --parents"),
+        ("create dozer/x --parents", 3, "the pool 'dozer' does not exist"),
+        ("destroy tank/gone", 3, "pass --if-present"),
+        ("release other tank/a@one", 3, "does not have the hold 'other'"),
+        ("exists tank/a tank/gone --require", 3, "'tank/gone' does not exist"),
+        ("send tank/gone@x -- cat", 3, "does not exist"),
+        ("receive tank/x/y@a", 3, "the parent of 'tank/x/y' does not exist"),
+    ],
+)
+def test_failures_are_predicted_in_check_mode(run: Run, line: str, status: int, sentence: str) -> None:
+    for argv in (["--check", *line.split()], line.split()):
+        found_status, result = run(*argv)
+        assert found_status == status, result
+        assert sentence in result["error"]["message"]
+
+
+def test_a_failure_of_zfs_has_its_exit_code_and_reports_no_change(run: Run) -> None:
+    status, result = run("snapshot", "tank/b@one")
+    assert (status, result["changed"], result["error"]["kind"]) == (6, False, "no_space")
+    assert "'tank/b@one'" in result["error"]["message"] and "free space" in result["error"]["message"]
+
+
+def test_queries_report_no_change(run: Run) -> None:
+    assert run("exists", "tank/a", "tank/x") == (0, {"changed": False, "exists": False, "missing": ["tank/x"]})
+    assert run("get", "quota", "tank/a")[1]["properties"] == {
+        "tank/a": {"quota": {"value": "10737418240", "source": "local"}}
+    }
+    assert list(run("holds", "tank/a@one")[1]["holds"]["tank/a@one"]) == ["keep"]
+
+
+def test_a_stream_goes_to_a_command_or_a_file(run: Run, tmp_path: Path) -> None:
+    status, result = run("send", "tank/a@one", "--", "sh", "-c", f"cat >{tmp_path}/copy; echo '{{\"changed\": true}}'")
+    assert (status, result["receiver"]) == (0, {"changed": True})
+    assert (tmp_path / "copy").read_text() == "stream"
+    file = tmp_path / "file"
+    assert run("send", "tank/a@one", "--file", str(file))[0] == 0
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("stream", 0o600)
+    assert run("send", "tank/a@one", "--file", str(file))[0] == 4
+    assert run("send", "tank/a@one", "--file", str(file), "--if-absent")[1]["unchanged"] == [str(file)]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_failure_of_a_receiver_is_reported(run: Run) -> None:
+    error = json.dumps({"changed": False, "error": {"kind": "stream", "message": "does not fit"}})
+    status, result = run("send", "tank/a@one", "--", "sh", "-c", f"echo '{error}'; exit 7")
+    assert (status, result["error"]["message"]) == (7, "the receiver failed: does not fit")
+    status, result = run("send", "tank/a@one", "--", "sh", "-c", "cat >/dev/null; echo no route >&2; exit 255")
+    assert (status, result["error"]["message"]) == (1, "'sh' ended with exit code 255: no route")
+    assert not result["changed"]
+
+
+def test_the_result_does_not_mix_with_a_stream(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["send", "tank/a@one"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "stream"
+    assert json.loads(captured.err) == {"changed": False}
+
+
+# -- exit codes -------------------------------------------------------------------------------------------------------
+
+_CLASSES = [
+    value
+    for value in vars(exceptions).values()
+    if inspect.isclass(value) and issubclass(value, ZFSError) and value not in (ZFSError, ZFSGenericError)
+]
+
+
+@pytest.mark.parametrize("error_class", [each for each in _CLASSES if not issubclass(each, MultipleOperationsFailure)])
+def test_each_exception_has_a_sentence(error_class: type[ZFSError]) -> None:
+    failure = describe(error_class.__new__(error_class).with_details("the words of zfs"))
+    assert "the words of zfs" in failure.message
+    if issubclass(error_class, exceptions.DatasetExists | exceptions.HoldExists):
+        assert failure.kind is Kind.EXISTS
+
+
+def test_several_failures_are_one_with_the_kind_of_the_first() -> None:
+    held = exceptions.SnapshotIsHeld("tank/a@x")
+    cloned = exceptions.SnapshotIsCloned("tank/a@y").with_details("", ["tank/c"])
+    failure = describe(exceptions.SnapshotDestructionFailure([held, cloned]))
+    assert (failure.kind, failure.related) == (Kind.IN_USE, ("tank/c",))
+    assert "'tank/a@x': it is held" in failure.message and "'tank/a@y': it has clones" in failure.message
+
+
+def test_exit_codes_are_unique_and_documented() -> None:
+    assert len({kind.exit_code for kind in Kind}) == len(Kind)
+    page = (REPOSITORY / "docs" / "lzc.md").read_text()
+    for kind in Kind:
+        assert f"| {kind.exit_code} | `{kind.word}` | {kind.meaning} |" in page
+
+
+# -- comparisons ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "source", "wanted", "equal"),
+    [
+        ("off", "local", "off", True),
+        ("off", "default", "off", False),
+        ("off", "inherited from tank", "off", False),
+        ("10737418240", "local", "10G", True),
+        ("10737418240", "local", "10GiB", True),
+        ("1610612736", "received", "1.5g", True),
+        ("0", "local", "none", True),
+        ("10737418240", "local", "11G", False),
+        ("on", "local", "off", False),
+    ],
+)
+def test_values_are_compared_as_zfs_stores_them(found: str, source: str, wanted: str, equal: bool) -> None:
+    assert has_value(Property("tank/a", "quota", found, source), wanted) is equal
+
+
+def test_user_properties_are_compared_as_text() -> None:
+    assert not has_value(Property("tank/a", "backup:size", "1024", "local"), "1K")
+
+
+def test_clones_and_children_are_destroyed_before_what_they_depend_on() -> None:
+    origins = {"t/a": "-", "t/a/b": "t/a/c@s", "t/a/c": "-", "t/a/c/d": "-"}
+    order = order_for_removal(list(origins), origins)
+    assert sorted(order) == sorted(origins)
+    assert order.index("t/a/b") < order.index("t/a/c") > order.index("t/a/c/d")
+    assert order[-1] == "t/a"
+    with pytest.raises(CommandError, match="promote"):
+        order_for_removal(["t/a", "t/a/b"], {"t/a": "t/a/b@s", "t/a/b": "-"})
+
+
+# -- the executable file ----------------------------------------------------------------------------------------------
+
+
+def test_the_executable_has_the_same_bytes_on_each_machine(tmp_path: Path) -> None:
+    script = REPOSITORY / "gateway" / "src" / "zfs_core" / "cli" / "build.py"
+    contents = []
+    for number, (time_zone, umask) in enumerate((("UTC", 0o022), ("Asia/Tokyo", 0o077))):
+        output = tmp_path / str(number)
+        argv = [sys.executable, str(script), str(output)]
+        subprocess.run(argv, env={"TZ": time_zone}, umask=umask, timeout=30, check=True)
+        contents.append(output.read_bytes())
+    assert contents[0] == contents[1] == build("/usr/bin/env python3")
+    with zipfile.ZipFile(BytesIO(contents[0])) as archive:
+        assert {entry.date_time[0] for entry in archive.infolist()} == {1980}
+
+
+def test_the_executable_needs_only_the_standard_library(tmp_path: Path) -> None:
+    program = tmp_path / "lzc"
+    program.write_bytes(build("/usr/bin/python3"))
+    argv = ["/usr/bin/python3", "-I", "-S", str(program), "snapshot", "tank/a"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, json.loads(result.stdout)["error"]["kind"]) == (2, "invalid")
+    assert result.stderr.startswith("lzc: ")
