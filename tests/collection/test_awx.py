@@ -643,6 +643,7 @@ def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterat
         host.variables |= {
             "jail_zfs_host_dataset": f"{pool.name}/sandboxes",
             **{f"jail_zfs_host_{name}": value for name, value in host.network.items()},
+            "jail_zfs_host_lzc_path": str(host.root / "lzc"),
             "jail_zfs_host_pf_conf": str(host.root / "pf.conf"),
             "jail_zfs_host_loader_conf": str(host.root / "loader.conf"),
             "jail_zfs_host_sysctl_conf": str(host.root / "sysctl.conf"),

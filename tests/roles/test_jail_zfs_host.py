@@ -29,6 +29,7 @@ class JailHost:
         self.variables: dict[str, Any] = {
             "dataset": self.dataset,
             **network,
+            "lzc_path": str(directory / "lzc"),
             "pf_conf": str(directory / "pf.conf"),
             "loader_conf": str(directory / "loader.conf"),
             "sysctl_conf": str(directory / "sysctl.conf"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -17,6 +19,7 @@ from zfs_core import capabilities, exceptions
 from zfs_core.cli.build import build
 from zfs_core.cli.failures import CommandError, Kind, describe
 from zfs_core.cli.main import main
+from zfs_core.cli.parser import make_parser
 from zfs_core.cli.properties import has_value
 from zfs_core.cli.removal import order_for_removal
 from zfs_core.exceptions import MultipleOperationsFailure, ZFSError, ZFSGenericError
@@ -47,6 +50,7 @@ case $1 in
     *) echo "permission denied" >&2; exit 1 ;;
 esac
 """
+PAGE = REPOSITORY / "docs" / "lzc.md"
 _NAMES = ("tank", "tank/a", "tank/a@one", "tank/b", "tank/clone")
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -260,7 +264,7 @@ def test_several_failures_are_one_with_the_kind_of_the_first() -> None:
 
 def test_exit_codes_are_unique_and_documented() -> None:
     assert len({kind.exit_code for kind in Kind}) == len(Kind)
-    page = (REPOSITORY / "docs" / "lzc.md").read_text()
+    page = PAGE.read_text()
     for kind in Kind:
         assert f"| {kind.exit_code} | `{kind.word}` | {kind.meaning} |" in page
 
@@ -323,3 +327,27 @@ def test_the_executable_needs_only_the_standard_library(tmp_path: Path) -> None:
     result = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     assert (result.returncode, json.loads(result.stdout)["error"]["kind"]) == (2, "invalid")
     assert result.stderr.startswith("lzc: ")
+
+
+# -- documentation ----------------------------------------------------------------------------------------------------
+
+
+def _subcommands() -> dict[str, Any]:
+    (choices,) = (each.choices for each in make_parser()._actions if isinstance(each.choices, dict))
+    return choices
+
+
+def test_the_page_lists_each_command_with_its_options() -> None:
+    rows = dict(re.findall(r"^\| `(\w+) [^`]*` \|.*\| (.*?)\|$", PAGE.read_text(), re.MULTILINE))
+    common_options = {"--help", "--check", "--assume"}
+    for name, parser in _subcommands().items():
+        options = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+        assert set(re.findall(r"--[\w-]+", rows.pop(name))) == options - common_options, name
+    assert not rows
+
+
+def test_commands_on_the_page_are_valid() -> None:
+    lines = re.findall(r"^lzc (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        make_parser().parse_args(shlex.split(line.partition(" -- ")[0]))

@@ -114,7 +114,9 @@ def _add_filesystem_commands(commands: _Commands[Parser]) -> None:
 
 
 def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
-    parser = _add(commands, "snapshot", "take snapshots in one pool, all or none of them", snapshots.snapshot)
+    parser = _add(
+        commands, "snapshot", "take either all snapshots or none; they must be in one pool", snapshots.snapshot
+    )
     parser.add_argument("snapshots", metavar="SNAPSHOT", nargs="+", type=values.new_snapshot)
     _add_flag(parser, "--if-absent", "take only those that do not exist")
     _add_flag(parser, "--recursive", "also take snapshots of all filesystems and volumes below")

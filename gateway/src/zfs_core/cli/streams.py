@@ -44,9 +44,7 @@ def send(options: Namespace, report: Report) -> None:
             raise CommandError(Kind.NOT_FOUND, f"the directory {str(options.file.parent)!r} does not exist: create it")
         report.change("send", label, partial(_send_to_file, options), file=str(options.file))
     elif options.command:
-        report.change(
-            "send", label, lambda: report.results.update(receiver=_send_to_command(options)), to=options.command
-        )
+        _send_and_report(label, options, report)
     elif not report.check:
         if sys.stdout.isatty():
             raise CommandError(Kind.INVALID, "standard output is a terminal: use a pipe, --file, or -- COMMAND")
@@ -74,6 +72,15 @@ def _send_to_file(options: Namespace) -> None:
         raise CommandError(Kind.FAILED, f"the file {str(part)!r} cannot be written: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def _send_and_report(label: str, options: Namespace, report: Report) -> None:
+    if not report.check:
+        report.results["receiver"] = receiver = _send_to_command(options)
+        if receiver.get("changed") is False:
+            report.keep(label)
+            return
+    report.changes.append({"action": "send", "name": label, "to": options.command})
 
 
 def _send_to_command(options: Namespace) -> dict[str, object]:
@@ -109,7 +116,8 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
     result = _parse_result(output)
     if receiver.returncode != 0:
         raise _receiver_error(options.command, receiver.returncode, result, errors.decode(errors="replace"))
-    if sending_error is not None:
+    # A receiver that has the snapshot already does not read the stream.
+    if sending_error is not None and result.get("changed") is not False:
         raise sending_error
     return result or {"exit_code": 0}
 

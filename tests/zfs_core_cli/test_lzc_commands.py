@@ -1,0 +1,103 @@
+"""Each command of `lzc` on real ZFS: predicted, run, and run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.jail_zfs import pools
+
+Lzc = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def list_names(root: str) -> list[str]:
+    return pools.run("zfs", "list", "-H", "-r", "-t", "filesystem,snapshot", "-o", "name", root).stdout.split()
+
+
+def apply(lzc: Lzc, root: str, *argv: str) -> dict[str, Any]:
+    """Predict a change, make it, and check that the prediction was right and a repetition changes nothing."""
+    names = list_names(root)
+    predicted_status, prediction = lzc("--check", *argv)
+    assert (predicted_status, prediction.pop("check", None)) == (0, True), prediction
+    assert list_names(root) == names
+    status, result = lzc(*argv)
+    assert (status, result["changed"]) == (0, True), result
+    assert prediction == result
+    status, repetition = lzc(*argv)
+    assert (status, repetition["changed"]) == (0, False), repetition
+    return result
+
+
+def test_filesystems_and_snapshots(lzc: Lzc, root: str, root_path: Path) -> None:
+    apply(lzc, root, "create", "--if-absent", "--parents", "--set", "atime=off", f"{root}/a/b")
+    assert (root_path / "a/b").is_mount()
+    (root_path / "a/b/file").write_text("first")
+    apply(lzc, root, "snapshot", "--if-absent", "--recursive", f"{root}/a@one")
+    apply(lzc, root, "clone", "--if-absent", f"{root}/a/b@one", f"{root}/c")
+    assert (root_path / "c/file").read_text() == "first"
+    apply(lzc, root, "set", "quota=64M", "backup:keep=yes", f"{root}/c")
+    assert lzc("get", "quota", f"{root}/c")[1]["properties"][f"{root}/c"]["quota"]["value"] == str(64 << 20)
+    apply(lzc, root, "inherit", "backup:keep", f"{root}/c")
+
+    (root_path / "a/b/file").write_text("second")
+    apply(lzc, root, "snapshot", "--if-absent", f"{root}/a/b@two")
+    refused_status, refused = lzc("rollback", f"{root}/a/b@one")
+    assert (refused_status, refused["error"]["related"]) == (5, [f"{root}/a/b@two"])
+    apply(lzc, root, "rollback", "--destroy-newer", f"{root}/a/b@one")
+    assert (root_path / "a/b/file").read_text() == "first"
+    (root_path / "a/b/file").write_text("third")
+    apply(lzc, root, "rollback", f"{root}/a/b@one")
+    assert (root_path / "a/b/file").read_text() == "first"
+
+    apply(lzc, root, "promote", f"{root}/c")
+    apply(lzc, root, "rename", "--if-present", f"{root}/c", f"{root}/d")
+    assert (root_path / "d/file").read_text() == "first"
+    listed = lzc("list", "--type", "snapshot", "--depth", "0", f"{root}/d")[1]
+    assert listed["names"] == [f"{root}/d@one"]
+
+
+def test_held_and_cloned_snapshots_are_not_destroyed(lzc: Lzc, root: str) -> None:
+    lzc("create", f"{root}/a")
+    lzc("snapshot", f"{root}/a@one", f"{root}@one")
+    lzc("clone", f"{root}/a@one", f"{root}/clone")
+    apply(lzc, root, "hold", "--if-absent", "--recursive", "keep", f"{root}@one")
+    assert set(lzc("holds", f"{root}/a@one")[1]["holds"][f"{root}/a@one"]) == {"keep"}
+    for names in ([f"{root}/a@one"], ["--recursive", f"{root}/a"]):
+        status, result = lzc("destroy", *names)
+        assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
+    apply(lzc, root, "destroy", "--if-present", "--defer", f"{root}@one")
+    apply(lzc, root, "release", "--if-present", "--recursive", "keep", f"{root}/a@one")
+    # The hold on the root's snapshot was its last one.
+    lzc("release", "keep", f"{root}@one")
+    assert not lzc("exists", f"{root}@one")[1]["exists"]
+    status, result = lzc("destroy", "--recursive", f"{root}/a")
+    assert (status, result["error"]["related"]) == (5, [f"{root}/clone"])
+    lzc("create", f"{root}/tree")
+    lzc("rename", f"{root}/a", f"{root}/tree/a")
+    lzc("rename", f"{root}/clone", f"{root}/tree/clone")
+    result = apply(lzc, root, "destroy", "--if-present", "--recursive", f"{root}/tree")
+    assert [change["name"].removeprefix(f"{root}/tree") for change in result["changes"]] == [
+        "/clone",
+        "/a@one",
+        "/a",
+        "",
+    ]
+
+
+def test_streams_between_filesystems(lzc: Lzc, lzc_path: Path, root: str, root_path: Path, tmp_path: Path) -> None:
+    lzc("create", f"{root}/a")
+    (root_path / "a/file").write_text("first")
+    lzc("snapshot", f"{root}/a@one")
+    receiver = ("--", str(lzc_path), "receive", "--if-absent")
+    apply(lzc, root, "send", f"{root}/a@one", *receiver, f"{root}/copy@one")
+    (root_path / "a/file").write_text("second")
+    lzc("snapshot", f"{root}/a@two")
+    file = tmp_path / "stream"
+    assert lzc("send", "--from", f"{root}/a@one", f"{root}/a@two", "--file", str(file))[0] == 0
+    apply(lzc, root, "receive", "--if-absent", "--file", str(file), f"{root}/copy@two")
+    status, result = lzc("receive", "--file", str(file), f"{root}/copy@three")
+    assert (status, result["error"]["kind"]) == (7, "stream"), result
+    file.write_bytes(file.read_bytes()[:400])
+    status, result = lzc("receive", "--file", str(file), f"{root}/other@one")
+    assert (status, result["error"]["kind"]) == (7, "stream"), result
