@@ -36,6 +36,12 @@ for name; do :; done
 case $1 in
     version) echo zfs-2.3.0 ;;
     get)
+        case $* in
+            "get -H -o name,value type "*)
+                shift 5
+                for each; do grep -qx "$each" "$here/names" && printf '%s\\tfilesystem\\n' "$each"; done
+                exit 0 ;;
+        esac
         grep -qx "$name" "$here/names" || { echo "cannot open '$name': dataset does not exist" >&2; exit 1; }
         case $* in
             "get -H -o value type "*) echo filesystem ;;
@@ -94,9 +100,9 @@ def commands(tmp_path: Path) -> Callable[[], list[str]]:
         ("create tank/x --set Quota=1", "use a native property"),
         (f"create tank/{'x' * 300}", "is too long: use at most 255 bytes"),
         ("hold -- tank/a@one", "required: TAG"),
-        (f"hold {'t' * 121} tank/a@one", "is too long: use at most 120 bytes"),
+        (f"hold {'t' * 256} tank/a@one", "is too long: use at most 255 bytes"),
         ("get all tank/a", "name the properties"),
-        ("list tank --type disk", "use one or more of filesystem, volume, snapshot"),
+        ("list tank --type disk", "use one or more of filesystem, volume, snapshot, bookmark"),
         ("list tank --depth -1", "use 0 or a positive number"),
         ("list tank --depth x", "use 0 or a positive number"),
         ("set quota=1G", "at least one PROPERTY=VALUE and one name"),
@@ -105,6 +111,9 @@ def commands(tmp_path: Path) -> Callable[[], list[str]]:
         ("snapshot tank/a@x tank/a@y", "pass only one snapshot of 'tank/a'"),
         ("clone tank/a@one dozer/x", "clone within one pool"),
         ("rename tank/a tank/a", "is the old name"),
+        ("bookmark tank/a@one tank/b#one", "use tank/a#BOOKMARK"),
+        ("bookmark tank/a@one tank/a@two", "use FILESYSTEM#BOOKMARK"),
+        ("send --resume-token 1-2-3 -- cat", "is not a resume token"),
         ("destroy tank/a tank/a@one", "with separate commands"),
         ("destroy tank/a --defer", "only for snapshots"),
         ("destroy tank", "use zpool destroy"),
@@ -138,6 +147,7 @@ def test_invalid_arguments_are_refused_with_a_remedy(run: Run, line: str, senten
         ("rename tank/gone tank/b --if-present", [], ["tank/b"]),
         ("rename tank/a tank/x", [("rename", "tank/x")], []),
         ("promote tank/clone", [("promote", "tank/clone")], []),
+        ("bookmark tank/a@one tank/a#one", [("bookmark", "tank/a#one")], []),
         ("hold keep tank/a@one --if-absent", [], ["tank/a@one"]),
         ("hold other tank/a@one", [("hold", "tank/a@one")], []),
         ("hold keep tank/a@new --assume tank/a@new", [("hold", "tank/a@new")], []),

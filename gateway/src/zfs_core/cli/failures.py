@@ -71,12 +71,13 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
         Kind.IN_USE,
         "it is in use: close its files, or remove its snapshots, children and clones first",
     ),
+    ((exceptions.BookmarkExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
     ((exceptions.HoldExists,), Kind.EXISTS, "it has this hold already: choose another tag, or pass --if-absent"),
     ((exceptions.DatasetExists,), Kind.EXISTS, "it exists already: choose another name, or pass --if-absent"),
     ((exceptions.HoldNotFound,), Kind.NOT_FOUND, "it does not have this hold: check the tag, or pass --if-present"),
     ((exceptions.ParentNotFound,), Kind.NOT_FOUND, "its parent does not exist: create it first, or pass --parents"),
     (
-        (exceptions.DatasetNotFound, exceptions.PoolNotFound),
+        (exceptions.DatasetNotFound, exceptions.PoolNotFound, exceptions.BookmarkNotFound),
         Kind.NOT_FOUND,
         "it does not exist: run lzc list POOL to see the names",
     ),
@@ -97,6 +98,22 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
         "filesystem, and the newest one at the destination",
     ),
     ((exceptions.BadStream,), Kind.STREAM, "the stream is damaged or incomplete: send it again"),
+    (
+        (exceptions.StreamFeatureNotSupported,),
+        Kind.NOT_SUPPORTED,
+        "the receiving ZFS lacks a feature of the stream: upgrade the pool, or send without options",
+    ),
+    (
+        (exceptions.BookmarkNotSupported, exceptions.PropertyNotSupported),
+        Kind.NOT_SUPPORTED,
+        "the pool lacks this feature: enable it with zpool upgrade",
+    ),
+    ((exceptions.WrongParent,), Kind.INVALID, "its parent cannot have children: choose a name below a filesystem"),
+    (
+        (exceptions.EncryptionKeyNotLoaded,),
+        Kind.UNAVAILABLE,
+        "the encryption key is not loaded: run zfs load-key first",
+    ),
     ((exceptions.FeatureNotSupported,), Kind.NOT_SUPPORTED, "this version of ZFS cannot do this: omit the option"),
     (
         (exceptions.ZFSInitializationFailed,),

@@ -6,11 +6,10 @@ from argparse import Namespace
 from functools import partial
 
 from zfs_core.cli.failures import CommandError, Kind
-from zfs_core.cli.lookups import get_value, mount_if_allowed, require_existing, require_parent
+from zfs_core.cli.lookups import get_value, require_existing, require_parent
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_clone, lzc_create, lzc_promote, lzc_rename
 from zfs_core.names import pool_of
-from zfs_core.options import Props
 
 
 def create(options: Namespace, report: Report) -> None:
@@ -25,9 +24,9 @@ def create(options: Namespace, report: Report) -> None:
     if not missing_parents:
         require_parent(report, name)
     for parent in missing_parents:
-        report.change("create", parent, partial(_create_and_mount, parent, "zfs", None))
+        report.change("create", parent, partial(lzc_create, parent, mounted=True))
     props = dict(options.set) | ({"volsize": options.volume} if options.volume else {})
-    report.change("create", name, partial(_create_and_mount, name, ds_type, props))
+    report.change("create", name, partial(lzc_create, name, ds_type, props, mounted=True))
 
 
 def _keep_or_refuse(name: str, options: Namespace, report: Report) -> None:
@@ -44,11 +43,6 @@ def _list_missing_parents(report: Report, name: str) -> list[str]:
     if missing and missing[0] == parts[0]:
         raise CommandError(Kind.NOT_FOUND, f"the pool {parts[0]!r} does not exist: run zpool list to see the pools")
     return missing
-
-
-def _create_and_mount(name: str, ds_type: str, props: Props) -> None:
-    lzc_create(name, ds_type, props)
-    mount_if_allowed(name)
 
 
 def clone(options: Namespace, report: Report) -> None:
@@ -68,12 +62,7 @@ def clone(options: Namespace, report: Report) -> None:
         _keep_or_refuse(name, options, report)
         return
     require_parent(report, name)
-    report.change("clone", name, partial(_clone_and_mount, name, origin, dict(options.set)), origin=origin)
-
-
-def _clone_and_mount(name: str, origin: str, props: Props) -> None:
-    lzc_clone(name, origin, props)
-    mount_if_allowed(name)
+    report.change("clone", name, partial(lzc_clone, name, origin, dict(options.set), mounted=True), origin=origin)
 
 
 def promote(options: Namespace, report: Report) -> None:
@@ -101,4 +90,4 @@ def rename(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.EXISTS, f"{new_name!r} exists already: choose another name")
     require_existing(report, old_name)
     require_parent(report, new_name)
-    report.change("rename", new_name, partial(lzc_rename, old_name, new_name), old_name=old_name)
+    report.change("rename", new_name, partial(lzc_rename, old_name, new_name, remounted=True), old_name=old_name)

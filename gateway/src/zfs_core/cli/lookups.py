@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.report import Report
 from zfs_core.listing import list_datasets
-from zfs_core.mounts import mount
 from zfs_core.names import filesystem_of
 from zfs_core.properties import get_props
 
@@ -18,7 +17,8 @@ def get_value(name: str, prop: str) -> str:
 
 def require_existing(report: Report, *names: str) -> None:
     """Raise CommandError if one of the names does not exist."""
-    if missing_names := [name for name in names if not report.exists(name)]:
+    found_names = report.find(names)
+    if missing_names := [name for name in names if name not in found_names]:
         raise CommandError(
             Kind.NOT_FOUND,
             f"{quote(missing_names)} does not exist: run lzc list POOL to see the names",
@@ -44,21 +44,6 @@ def expand(snapshots: Iterable[str]) -> list[str]:
         for dataset in list_datasets(filesystem_of(snapshot), types="filesystem,volume")
     ]
     return list(dict.fromkeys(names))
-
-
-def mount_if_allowed(name: str) -> None:
-    """Mount a new filesystem, if its ``canmount`` and ``mountpoint`` allow this and it is not mounted already."""
-    values = {
-        prop: item.value
-        for prop, item in get_props([name], ["type", "canmount", "mountpoint", "mounted"])[name].items()
-    }
-    if (
-        values["type"] == "filesystem"
-        and values["canmount"] == "on"
-        and values["mountpoint"].startswith("/")
-        and values["mounted"] == "no"
-    ):
-        mount(name)
 
 
 def quote(names: Sequence[str], limit: int = 10) -> str:

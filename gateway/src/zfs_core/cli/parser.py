@@ -122,6 +122,12 @@ def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
     _add_flag(parser, "--recursive", "also take snapshots of all filesystems and volumes below")
     _add_set(parser)
 
+    text = "create a bookmark, from which changes can be sent without the snapshot"
+    parser = _add(commands, "bookmark", text, snapshots.bookmark)
+    parser.add_argument("source", metavar="SNAPSHOT", type=values.snapshot)
+    parser.add_argument("name", metavar="BOOKMARK", type=values.bookmark)
+    _add_flag(parser, "--if-absent", _IF_ABSENT)
+
     text = "roll a filesystem back to a snapshot; without a change if nothing was written since"
     parser = _add(commands, "rollback", text, snapshots.rollback)
     parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.snapshot)
@@ -147,7 +153,7 @@ def _add_hold_commands(commands: _Commands[Parser]) -> None:
 
 
 def _add_removal_commands(commands: _Commands[Parser]) -> None:
-    parser = _add(commands, "destroy", "destroy filesystems, volumes or snapshots", removal.destroy)
+    parser = _add(commands, "destroy", "destroy filesystems, volumes, snapshots or bookmarks", removal.destroy)
     parser.add_argument("names", metavar="NAME", nargs="+", type=values.existing_name)
     _add_flag(parser, "--if-present", "ignore names that do not exist")
     _add_flag(
@@ -173,7 +179,7 @@ def _add_property_commands(commands: _Commands[Parser]) -> None:
         metavar="TYPES",
         type=values.dataset_types,
         default=["filesystem", "volume"],
-        help="filesystem, volume, snapshot, or several of them with commas (default: filesystem,volume)",
+        help="filesystem, volume, snapshot, bookmark, or several of them with commas (default: filesystem,volume)",
     )
     parser.add_argument(
         "--depth", metavar="N", type=values.count, help="how many levels below NAME to list (default: all)"
@@ -205,10 +211,13 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     parser.add_argument(
         "--from",
         dest="base",
-        metavar="SNAPSHOT",
-        type=values.snapshot,
+        metavar="SNAPSHOT|BOOKMARK",
+        type=values.base,
         help="send only the changes since this snapshot",
     )
+    for flag, text in (("raw", "send encrypted data as it is"), ("compressed", "send compressed data as it is")):
+        name = "compress" if flag == "compressed" else flag
+        parser.add_argument(f"--{flag}", dest="flags", action="append_const", const=name, help=text)
     parser.add_argument("--resume-token", metavar="TOKEN", help="send the rest of an interrupted stream")
     parser.add_argument("--file", type=Path, help="a new file for the stream, which only its owner can read")
     _add_flag(parser, "--if-absent", "succeed without a change if the file exists already")
@@ -221,7 +230,6 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     parser.add_argument("--file", type=Path, help="the file that contains the stream")
     _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
     _add_flag(parser, "--force", "discard changes of the filesystem since its newest snapshot")
-    _add_flag(parser, "--raw", "the stream is encrypted")
     _add_flag(parser, "--resumable", "keep the received part if the stream is interrupted")
     parser.add_argument(
         "--origin", metavar="SNAPSHOT", type=values.snapshot, help="the snapshot whose clone it becomes"

@@ -24,13 +24,15 @@ def list_command(options: Namespace, report: Report) -> None:
 
 
 def _list_below(root: str, options: Namespace) -> list[str]:
-    types, depth = [each for each in options.types if each != "snapshot"], options.depth
-    names = list_datasets(root, types=",".join(types), depth=depth) if types else []
-    if "snapshot" in options.types:
+    datasets = [each for each in options.types if each in ("filesystem", "volume")]
+    points = [each for each in options.types if each not in datasets]
+    depth = options.depth
+    names = list_datasets(root, types=",".join(datasets), depth=depth) if datasets else []
+    if points:
         # ZFS counts a snapshot as one level below its filesystem.
-        snapshots = list_datasets(root, types="snapshot", depth=None if depth is None else depth + 1)
-        times = get_props(snapshots, ["createtxg"]) if snapshots else {}
-        names += sorted(snapshots, key=lambda name: (times[name]["createtxg"].number, name))
+        found = list_datasets(root, types=",".join(points), depth=None if depth is None else depth + 1)
+        times = get_props(found, ["createtxg"]) if found else {}
+        names += sorted(found, key=lambda name: (times[name]["createtxg"].number, name))
     return names
 
 

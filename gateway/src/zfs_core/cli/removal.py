@@ -6,12 +6,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
 
+from zfs_core.bookmarks import lzc_destroy_bookmarks
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
 from zfs_core.listing import list_datasets, list_snapshots
-from zfs_core.mounts import unmount
 from zfs_core.names import filesystem_of, pool_of
 from zfs_core.properties import get_props, get_tree
 from zfs_core.snapshots import lzc_destroy_snaps
@@ -20,19 +20,25 @@ from zfs_core.snapshots import lzc_destroy_snaps
 def destroy(options: Namespace, report: Report) -> None:
     names = list(dict.fromkeys(options.names))
     snapshots = [name for name in names if "@" in name]
-    filesystems = [name for name in names if "@" not in name]
-    if options.defer and filesystems:
-        raise CommandError(Kind.INVALID, f"--defer is only for snapshots: omit it, or omit {quote(filesystems)}")
-    if snapshots and filesystems:
-        raise CommandError(Kind.INVALID, "destroy snapshots and filesystems with separate commands")
+    bookmarks = [name for name in names if "#" in name]
+    filesystems = [name for name in names if name not in snapshots and name not in bookmarks]
+    if options.defer and (filesystems or bookmarks):
+        message = f"--defer is only for snapshots: omit it, or omit {quote(filesystems + bookmarks)}"
+        raise CommandError(Kind.INVALID, message)
+    if sum(map(bool, (snapshots, bookmarks, filesystems))) > 1:
+        raise CommandError(Kind.INVALID, "destroy filesystems, snapshots and bookmarks with separate commands")
     if pools := [name for name in filesystems if name == pool_of(name)]:
         raise CommandError(Kind.INVALID, f"{quote(pools)} is a pool: use zpool destroy, or name datasets below it")
-    missing_names = [name for name in names if not report.exists(name)]
+    found_names = report.find(names)
+    missing_names = [name for name in names if name not in found_names]
     if snapshots:
         _destroy_snapshots(snapshots, missing_names, options, report)
         return
     _check_missing(missing_names, options)
     report.keep(*missing_names)
+    for name in bookmarks:
+        if name not in missing_names:
+            report.change("destroy", name, partial(lzc_destroy_bookmarks, [name]))
     for name in filesystems:
         if name not in missing_names:
             _destroy_filesystem(name, options.recursive, report)
@@ -41,10 +47,12 @@ def destroy(options: Namespace, report: Report) -> None:
 def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
     if options.recursive:
         parents = [name for name in names if report.exists(filesystem_of(name))]
-        below = [name for name in expand(parents) if name not in names and report.exists(name)]
+        expanded_names = [name for name in expand(parents) if name not in names]
+        found_names = report.find(expanded_names)
+        below = [name for name in expanded_names if name in found_names]
         # A snapshot may be gone from the filesystem itself but remain below it.
         missing_names = [name for name in missing_names if not _has_same_name(name, below)]
-        names = [name for name in names if report.exists(name)] + below
+        names += below
     _check_missing(missing_names, options)
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
@@ -129,7 +137,7 @@ def _destroy_filesystem(name: str, recursive: bool, report: Report) -> None:
         snapshots = list_snapshots(each)
         if snapshots:
             report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
-        report.change("destroy", each, partial(_unmount_and_destroy, each))
+        report.change("destroy", each, partial(lzc_destroy, each, unmounted=True))
 
 
 def _read_origins(pool: str) -> dict[str, str]:
@@ -158,14 +166,9 @@ def order_for_removal(tree: list[str], origins: Mapping[str, str]) -> list[str]:
     return ordered
 
 
-def _unmount_and_destroy(name: str) -> None:
-    if get_props([name], ["type"])[name]["type"].value == "filesystem":
-        unmount(name)
-    lzc_destroy(name)
-
-
 def exists(options: Namespace, report: Report) -> None:
-    missing_names = [name for name in options.names if not report.exists(name)]
+    found_names = report.find(options.names)
+    missing_names = [name for name in options.names if name not in found_names]
     if options.require:
         require_existing(report, *options.names)
     report.results |= {"exists": not missing_names, "missing": missing_names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from zfs_core.listing import lzc_exists
+from zfs_core.listing import find_types, lzc_exists
 
 
 @dataclass
@@ -23,6 +23,11 @@ class Report:
 
     def exists(self, name: str) -> bool:
         return name in self.assumed or lzc_exists(name)
+
+    def find(self, names: Iterable[str]) -> set[str]:
+        """Return those names that exist."""
+        wanted_names = set(names)
+        return (wanted_names & self.assumed) | find_types(wanted_names - self.assumed).keys()
 
     def change(self, action: str, name: str, function: Callable[[], object], **details: object) -> None:
         """Make a change and record it. In check mode, only record it."""

@@ -1,51 +1,48 @@
-"""Continue interrupted streams by their token, the property ``receive_resume_token`` of the destination."""
+"""Continue interrupted streams by their token, the property ``receive_resume_token`` of the receiving filesystem."""
 
 from __future__ import annotations
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
-from zfs_core.exceptions import (
-    BadStream,
-    DestinationModified,
-    FeatureNotSupported,
-    PropertyInvalid,
-    SnapshotNotFound,
-    StreamMismatch,
-    StreamTruncated,
-)
-from zfs_core.options import Props, format_property_options
-from zfs_core.outcome import ErrorFactory, check
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.lookups import get_value
+from zfs_core.outcome import error_of
 from zfs_core.run import run
+from zfs_core.stream_format import parse_resume_token
 
 
 def send_remainder(token: str, fd: int, seconds: float) -> None:
-    """Write the rest of an interrupted stream to ``fd`` (``zfs send -t``). Raises SnapshotNotFound if it is gone."""
-    _require_resumable_streams(None)
-    specific_errors: dict[Cause, ErrorFactory] = {
-        Cause.MISSING: lambda _: SnapshotNotFound(None),
-        Cause.NAME_INVALID: lambda _: PropertyInvalid("receive_resume_token"),
-        Cause.OTHER: lambda _: PropertyInvalid("receive_resume_token"),
-    }
-    check(run("send", "-t", token, stdout=fd, seconds=seconds), "receive_resume_token", "send", specific_errors)
+    """Write the rest of an interrupted stream to ``fd``. Command: ``zfs send -t TOKEN``."""
+    _require_resumable_streams()
+    name = find_sent_snapshot(token)
+    outcome = run("send", "-t", token, stdout=fd, seconds=seconds, name=name)
+    if outcome.cause is Cause.MISSING:
+        raise CommandError(
+            Kind.NOT_FOUND,
+            f"{name!r} does not exist any more: abort the transfer with zfs receive -A, and send another snapshot",
+            [name],
+        )
+    if outcome.cause is not None:
+        raise error_of(outcome, name, "send")
 
 
-def receive_resumable(
-    target: str, fd: int, force: bool, raw: bool, origin: str | None, props: Props, seconds: float
-) -> None:
-    """Receive a stream, and keep the received part if it is interrupted (``zfs receive -s``)."""
-    _require_resumable_streams(target)
-    options = ["-u", "-s", *(["-F"] if force else []), *format_property_options(props)]
-    options += [] if origin is None else ["-o", f"origin={origin}"]
-    specific_errors: dict[Cause, ErrorFactory] = {
-        Cause.STREAM_MISMATCH: StreamMismatch,
-        Cause.DESTINATION_MODIFIED: DestinationModified,
-        Cause.BAD_STREAM: lambda _: BadStream(None),
-        Cause.STREAM_TRUNCATED: lambda _: StreamTruncated(None),
-    }
-    check(run("receive", *options, target, stdin=fd, seconds=seconds, name=target), target, "receive", specific_errors)
+def find_sent_snapshot(token: str) -> str:
+    """Return the full name of the snapshot that an interrupted stream contains."""
+    try:
+        return str(parse_resume_token(token)["toname"])
+    except (ValueError, KeyError, IndexError):
+        raise CommandError(
+            Kind.INVALID, f"{token[:40]!r} is not a resume token: run lzc get receive_resume_token FILESYSTEM"
+        ) from None
 
 
-def _require_resumable_streams(name: str | None) -> None:
-    # All versions of ZFS that take options of `zfs receive` can also resume.
-    if not detect_capabilities().receive_options:
-        raise FeatureNotSupported(name).with_details("zfs-fuse cannot resume streams")
+def find_resumed_snapshot(filesystem: str) -> str | None:
+    """Return the short name of the snapshot of which a filesystem received a part, or None."""
+    _require_resumable_streams()
+    token = get_value(filesystem, "receive_resume_token")
+    return None if token == "-" else find_sent_snapshot(token).partition("@")[2]
+
+
+def _require_resumable_streams() -> None:
+    if not detect_capabilities().send_options:
+        raise CommandError(Kind.NOT_SUPPORTED, "this version of ZFS cannot resume streams: send the whole stream again")

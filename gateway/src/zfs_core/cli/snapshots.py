@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 
+from zfs_core.bookmarks import lzc_bookmark
 from zfs_core.changes import has_changed_since
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
@@ -27,7 +28,8 @@ def snapshot(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
     if repeated := [each for each in dict.fromkeys(filesystems) if filesystems.count(each) > 1]:
         raise CommandError(Kind.INVALID, f"pass only one snapshot of {quote(repeated)}", repeated)
-    existing_names = [name for name in names if report.exists(name)]
+    found_names = report.find(names)
+    existing_names = [name for name in names if name in found_names]
     if existing_names and not options.if_absent:
         raise CommandError(
             Kind.EXISTS,
@@ -62,6 +64,20 @@ def rollback(options: Namespace, report: Report) -> None:
         report.keep(filesystem)
         return
     report.change("rollback", filesystem, partial(lzc_rollback_to, filesystem, target), snapshot=target)
+
+
+def bookmark(options: Namespace, report: Report) -> None:
+    name, source = options.name, options.source
+    if filesystem_of(source) != name.partition("#")[0]:
+        message = f"{name!r} is not a bookmark of the filesystem of {source!r}: use {filesystem_of(source)}#BOOKMARK"
+        raise CommandError(Kind.INVALID, message)
+    if report.exists(name):
+        if not options.if_absent:
+            raise CommandError(Kind.EXISTS, f"{name!r} exists already: choose another name, or pass --if-absent")
+        report.keep(name)
+        return
+    require_existing(report, source)
+    report.change("bookmark", name, partial(lzc_bookmark, {name: source}), snapshot=source)
 
 
 def hold(options: Namespace, report: Report) -> None:
@@ -111,7 +127,9 @@ def _select_snapshots(options: Namespace, report: Report) -> list[str]:
     if not options.recursive:
         return names
     # A filesystem below may be newer than the snapshot.
-    return [name for name in expand(names) if name in names or report.exists(name)]
+    expanded_names = expand(names)
+    found_names = report.find(expanded_names)
+    return [name for name in expanded_names if name in names or name in found_names]
 
 
 def holds(options: Namespace, report: Report) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import IO
 
 from zfs_core.cli.failures import CommandError, Kind
-from zfs_core.cli.lookups import get_value, require_existing, require_parent
+from zfs_core.cli.lookups import require_existing, require_parent
 from zfs_core.cli.report import Report
-from zfs_core.cli.resumable import receive_resumable, send_remainder
+from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
 from zfs_core.exceptions import ZFSError
 from zfs_core.names import filesystem_of
-from zfs_core.streams import lzc_receive, lzc_send
+from zfs_core.receive import lzc_receive, lzc_receive_resumable
+from zfs_core.send import lzc_send
 
 
 def send(options: Namespace, report: Report) -> None:
@@ -55,7 +56,7 @@ def _send_to(fd: int, options: Namespace) -> None:
     if options.resume_token is not None:
         send_remainder(options.resume_token, fd, options.timeout)
     else:
-        lzc_send(options.snapshot, options.base, fd, seconds=options.timeout)
+        lzc_send(options.snapshot, options.base, fd, options.flags, seconds=options.timeout)
 
 
 def _send_to_file(options: Namespace) -> None:
@@ -142,11 +143,7 @@ def _receiver_error(command: list[str], status: int, result: dict[str, object], 
 
 
 def receive(options: Namespace, report: Report) -> None:
-    target, filesystem = options.target, filesystem_of(options.target)
-    if target == filesystem:
-        _require_partial_stream(options, report)
-        report.change("receive", target, partial(_receive_from, options))
-        return
+    target, filesystem = _find_target(options, report), filesystem_of(options.target)
     if report.exists(target):
         if not options.if_absent:
             raise CommandError(Kind.EXISTS, f"{target!r} exists already: choose another name, or pass --if-absent")
@@ -160,31 +157,38 @@ def receive(options: Namespace, report: Report) -> None:
         raise CommandError(Kind.NOT_FOUND, f"the file {str(options.file)!r} does not exist: check its path")
     if not options.file and not report.check and sys.stdin.isatty():
         raise CommandError(Kind.INVALID, "standard input is a terminal: use a pipe, or --file")
-    report.change("receive", target, partial(_receive_from, options))
+    report.change("receive", target, partial(_receive_from, options, target))
 
 
-def _require_partial_stream(options: Namespace, report: Report) -> None:
-    """Check that a target without the name of a snapshot was received in part. The name is then in the stream."""
-    name = options.target
+def _find_target(options: Namespace, report: Report) -> str:
+    """Return the name of the snapshot to receive. That of an interrupted stream is in the filesystem's token."""
+    name: str = options.target
+    if "@" in name:
+        return name
     if not options.resumable:
         raise CommandError(
             Kind.INVALID, f"{name!r} is not a valid name for a snapshot: use FILESYSTEM@SNAPSHOT, or add --resumable"
         )
     require_existing(report, name)
-    if get_value(name, "receive_resume_token") == "-":
+    snapshot = find_resumed_snapshot(name)
+    if snapshot is None:
         raise CommandError(
             Kind.INVALID, f"{name!r} has no interrupted stream to continue: pass the snapshot, such as {name}@copy"
         )
+    return f"{name}@{snapshot}"
 
 
-def _receive_from(options: Namespace) -> None:
-    arguments = (options.force, options.raw, options.origin, dict(options.set), options.timeout)
+def _receive_from(options: Namespace, target: str) -> None:
+    receive_stream = lzc_receive_resumable if options.resumable else lzc_receive
     with _open_source(options.file) as file:
-        if options.resumable:
-            receive_resumable(options.target, file.fileno(), *arguments)
-        else:
-            force, raw, origin, props, seconds = arguments
-            lzc_receive(options.target, file.fileno(), force, raw, origin, props, seconds=seconds)
+        receive_stream(
+            target,
+            file.fileno(),
+            options.force,
+            origin=options.origin,
+            props=dict(options.set),
+            seconds=options.timeout,
+        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from zfs_core.exceptions import NameInvalid, NameTooLong, PropertyInvalid
 from zfs_core.names import (
+    validate_bookmark_name,
     validate_existing_name,
     validate_filesystem_name,
     validate_new_filesystem_name,
@@ -41,7 +42,12 @@ new_filesystem = _make_name_type(
     validate_new_filesystem_name, "a filesystem or volume", f"{_FILESYSTEM_FORM}, {_CHARACTERS}"
 )
 snapshot = _make_name_type(validate_snapshot_name, "a snapshot", _SNAPSHOT_FORM)
+bookmark = _make_name_type(validate_bookmark_name, "a bookmark", "use FILESYSTEM#BOOKMARK, such as tank/data#before")
 new_snapshot = _make_name_type(validate_new_snapshot_name, "a snapshot", f"{_SNAPSHOT_FORM}, {_CHARACTERS}")
+
+
+def base(text: str) -> str:
+    return bookmark(text) if "#" in text else snapshot(text)
 
 
 def receive_target(text: str) -> str:
@@ -52,8 +58,8 @@ def receive_target(text: str) -> str:
 def tag(text: str) -> str:
     if not text or text.startswith("-") or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid tag: use printable characters, first not a hyphen")
-    if len(text.encode()) > 120:
-        raise argparse.ArgumentTypeError(f"the tag {text[:40]!r}… is too long: use at most 120 bytes")
+    if len(text.encode()) > 255:
+        raise argparse.ArgumentTypeError(f"the tag {text[:40]!r}… is too long: use at most 255 bytes")
     return text
 
 
@@ -92,7 +98,7 @@ def assignment_or_name(text: str) -> tuple[str, str] | str:
 
 
 def dataset_types(text: str) -> list[str]:
-    known_types = ("filesystem", "volume", "snapshot")
+    known_types = ("filesystem", "volume", "snapshot", "bookmark")
     types = text.split(",")
     if unknown_types := [each for each in types if each not in known_types]:
         raise argparse.ArgumentTypeError(
