@@ -74,6 +74,7 @@ from zfs_core.receive import (
     lzc_recv,
     receive_header,
 )
+from zfs_core.running import RunningCommand, count_timeouts, list_running_commands
 from zfs_core.send import lzc_send, lzc_send_resume, lzc_send_space
 from zfs_core.snapshots import (
     lzc_destroy_snaps,
@@ -91,7 +92,9 @@ __all__ = [
     "WRAPPING_KEY_LEN",
     "ZCP_DEFAULT_INSTRLIMIT",
     "ZCP_DEFAULT_MEMLIMIT",
+    "RunningCommand",
     "check_reachable",
+    "count_timeouts",
     "detect_capabilities",
     "exceptions",
     "get_props",
@@ -102,6 +105,7 @@ __all__ = [
     "list_clones",
     "list_datasets",
     "list_mounted_dependents",
+    "list_running_commands",
     "list_snapshots",
     "local_props",
     "local_tree",

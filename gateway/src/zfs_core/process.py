@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
 import signal
 import subprocess
-import threading
+import time
+from collections.abc import Iterator
 from typing import IO
 
 from zfs_core.causes import Cause, cause_of, find_listed_datasets, join_lines
 from zfs_core.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from zfs_core.outcome import Outcome
+from zfs_core.running import tracked
 
 TIMEOUT_SECONDS = 60.0
 """Timeout of a command that does not transfer a stream."""
@@ -24,6 +27,7 @@ _inherited_files: frozenset[IO[str]] = frozenset()
 
 A lock on one of them lasts until the last command has exited, even if the process that took the lock was killed."""
 
+_KILL_WAIT_SECONDS = 1.0
 _EXTRA_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 _REMEDY = (
     "start it (Linux: modprobe zfs, or the zfs-fuse daemon; FreeBSD: kldload zfs, service zfs start), "
@@ -33,19 +37,22 @@ _REMEDY = (
 
 def execute(
     args: tuple[str, ...],
-    seconds: float = TIMEOUT_SECONDS,
+    seconds: float | None = None,
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
     program: str = "zfs",
 ) -> Outcome:
-    """Run ``zfs`` with ``args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
+    """Run ``zfs`` with ``args`` for at most ``seconds`` (by default, TIMEOUT_SECONDS).
+
+    ``stdin`` and ``stdout`` may be file descriptors.
 
     ``program`` may also be ``zpool``.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name``: the dataset that the error messages mention.
     """
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
     try:
         process = subprocess.Popen(
             [program, *args],
@@ -59,24 +66,19 @@ def execute(
         raise ZFSInitializationFailed().with_details(
             f"the `{program}` command is not installed: install ZFS, or run the jail_zfs_host role"
         ) from None
-    try:
+    with _killed_at_end(process, args, seconds, name):
         out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        raise ZFSGenericError(
-            errno.ETIMEDOUT, name, f"`{program} {args[0]}` did not finish within {seconds:g} s and was killed"
-        ) from None
-    except BaseException:
-        _kill(process)
-        raise
     return _make_outcome(args, process.returncode, out or b"", err or b"", name)
 
 
-def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -> tuple[bytes, Outcome | None]:
+def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tuple[bytes, Outcome | None]:
     """Run ``zfs`` with ``args`` until it has written ``count`` bytes. Returns these bytes and the outcome.
 
-    If the command ends earlier, returns all its output. Otherwise, the outcome is None.
+    If the command ends earlier, returns all its output. Otherwise, the outcome is None. Raises
+    ZFSGenericError(ETIMEDOUT) after ``seconds`` (by default, TIMEOUT_SECONDS).
     """
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
+    deadline = time.monotonic() + seconds
     process = subprocess.Popen(
         ["zfs", *args],
         stdin=subprocess.DEVNULL,
@@ -85,18 +87,34 @@ def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -
         env=_build_environment(),
         pass_fds=_list_inherited_fds(),
     )
-    assert process.stdout is not None
-    timer = threading.Timer(seconds, process.kill)
-    timer.start()
-    try:
-        data = _read(process.stdout, count)
+    with _killed_at_end(process, args, seconds, None):
+        data = _read(process, count, deadline)
         if len(data) == count:
             return data, None
-        out, err = process.communicate()
-        return data, _make_outcome(args, process.returncode, out, err, None)
-    finally:
-        timer.cancel()
-        _kill(process)
+        out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    return data, _make_outcome(args, process.returncode, out, err, None)
+
+
+@contextlib.contextmanager
+def _killed_at_end(
+    process: subprocess.Popen[bytes], args: tuple[str, ...], seconds: float, name: str | None
+) -> Iterator[None]:
+    """Kill the process at the end of this context, unless it has ended.
+
+    Raises ZFSGenericError(ETIMEDOUT) instead of TimeoutExpired.
+    """
+    try:
+        with tracked(process, name, seconds):
+            try:
+                yield
+            finally:
+                if process.returncode is None:
+                    _kill(process)
+    except subprocess.TimeoutExpired:
+        fate = "was killed" if process.returncode is not None else "could not be killed, because it hangs in the kernel"
+        raise ZFSGenericError(
+            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not finish within {seconds:g} s and {fate}"
+        ) from None
 
 
 def inherit_file(file: IO[str]) -> None:
@@ -119,10 +137,21 @@ def _build_environment() -> dict[str, str]:
     return {"PATH": f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"), "LC_ALL": "C"}
 
 
-def _read(stream: IO[bytes], count: int) -> bytes:
+def _read(process: subprocess.Popen[bytes], count: int, deadline: float) -> bytes:
+    """Read ``count`` bytes, or fewer if the output ends. Raises TimeoutExpired at the deadline.
+
+    Killing the process would not end a blocking read, because a process that hangs in the kernel keeps its pipes open.
+    """
+    assert process.stdout is not None
     data = b""
-    while len(data) < count and (more := stream.read(count - len(data))):
-        data += more
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while len(data) < count:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise subprocess.TimeoutExpired(process.args, 0.0)
+            if not (more := os.read(process.stdout.fileno(), count - len(data))):
+                break
+            data += more
     return data
 
 
@@ -144,10 +173,10 @@ def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, na
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process. Wait at most one second for its exit, because a command may hang in the kernel."""
+    """Kill the process. Wait only briefly for its exit, because a command may hang in the kernel."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1)
+        process.wait(_KILL_WAIT_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

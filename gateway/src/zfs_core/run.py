@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from zfs_core import process
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.exceptions import ZFSGenericError
 from zfs_core.hold_descriptors import wait_for_releases
 from zfs_core.outcome import Outcome
-from zfs_core.process import TIMEOUT_SECONDS, execute
+from zfs_core.process import execute
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
@@ -24,7 +25,7 @@ _FUSE_DIRECTORY = Path("/var/run/zfs")
 
 def run(
     *args: str,
-    seconds: float = TIMEOUT_SECONDS,
+    seconds: float | None = None,
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
@@ -36,6 +37,7 @@ def run(
     ``precheck`` is called first. On zfs-fuse, no other command can mount a file system between it and the command.
     """
     wait_for_releases()
+    seconds = process.TIMEOUT_SECONDS if seconds is None else seconds
     with mount_lock(args[0], seconds, name):
         if precheck is not None:
             precheck()

@@ -1,0 +1,79 @@
+"""Keep track of commands while they run, and of commands that did not finish in time."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RunningCommand:
+    """A command that is running, or that was killed and has not exited yet because it hangs in the kernel.
+
+    ``command``: the program and its subcommand. ``started_at``: in seconds since 1970. ``timeout_seconds``: the time
+    after which it is killed. ``thread``: the identifier of the thread that waits for it.
+    """
+
+    command: str
+    name: str
+    started_at: float
+    timeout_seconds: float
+    was_killed: bool
+    thread: int
+
+
+@dataclass
+class _Entry:
+    process: subprocess.Popen[bytes]
+    command: RunningCommand
+
+
+_lock = threading.Lock()
+_running: dict[int, _Entry] = {}
+"""The commands that a thread waits for, by process id."""
+_killed: list[_Entry] = []
+"""The commands that no thread waits for any more."""
+_timeout_count = 0
+
+
+def list_running_commands() -> list[RunningCommand]:
+    """Return the commands that are running, oldest first."""
+    with _lock:
+        _killed[:] = [entry for entry in _killed if entry.process.poll() is None]
+        commands = [entry.command for entry in (*_running.values(), *_killed)]
+    return sorted(commands, key=lambda command: command.started_at)
+
+
+def count_timeouts() -> int:
+    """Return how many commands this process has killed because they did not finish in time."""
+    return _timeout_count
+
+
+@contextlib.contextmanager
+def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds: float) -> Iterator[None]:
+    """Keep track of ``process`` inside this context, and until it exits.
+
+    If the process does not finish in time, the context must end with TimeoutExpired. ``name``: the dataset.
+    """
+    global _timeout_count
+    words = [str(word) for word in process.args] if isinstance(process.args, list) else [str(process.args)]
+    command = RunningCommand(
+        " ".join(words[:2]), name or words[-1], time.time(), timeout_seconds, False, threading.get_ident()
+    )
+    with _lock:
+        _running[process.pid] = _Entry(process, command)
+    try:
+        yield
+    except subprocess.TimeoutExpired:
+        with _lock:
+            _timeout_count += 1
+        raise
+    finally:
+        with _lock:
+            del _running[process.pid]
+            if process.returncode is None:
+                _killed.append(_Entry(process, replace(command, was_killed=True)))
