@@ -28,6 +28,7 @@ from sandbox_gateway.hosts.base import (
     Room,
     Scan,
     SnapshotPart,
+    StorageCommands,
     Usage,
     VolumeState,
 )
@@ -322,6 +323,7 @@ class MemoryHost:
         self.blocked_paths: set[str] = set()
         self.dead_console: str | None = None
         self.available_room = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.current_storage_commands: StorageCommands | None = None
         self.import_problem = ""
         self.partial_imports: set[str] = set()
         """Ids of the snapshots that are being imported."""
@@ -347,6 +349,9 @@ class MemoryHost:
 
     async def room(self) -> Room:
         return self.available_room
+
+    def storage_commands(self) -> StorageCommands | None:
+        return self.current_storage_commands
 
     async def find_stalled(self) -> set[str]:
         return set(self.stalled_instances)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.base import MemoryDisk
+from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, StorageCommands
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
 from tests.support.certificates import create_certificate
@@ -57,6 +57,34 @@ def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memo
     finally:
         host.available_room = original_room
         host.memory_problems.clear()
+
+
+def test_health_and_metrics_report_commands_that_hang(run: Run, memory_gateway: MemoryGateway) -> None:
+    def read_metrics() -> dict[str, str]:
+        with memory_gateway.client(READ_KEY) as client:
+            return dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[:1] != "#")
+
+    assert not any("zfs" in name for name in read_metrics()), "this host runs no commands of ZFS"
+    commands = [SlowCommand("zfs snapshot", "p/a", 1e9, False), SlowCommand("zfs destroy", "p/b", 1e9 + 1, True)]
+    try:
+        memory_gateway.host.current_storage_commands = StorageCommands(commands, 3)
+        status_line, *lines = check_succeeded(run("health")).out.splitlines()
+        assert status_line.startswith("degraded: memory, version")
+        assert "has been running since 2001-09-09T01:46:40Z: zfs snapshot p/a" in lines
+        assert "has been hanging in the kernel since 2001-09-09T01:46:41Z: zfs destroy p/b" in lines
+        with memory_gateway.client("") as keyless_client:
+            health = keyless_client.get("/health").json()
+        assert health["status"] == "degraded" and "slowCommands" not in health
+        metrics = read_metrics()
+        assert metrics["sandbox_gateway_zfs_slow_commands"] == "2.0"
+        assert metrics["sandbox_gateway_zfs_timeouts_total"] == "3.0"
+        memory_gateway.host.current_storage_commands = StorageCommands([], 3)
+        assert check_succeeded(run("health")).out.startswith("ok: ")
+        metrics = read_metrics()
+        assert metrics["sandbox_gateway_zfs_slow_commands"] == "0.0"
+        assert metrics["sandbox_gateway_zfs_timeouts_total"] == "3.0"
+    finally:
+        memory_gateway.host.current_storage_commands = None
 
 
 def test_tables_are_printed_by_default(run: Run) -> None:

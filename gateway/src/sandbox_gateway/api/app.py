@@ -19,7 +19,7 @@ from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import applied_runs, plans, sandboxes, snapshots, templates, volumes
-from sandbox_gateway.api.native.shapes import HealthShape, room_shape
+from sandbox_gateway.api.native.shapes import HealthShape, room_shape, slow_command_shape
 from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
@@ -57,18 +57,22 @@ _health_router = APIRouter(tags=["gateway"])
     response_model_exclude_none=True,
 )
 async def health(request: Request, engine: EngineDep) -> HealthShape:
-    gateway_id = room = None
+    gateway_id = room = slow_command_shapes = None
+    storage_commands = engine.host.storage_commands()
+    slow_commands = storage_commands.slow if storage_commands else []
     if is_identified(request.scope):
         gateway_id = engine.secret.gateway_id
+        slow_command_shapes = [slow_command_shape(each) for each in slow_commands] or None
         with contextlib.suppress(GatewayError):  # The gateway is running even if its host cannot report its room.
             room = room_shape(await engine.room.report())
     return HealthShape(
-        status="ok",
+        status="degraded" if slow_commands else "ok",
         sandboxes=engine.sandboxes.count().total(),
         version=__version__,
         backend=engine.host.kind,
         gateway_id=gateway_id,
         room=room,
+        slow_commands=slow_command_shapes,
     )
 
 

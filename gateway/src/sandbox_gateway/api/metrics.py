@@ -165,6 +165,17 @@ class _Inventory(Collector):
         for how in ("prewarmed", "memory", "boot"):
             start_counter.add_metric([how], self._engine.machines.starts[how])
         yield start_counter
+        if (commands := self._engine.host.storage_commands()) is not None:
+            yield CounterMetricFamily(
+                "sandbox_gateway_zfs_timeouts",
+                "Commands of ZFS that were killed because they did not finish in time.",
+                commands.timeouts,
+            )
+            yield GaugeMetricFamily(
+                "sandbox_gateway_zfs_slow_commands",
+                "Commands of ZFS that hang, or have been running for an unusually long time.",
+                len(commands.slow),
+            )
         usage_sums = sum_samples(self._engine.loads.current())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):

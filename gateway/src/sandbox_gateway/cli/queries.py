@@ -81,3 +81,6 @@ def show_health(settings: Settings) -> None:
             print(f"memory root {root['path']}: " + (root["problem"] or f"{free} of {total} free"))
         if stalled := room["stalled"]:
             print(f"stopped, because the disk has no space left: {', '.join(stalled)}")
+    for each in health.get("slowCommands", []):
+        state = "hanging in the kernel" if each["wasKilled"] else "running"
+        print(f"has been {state} since {each['since']}: {each['command']} {each['dataset']}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.errors import GatewayError, NoSpace
+from sandbox_gateway.errors import GatewayError, NoSpace, Timeout
 from sandbox_gateway.hosts.base import MemoryDisk, Room
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
@@ -27,6 +27,8 @@ MACHINE_START_BYTES = 64 * _MIB
 """The memory that a machine uses when it starts. Its later use depends on the guest."""
 _MIN_FREE_DISK_MB = 64
 """Machines are not resumed with less free space, even without a reserve, because they would stall again."""
+_REPORT_TIMEOUT_SECONDS = 3.0
+"""Shorter than the time after which monitoring systems give up."""
 _CHECK_INTERVAL_SECONDS = 1.0
 _FULL_CHECK_INTERVAL_SECONDS = 30.0
 _STALL_REASON = "the host's disk has no space left, so the sandbox's machine is stopped: free some space to resume it"
@@ -76,13 +78,30 @@ class RoomMonitor:
         """Ids of the sandboxes whose lock is awaited."""
         self._was_disk_low = False
         self._full_check_at = 0.0
+        self._pending_reading: asyncio.Future[Room] | None = None
 
     async def report(self) -> RoomReport:
+        """Return the room. Raises Timeout if the host does not report it soon."""
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
         disk_sizes = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
         memory_sizes = [each.resources.memory_mb for each in self._index.running_sandboxes()]
         stalled_ids = sorted(self._stalled_ids & self._index.sandboxes.keys())
-        return RoomReport(await self._host.room(), sum(disk_sizes) * _MIB, sum(memory_sizes) * _MIB, stalled_ids)
+        return RoomReport(await self._read_room(), sum(disk_sizes) * _MIB, sum(memory_sizes) * _MIB, stalled_ids)
+
+    async def _read_room(self) -> Room:
+        """Wait for a short time until the host has reported its room.
+
+        If the host hangs, later calls wait for the same report, so that they do not pile up.
+        """
+        if self._pending_reading is None or self._pending_reading.done():
+            self._pending_reading = asyncio.ensure_future(self._host.room())
+            # If nobody waits for the reading any more, nobody else retrieves its exception.
+            self._pending_reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
+                return await asyncio.shield(self._pending_reading)
+        except TimeoutError:
+            raise Timeout(f"the host did not report its room within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
     def stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""

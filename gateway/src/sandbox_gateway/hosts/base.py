@@ -195,6 +195,25 @@ class SnapshotTarget(Protocol):
         """Remove everything, whether it is committed or not."""
 
 
+@dataclass(frozen=True)
+class SlowCommand:
+    """A storage command that should have finished by now. ``since``: in seconds since 1970."""
+
+    command: str
+    dataset: str
+    since: float
+    was_killed: bool
+    """Whether the command was killed and has still not exited, because it hangs in the kernel."""
+
+
+@dataclass(frozen=True)
+class StorageCommands:
+    """How the storage commands of a host are doing. ``timeouts``: how many were killed since the gateway started."""
+
+    slow: Sequence[SlowCommand]
+    timeouts: int
+
+
 class Host(Protocol):
     kind: str
     abilities: Abilities
@@ -218,6 +237,9 @@ class Host(Protocol):
 
     async def room(self) -> Room:
         """Return the space on the disk that stores this host's state, and the host's memory."""
+
+    def storage_commands(self) -> StorageCommands | None:
+        """Return how the host's storage commands are doing, or None if it runs none. Does not block."""
 
     async def find_stalled(self) -> set[str]:
         """Return the instances whose machines the host stopped because the disk had no space left."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from sandbox_gateway.errors import BackendFailed, Timeout
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -38,6 +41,15 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def run_in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Run ``work`` like ``asyncio.to_thread``, but in a new thread.
+
+    The threads of the event loop's pool are few. If all of them wait for a hanging file system, no other work starts.
+    """
+    context = contextvars.copy_context()
+    return await start_thread(partial(context.run, work, *args, **kwargs), name="blocking work")
 
 
 async def run_with_timeout(work: Callable[[], _T], seconds: float, failure: str) -> _T:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
-from sandbox_gateway.hosts.base import MemoryDisk, Usage, VolumeState
+from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
 """The envd version that the data plane implements: clients choose calls according to it."""
@@ -407,14 +407,26 @@ class RoomShape(Shape):
     """Only if memory images are stored on another file system."""
 
 
+class SlowCommandShape(Shape):
+    """A command of the host's storage that hangs, or has been running for an unusually long time."""
+
+    command: str
+    dataset: str
+    since: datetime
+    was_killed: bool
+    """Whether the gateway has killed the command and given it up, because it hangs in the kernel."""
+
+
 class HealthShape(Shape):
-    status: Literal["ok"]
+    status: Literal["ok", "degraded"]
+    """`degraded`: a command of the host's storage hangs."""
     sandboxes: int
     version: str
     backend: str
     gateway_id: str | None = None
     """Identifies the gateway. It never changes. This field and the following: only for callers with a key."""
     room: RoomShape | None = None
+    slow_commands: list[SlowCommandShape] | None = None
 
 
 class HiddenShape(Shape):
@@ -423,6 +435,15 @@ class HiddenShape(Shape):
     snapshot_id: str
     status: Literal["hidden"]
     blockers: list[str]
+
+
+def slow_command_shape(command: SlowCommand) -> SlowCommandShape:
+    return SlowCommandShape(
+        command=command.command,
+        dataset=command.dataset,
+        since=datetime.fromtimestamp(command.since, UTC),
+        was_killed=command.was_killed,
+    )
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:

@@ -72,6 +72,9 @@ class PlannedHost:
     async def room(self) -> Room:
         return await self._room.read()
 
+    def storage_commands(self) -> None:
+        """Return None, because a planned host runs no commands."""
+
     async def find_stalled(self) -> set[str]:
         return set()
 

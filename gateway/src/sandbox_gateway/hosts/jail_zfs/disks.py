@@ -5,7 +5,6 @@ Also save, name and remove the snapshots of these file systems.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
 from sandbox_gateway.hosts.jail_zfs.retries import retry_later
 from sandbox_gateway.hosts.jail_zfs.storage.storage import StorageScan, ZfsStorage
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
@@ -43,7 +43,7 @@ class Disks:
 
     async def scan(self, teardown: Callable[[str], None]) -> StorageScan:
         """Scan the storage. ``teardown``: see ``ZfsStorage.scan``."""
-        scan = await finish_despite_cancellation(asyncio.to_thread(self._storage.scan, teardown))
+        scan = await finish_despite_cancellation(run_in_thread(self._storage.scan, teardown))
         self._snapshots = {snapshot.id: snapshot for snapshot in scan.snapshots}
         self._update_snapshot_names()
         self._instances.update(sandbox.instance for sandbox in scan.sandboxes)
@@ -54,13 +54,13 @@ class Disks:
     async def clone(self, snapshot_id: str, sandbox: Sandbox) -> None:
         disk_mb = sandbox.resources.disk_mb
         clone = self._storage.instances.clone
-        await finish_despite_cancellation(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk_mb))
+        await finish_despite_cancellation(run_in_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk_mb))
         self._instances.add(sandbox.instance)
 
     async def mount(self, instance: str) -> None:
         """Mount an instance's file system. Raises Busy, with a list of the holders, if it is still in use."""
         try:
-            await asyncio.to_thread(self._storage.instances.mount, instance)
+            await run_in_thread(self._storage.instances.mount, instance)
         except Busy:
             raise Busy(
                 f"the file system of the sandbox ({self._storage.instances.dataset(instance)}) cannot be mounted: "
@@ -76,11 +76,11 @@ class Disks:
         if sandbox.instance not in self._instances and sandbox.pause_snapshot:
             # The sandbox will start later. Until then, the clone stores the record and protects the snapshot.
             await self.clone(sandbox.pause_snapshot, sandbox)
-        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.save, sandbox))
+        await finish_despite_cancellation(run_in_thread(self._storage.instances.save, sandbox))
 
     async def remove_record(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record."""
-        await finish_despite_cancellation(asyncio.to_thread(self._storage.remove_record, sandbox))
+        await finish_despite_cancellation(run_in_thread(self._storage.remove_record, sandbox))
 
     async def discard(self, instance: str) -> None:
         """Remove or retire an instance's dataset.
@@ -90,7 +90,7 @@ class Disks:
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(instance)):
                 raise Busy("a mount in the sandbox's file system cannot be unmounted")
-            await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
+            await finish_despite_cancellation(run_in_thread(self._storage.instances.discard, instance))
         except Busy as error:
             holder_description = await self._describe_holders(instance)
             log.warning(
@@ -126,19 +126,19 @@ class Disks:
 
     async def capture(self, sandbox: Sandbox, snapshot: Snapshot, volumes: Sequence[VolumeSnapshot]) -> None:
         capture = self._storage.snapshots.capture
-        await finish_despite_cancellation(asyncio.to_thread(capture, sandbox.instance, snapshot, volumes))
+        await finish_despite_cancellation(run_in_thread(capture, sandbox.instance, snapshot, volumes))
 
     def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the full ZFS name that a new snapshot of the sandbox will have."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.save, snapshot))
+        await finish_despite_cancellation(run_in_thread(self._storage.snapshots.save, snapshot))
         self.add_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
-            await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
+            await finish_despite_cancellation(run_in_thread(self._storage.snapshots.destroy, snapshot.id))
         self._snapshots.pop(snapshot.id, None)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
@@ -154,8 +154,8 @@ class Disks:
     # -- queries ----------------------------------------------------------------------------------------------------
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        return await asyncio.to_thread(self._storage.instances.has_diverged, sandbox.instance, head.id)
+        return await run_in_thread(self._storage.instances.has_diverged, sandbox.instance, head.id)
 
     async def unique_bytes(self, sandbox: Sandbox) -> int:
         """Return the number of bytes that only this sandbox uses."""
-        return await asyncio.to_thread(self._storage.instances.unique_bytes, sandbox.instance)
+        return await run_in_thread(self._storage.instances.unique_bytes, sandbox.instance)

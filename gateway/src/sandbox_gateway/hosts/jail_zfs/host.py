@@ -6,10 +6,11 @@ A jail's memory cannot be captured: a snapshot contains only a file system, and 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+
+import zfs_core
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
@@ -21,13 +22,16 @@ from sandbox_gateway.hosts.base import (
     Log,
     Room,
     Scan,
+    SlowCommand,
     SnapshotPart,
     SnapshotSource,
     SnapshotTarget,
+    StorageCommands,
     Usage,
     VolumeState,
 )
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.host_memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
@@ -44,10 +48,12 @@ from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.hosts.jail_zfs.network.pf import require_enforceable
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import END_REASON, JailRunner
+from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.hosts.state_root import create_state_root
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, Source, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -88,6 +94,7 @@ class JailZfsHost:
         suspension = JailSuspension(self._jails, state_root)
         # operations
         self._disks = Disks(self._storage, Holders(self._run, self._jails, table), mounts, self._background)
+        self._disk_usage = DiskUsage()
         self._volumes = JailVolumes(self._storage, self._register, mounts, suspension, self._background)
         self._runner = JailRunner(
             self._register, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
@@ -100,7 +107,7 @@ class JailZfsHost:
     async def open(self) -> None:
         root = self._config.host.state_root
         create_state_root(root)
-        for note in await asyncio.to_thread(self._storage.open):
+        for note in await run_in_thread(self._storage.open):
             log.warning("storage", what=note)
         try:
             for path in (root, self._storage.root.mountpoint):
@@ -109,13 +116,13 @@ class JailZfsHost:
                         f"the path {str(path)!r} contains whitespace, so it cannot be mounted in jails: "
                         "choose another path"
                     )
-            await asyncio.to_thread(self._identities.open)
+            await run_in_thread(self._identities.open)
             await self._limits.open()
             await self._network.open()
             if (await self._run("sysctl", "-n", "net.inet.ip.forwarding")).strip() != "1":
                 await self._run("sysctl", "net.inet.ip.forwarding=1")
         except BaseException:
-            await asyncio.to_thread(self._storage.close)
+            await run_in_thread(self._storage.close)
             raise
         self._opened = True
 
@@ -130,7 +137,7 @@ class JailZfsHost:
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
         self._register.clear()
-        await asyncio.to_thread(self._storage.close)
+        await run_in_thread(self._storage.close)
 
     async def scan(self) -> Scan:
         scan = await self._recovery.scan()
@@ -140,9 +147,15 @@ class JailZfsHost:
 
     async def room(self) -> Room:
         (disk_free, disk_total), memory = await asyncio.gather(
-            asyncio.to_thread(self._storage.space), read_memory(self._run)
+            run_in_thread(self._storage.space), read_memory(self._run)
         )
         return Room(disk_free, disk_total, *memory)
+
+    def storage_commands(self) -> StorageCommands:
+        slow_commands = [
+            SlowCommand(each.command, each.name, each.started_at, each.was_killed) for each in list_slow_commands()
+        ]
+        return StorageCommands(slow_commands, zfs_core.count_timeouts())
 
     async def find_stalled(self) -> set[str]:
         """Return an empty set, because the processes of a jail keep running when a write fails for lack of space."""
@@ -165,7 +178,7 @@ class JailZfsHost:
 
     async def source_digest(self, recipe: Recipe) -> str:
         self.check_recipe(recipe)
-        return await asyncio.to_thread(source_digest, recipe)
+        return await run_in_thread(source_digest, recipe)
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
         rootfs.check_recipe(recipe)
@@ -176,7 +189,7 @@ class JailZfsHost:
             builds.append(asyncio.run_coroutine_threadsafe(rootfs.build_rootfs(recipe, root, log), loop))
             builds[0].result()
 
-        creation_task = asyncio.ensure_future(asyncio.to_thread(self._storage.snapshots.create_base, base, fill))
+        creation_task = asyncio.ensure_future(run_in_thread(self._storage.snapshots.create_base, base, fill))
         try:
             await asyncio.shield(creation_task)
         except asyncio.CancelledError:
@@ -334,7 +347,7 @@ class JailZfsHost:
             if (machine := self._register.get(sandbox.instance)) and not machine.has_ended
         }
         usages = await self._limits.usages([machine.jail for machine in machines.values()])
-        disk_bytes = await asyncio.to_thread(lambda: {each: _used_bytes(self._disks.path(each)) for each in machines})
+        disk_bytes = await self._disk_usage.read({each: self._disks.path(each) for each in machines})
         return {
             instance: Load(
                 memory_bytes=usages[machine.jail].get("memoryuse"),
@@ -353,12 +366,3 @@ class JailZfsHost:
     async def console(self, sandbox: Sandbox) -> str:
         """Return "", because a jail has no console."""
         return ""
-
-
-def _used_bytes(mount_point: Path) -> int | None:
-    """Return the number of bytes that a mounted ZFS file system references, or None if it cannot be read."""
-    try:
-        status = os.statvfs(mount_point)
-    except OSError:
-        return None
-    return (status.f_blocks - status.f_bfree) * status.f_frsize

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 _MAX_ATTEMPTS = 20
@@ -21,7 +22,7 @@ async def retry_later(change: Callable[[], object], mounts: JailMounts, mount_fi
     await mounts.wait_until_unmounted(mount_filter)
     for _ in range(_MAX_ATTEMPTS):
         try:
-            await finish_despite_cancellation(asyncio.to_thread(change))
+            await finish_despite_cancellation(run_in_thread(change))
             return True
         except GatewayError:
             await asyncio.sleep(_RETRY_SECONDS)

@@ -146,6 +146,9 @@ class KvmXfsHost:
         with explaining_os_errors():
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
+    def storage_commands(self) -> None:
+        """Return None, because reflinks are system calls."""
+
     async def find_stalled(self) -> set[str]:
         return await self._machines.list_stalled()
 

@@ -11,6 +11,7 @@ from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
@@ -55,7 +56,7 @@ class JailMounts:
         is_new = node not in self._nodes
         self._nodes.add(node)
         try:
-            await finish_despite_cancellation(asyncio.to_thread(mount_point.prepare, root, mount.path))
+            await finish_despite_cancellation(run_in_thread(mount_point.prepare, root, mount.path))
             await finish_despite_cancellation(self._mount(source, node, mount))
         except asyncio.CancelledError:
             if is_new:

@@ -5,7 +5,6 @@ All commands run on the host, with options that both the GNU and the FreeBSD ver
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from pathlib import Path
@@ -30,6 +29,7 @@ from sandbox_gateway.hosts.rootfs_common import (
     run_logged,
     to_gateway_error,
 )
+from sandbox_gateway.hosts.threads import run_in_thread
 from sandbox_gateway.recipes import Recipe, Source
 
 _PYTHON_PATHS = ("/usr/local/bin/python3", "/usr/bin/python3")
@@ -71,7 +71,7 @@ async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
             log(f"installing {len(recipe.packages)} packages")
             await _install_packages(root, recipe.packages, log)
         log("installing the agent and the settings of the sandbox")
-        minor_version = await asyncio.to_thread(_prepare_tree, root)
+        minor_version = await run_in_thread(_prepare_tree, root)
         await _add_user(root)
         if minor_version == sys.version_info.minor:
             await compile_agent_in_foreign_tree(root, log)
@@ -80,9 +80,9 @@ async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
 
 
 async def _unpack(source: Path, root: Path, log: Log) -> None:
-    kind = await asyncio.to_thread(file_kind, source)
+    kind = await run_in_thread(file_kind, source)
     if kind == "directory":
-        if await asyncio.to_thread(lambda: root.resolve().is_relative_to(source.resolve())):
+        if await run_in_thread(lambda: root.resolve().is_relative_to(source.resolve())):
             raise Invalid(
                 f"{source} contains the gateway's own state: set 'path' to a directory with a root file system"
             )
@@ -143,17 +143,17 @@ async def _add_user(root: Path) -> None:
     FreeBSD keeps accounts in a database, which `pw` updates.
     """
     tree = Tree(root)
-    if not await asyncio.to_thread(tree.is_file, _USER_FILE):
-        await asyncio.to_thread(add_user, tree)
+    if not await run_in_thread(tree.is_file, _USER_FILE):
+        await run_in_thread(add_user, tree)
         return
-    await asyncio.to_thread(_refuse_links_to_accounts, tree)
-    uid = await asyncio.to_thread(find_free_uid, tree, _USER_FILE)
+    await run_in_thread(_refuse_links_to_accounts, tree)
+    uid = await run_in_thread(find_free_uid, tree, _USER_FILE)
     if uid is None:
         return
     # The tree's pw.conf could name a log on the host. -m would follow links in the tree to the host.
     options = ("-u", str(uid), "-d", HOME, "-s", "/bin/sh", "-C", "/dev/null")
     await run_async(["pw", "-R", str(root), "useradd", "user", *options], timeout=STEP_TIMEOUT_SECONDS)
-    await asyncio.to_thread(create_home, tree, uid, "/usr/share/skel")
+    await run_in_thread(create_home, tree, uid, "/usr/share/skel")
 
 
 def _refuse_links_to_accounts(tree: Tree) -> None:

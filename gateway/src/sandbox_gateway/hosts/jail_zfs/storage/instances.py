@@ -137,7 +137,7 @@ class InstanceStorage:
         Raises Busy if its files are in use. In that case, the instance remains; if it has snapshots, it loses its
         record. A missing instance counts as removed.
         """
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             return self._discard(self.dataset(instance))
 
     def _discard(self, dataset: str) -> bool:
@@ -167,7 +167,7 @@ class InstanceStorage:
         """Remove the instances and datasets that ``findings`` lists for removal. Returns a sentence for each.
 
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. The caller must
-        hold ``tree_lock``.
+        be in ``tree_locked``.
         """
         notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded.items()]
         # query again, for each dataset alone, so that no value on another dataset can hide a record

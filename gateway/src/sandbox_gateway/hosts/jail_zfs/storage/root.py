@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import zfs_core
 
-from sandbox_gateway.errors import BackendFailed, Conflict
+from sandbox_gateway.errors import BackendFailed, Busy, Conflict
+from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 
 TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
+_LOCK_POLL_SECONDS = 0.5
 _VOLUME_KEY_PATTERN = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
 
 
@@ -34,9 +39,12 @@ class RootDataset:
         self.dataset = dataset
         self._mountpoint: Path | None = None
         self.index_lock = threading.RLock()
-        """Guards the maps from ids to datasets and snapshots."""
-        self.tree_lock = threading.RLock()
-        """Held while datasets that others may depend on are moved or removed."""
+        """Guards the maps from ids to datasets and snapshots.
+
+        The event loop acquires it too, so no thread runs a command while it holds this lock."""
+        self._tree_lock = threading.RLock()
+        self._tree_lock_owner = 0
+        """The thread that has acquired the tree lock last."""
 
     @property
     def mountpoint(self) -> Path:
@@ -47,6 +55,25 @@ class RootDataset:
         if self._mountpoint is None:
             raise Conflict("the storage is not open yet: wait until the gateway has started")
         return self._mountpoint
+
+    @contextlib.contextmanager
+    def tree_locked(self) -> Iterator[None]:
+        """Prevent that others move or remove datasets on which datasets may depend.
+
+        Raises Busy as soon as the lock's owner waits for a command that hangs.
+        """
+        while not self._tree_lock.acquire(timeout=_LOCK_POLL_SECONDS):
+            if commands := list_slow_commands(thread=self._tree_lock_owner):
+                raise Busy(
+                    f"`{commands[0].command}` has been running on {commands[0].name} for "
+                    f"{time.time() - commands[0].started_at:.0f} s. Until it ends, no other dataset can be moved or "
+                    "removed: try again later"
+                )
+        try:
+            self._tree_lock_owner = threading.get_ident()
+            yield
+        finally:
+            self._tree_lock.release()
 
     def child(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""

@@ -71,12 +71,13 @@ class SnapshotNames:
             try:
                 return action(name)
             except zfs_core.exceptions.DatasetNotFound:
-                with self._root.tree_lock, self._root.index_lock:
-                    if self._names.get(snapshot_id) != name:
-                        continue
+                with self._root.tree_locked():
+                    with self._root.index_lock:
+                        if self._names.get(snapshot_id) != name:
+                            continue
                     if zfs_core.lzc_exists(name):
                         raise
-                    del self._names[snapshot_id]
+                    self.remove(snapshot_id)
                     raise self._not_found_error(snapshot_id) from None
 
     def _not_found_error(self, snapshot_id: str) -> NotFound:

@@ -96,7 +96,7 @@ class SnapshotStorage:
         Unless ``deferred``, raises InUseExternally, with the names of all users, if the snapshot is held or has clones
         that are not retired. With ``deferred``, or if all clones are retired, the snapshot is hidden.
         """
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             name = self._names.find(snapshot_id)
             is_removed = destroy_snapshot(name, deferred=deferred, check_clones=lambda: self._check_clones(name))
             self._names.remove(snapshot_id)

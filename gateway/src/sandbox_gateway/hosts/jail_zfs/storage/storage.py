@@ -113,7 +113,7 @@ class ZfsStorage:
         exception, the error is reported and the instance stays until the next scan. Raises BackendFailed, before
         anything is changed, if a newer release has written a record that this release cannot read.
         """
-        with self.root.tree_lock:
+        with self.root.tree_locked():
             root_dataset = self.root.dataset
             facts, local = zfs_core.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs_core.local_tree(root_dataset)
             findings = interpret_sandboxes(root_dataset, facts, local)

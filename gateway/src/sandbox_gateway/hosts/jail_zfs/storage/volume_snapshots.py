@@ -52,7 +52,7 @@ class VolumeSnapshots:
         volume is a clone of it. If its own volume was rolled back to it, the snapshot is hidden, and ZFS removes it
         with its last clone.
         """
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             name = self.names.find(snapshot_id)
             self.names.call_with_name(snapshot_id, lambda name: self._destroy(name, deferred))
             self.names.remove(snapshot_id)

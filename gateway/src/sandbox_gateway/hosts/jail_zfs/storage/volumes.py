@@ -151,7 +151,7 @@ class VolumeStorage:
 
         The next scan removes the dataset unless the rollback is committed.
         """
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             datasets = self._datasets.list_all(record.id)
             rollback_numbers = [key[1] for name in datasets if (key := parse_volume_key(name.rpartition("/")[2]))]
             dataset = self._root.child(VOLUMES, f"{record.id}.{max(rollback_numbers, default=0) + 1}")
@@ -168,7 +168,7 @@ class VolumeStorage:
     @translate_errors
     def retire_former_datasets(self, volume_id: str) -> list[str]:
         """Retire or destroy a volume's former datasets, and return their names. If this raises Busy, call it again."""
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             current, names = self.dataset(volume_id), []
             for dataset in self._datasets.list_all(volume_id):
                 if dataset != current and not self._datasets.is_retired_with_snapshots(dataset):
@@ -185,7 +185,7 @@ class VolumeStorage:
         Raises InUseExternally, with the names of all users, if other volumes are clones of its snapshots, or if other
         tools took or hold snapshots of it.
         """
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             datasets = self._datasets.list_all(volume_id)
             names = [name for dataset in datasets for name in zfs_core.list_snapshots(dataset)]
             self._snapshots.check_no_cloned_volumes(names)
@@ -199,7 +199,7 @@ class VolumeStorage:
     @translate_errors
     def finish_removal(self, volume_id: str) -> None:
         """Destroy all datasets of a doomed volume. If this raises Busy, call it again."""
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             datasets = self._datasets.list_all(volume_id)
             # Mark the other datasets before the newest one, which depends on them, is destroyed.
             for dataset in reversed(datasets):
@@ -237,7 +237,7 @@ class VolumeStorage:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
             reason = "because the sandbox's snapshot that it belonged to does not exist"
             notes.append(_attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
-        with self._root.tree_lock:
+        with self._root.tree_locked():
             tree = self._datasets.tree
             for dataset in findings.leftover:
                 reason = "because a rollback replaced it or was not completed"

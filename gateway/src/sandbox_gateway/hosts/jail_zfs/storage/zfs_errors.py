@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import zfs_core
 
-from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NoSpace, OverQuota
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NoSpace, OverQuota, Timeout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,11 @@ def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
             | zfs_core.exceptions.PropertyInvalid()
         ):
             return Invalid(f"ZFS rejected{name_suffix}: {error.details or error.message}")
+        case zfs_core.exceptions.ZFSGenericError(errno=errno.ETIMEDOUT):
+            return Timeout(
+                f"{error.message}{name_suffix and f' on{name_suffix}'}: the change may or may not have been made. Run "
+                "`zpool status` to find out whether the pool responds. While commands hang, GET /health lists them"
+            )
     return BackendFailed(f"ZFS failed: {error}")
 
 

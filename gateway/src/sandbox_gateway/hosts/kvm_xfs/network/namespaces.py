@@ -18,7 +18,7 @@ from pyroute2.netns import setns
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS
-from sandbox_gateway.hosts.kvm_xfs.threads import start_thread
+from sandbox_gateway.hosts.threads import start_thread
 
 _CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 0x100000, 2

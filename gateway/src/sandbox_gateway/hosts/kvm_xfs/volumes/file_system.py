@@ -18,9 +18,9 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.process_checks import send_signal, wait_until_ended
-from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess
+from sandbox_gateway.hosts.threads import run_with_timeout
 
 _RELEASE_TIMEOUT_SECONDS = 10.0
 _FORMAT_TIMEOUT_SECONDS = 120.0

@@ -38,7 +38,6 @@ from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import GuestMount
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
-from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases, VolumeAccess
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, block_counts
@@ -49,6 +48,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     load_settings,
 )
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
+from sandbox_gateway.hosts.threads import run_with_timeout
 from sandbox_gateway.hosts.tree_removal import remove_tree
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks

@@ -1,0 +1,21 @@
+"""Find the commands of ZFS that hang, or run for so long that they probably do."""
+
+from __future__ import annotations
+
+import time
+
+import zfs_core
+
+SLOW_FRACTION = 1 / 6
+"""A command is slow after this part of its timeout: 10 s for most commands, 10 minutes for the transfer of a stream."""
+
+
+def list_slow_commands(*, thread: int | None = None) -> list[zfs_core.RunningCommand]:
+    """Return the slow commands, oldest first. With ``thread``: only those that this thread waits for."""
+    now = time.time()
+    return [
+        command
+        for command in zfs_core.list_running_commands()
+        if (command.was_killed or now - command.started_at > command.timeout_seconds * SLOW_FRACTION)
+        and (thread is None or (command.thread == thread and not command.was_killed))
+    ]

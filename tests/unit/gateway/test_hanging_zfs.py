@@ -1,0 +1,222 @@
+"""Commands of ZFS that never return: they end within their bound, are reported, and block no other work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zfs_core
+from zfs_core import process
+from zfs_core.exceptions import DatasetNotFound, ZFSGenericError
+
+from sandbox_gateway.errors import Busy, NotFound, Timeout
+from sandbox_gateway.hosts.jail_zfs import disk_usage
+from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
+from sandbox_gateway.hosts.jail_zfs.storage import root as root_module
+from sandbox_gateway.hosts.jail_zfs.storage import slow_commands
+from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
+from sandbox_gateway.hosts.threads import run_in_thread
+from tests.support.waiting import eventually
+
+_HANGING_ZFS = """#!/bin/sh
+for word; do last=$word; done
+case $last in *hanging*) exec sleep 60 ;; esac
+echo "$last"
+"""
+
+
+@pytest.fixture
+def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the bound of commands."""
+    program = tmp_path / "bin/zfs"
+    program.parent.mkdir()
+    program.write_text(_HANGING_ZFS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(process, "_KILL_WAIT_SECONDS", 0.2)
+
+    def set_timeout(seconds: float) -> None:
+        monkeypatch.setattr(process, "TIMEOUT_SECONDS", seconds)
+
+    set_timeout(0.3)
+    return set_timeout
+
+
+@pytest.fixture
+def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Make processes ignore being killed, as if they hung in the kernel. Returns a function that ends them."""
+    processes: list[subprocess.Popen[bytes]] = []
+    original_kill = subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: processes.append(process))
+
+    def end() -> None:
+        while processes:
+            original_kill(processes.pop())
+
+    yield end
+    end()
+
+
+def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Callable[[float], None]) -> None:
+    timeouts_before = zfs_core.count_timeouts()
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
+        eventually(list_slow_commands)
+        (command,) = list_slow_commands()
+        assert (command.command, command.name, command.was_killed) == ("zfs snapshot", "p/hanging", False)
+        assert abs(time.time() - command.started_at) < 30
+        with pytest.raises(ZFSGenericError, match=r"`zfs snapshot` did not finish within 0\.3 s and was killed"):
+            call.result(20)
+    assert zfs_core.list_running_commands() == []
+    assert zfs_core.count_timeouts() == timeouts_before + 1
+    assert process.execute(("snapshot", "p/other@a")).output == "p/other@a\n"
+
+
+def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
+    timeout: Callable[[float], None], unkillable: Callable[[], None]
+) -> None:
+    with pytest.raises(ZFSGenericError, match="could not be killed, because it hangs in the kernel"):
+        process.execute(("destroy", "p/hanging"))
+    with pytest.raises(ZFSGenericError, match="did not finish within"):
+        process.read_first_bytes("send", "p/hanging@a", count=8)
+    assert [(each.command, each.name, each.was_killed) for each in list_slow_commands()] == [
+        ("zfs destroy", "p/hanging", True),
+        ("zfs send", "p/hanging@a", True),
+    ]
+    assert list_slow_commands(thread=threading.get_ident()) == [], "this thread does not wait for them any more"
+    unkillable()
+    eventually(lambda: not list_slow_commands())
+
+
+def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(tmp_path: Path, timeout: Any) -> None:
+    assert process.read_first_bytes("send", "p/a@b", count=3) == (b"p/a", None)
+    data, outcome = process.read_first_bytes("send", "p/a@b", count=30)
+    assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
+
+
+def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(timeout: Any) -> None:
+    with (
+        pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
+        translated_errors(),
+    ):
+        process.execute(("set", "a=b", "p/hanging"), name="p/hanging")
+
+
+def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(timeout: Callable[[float], None]) -> None:
+    timeout(30)
+
+    async def scenario() -> None:
+        done = threading.Event()
+        hanging_calls = [asyncio.ensure_future(run_in_thread(done.wait, 30)) for _ in range(100)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            assert await run_in_thread(lambda text: text, "another verb") == "another verb"
+        done.set()
+        assert all(await asyncio.gather(*hanging_calls))
+
+    asyncio.run(scenario())
+
+
+def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_does_not(
+    timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_module, "_LOCK_POLL_SECONDS", 0.02)
+    timeout(30)
+    root = RootDataset("p/root")
+    acquired, release = threading.Event(), threading.Event()
+
+    def hold_lock(work: Callable[[], object]) -> None:
+        with root.tree_locked():
+            acquired.set()
+            work()
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            holder = pool.submit(hold_lock, lambda: release.wait(30))
+            assert acquired.wait(10)
+            waiter = pool.submit(hold_lock, lambda: None)
+            hanging_elsewhere = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
+            eventually(list_slow_commands)
+            time.sleep(0.1)
+            assert not waiter.done(), "a command that hangs elsewhere does not concern the owner of the lock"
+            release.set()
+            holder.result(10), waiter.result(10)
+            with pytest.raises(ZFSGenericError):
+                hanging_elsewhere.result(10)
+
+            acquired.clear()
+            holder = pool.submit(hold_lock, lambda: process.execute(("destroy", "p/hanging"), 1.5))
+            assert acquired.wait(10)
+            with pytest.raises(Busy, match=r"`zfs destroy` has been running on p/hanging for .* try again later"):
+                hold_lock(lambda: None)
+            with pytest.raises(ZFSGenericError):
+                holder.result(10)
+            hold_lock(lambda: None)
+        finally:
+            release.set()
+
+
+def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = RootDataset("p/root")
+    names = SnapshotNames(root, "snapshot")
+    names.load({"one": "p/root/a@one"})
+
+    def try_lock() -> bool:
+        if is_free := root.index_lock.acquire(timeout=5):
+            root.index_lock.release()
+        return is_free
+
+    def check_that_lock_is_free(name: str) -> bool:
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(try_lock).result(10)
+        return False
+
+    monkeypatch.setattr(zfs_core, "lzc_exists", check_that_lock_is_free)
+
+    def fail(name: str) -> None:
+        raise DatasetNotFound(name)
+
+    with pytest.raises(NotFound):
+        names.call_with_name("one", fail)
+    assert names.list_all() == set()
+
+
+def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 0.2)
+    release = threading.Event()
+    calls: list[Path] = []
+
+    def read(path: Path) -> int | None:
+        calls.append(path)
+        if path == tmp_path / "hanging" and not release.is_set():
+            release.wait(30)
+        return 1
+
+    monkeypatch.setattr(disk_usage, "_used_bytes", read)
+    usage = DiskUsage()
+    paths = {name: tmp_path / name for name in ("a", "hanging", "z")}
+
+    async def scenario() -> None:
+        assert await usage.read(paths) == {"a": 1, "hanging": None, "z": None}
+        for _ in range(3):
+            assert await usage.read(paths) == {"a": 1, "hanging": None, "z": 1}
+        assert calls.count(tmp_path / "hanging") == 1, "each call leaves a thread behind"
+        release.set()
+
+    asyncio.run(scenario())
+    eventually(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
+
+
+def test_most_commands_are_slow_after_ten_seconds() -> None:
+    assert pytest.approx(10) == process.TIMEOUT_SECONDS * slow_commands.SLOW_FRACTION
