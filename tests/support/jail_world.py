@@ -28,6 +28,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
+from tests.freebsd_shim import command_lines
 from tests.freebsd_shim.harness import BIN_DIRECTORY
 from tests.jail_zfs import pools
 from tests.support import session
@@ -95,7 +96,7 @@ def jail_zfs_world() -> Iterator[JailZfsWorld]:
 
 @contextmanager
 def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
-    with emulated_freebsd():
+    with emulated_freebsd(), command_lines.checked():
         yield JailZfsWorld(pool)
 
 

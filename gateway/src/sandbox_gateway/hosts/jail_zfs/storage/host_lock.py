@@ -175,4 +175,5 @@ def _read_boot_identity() -> str:
     boot_id_path = Path("/proc/sys/kernel/random/boot_id")
     if boot_id_path.exists():
         return boot_id_path.read_text().strip()
-    return command.run(["sysctl", "-n", "kern.boottime"], timeout=10).stdout.partition("}")[0].strip()
+    # Not kern.boottime: it changes whenever the clock is set.
+    return command.run(["sysctl", "-inx", "kern.boot_id"], timeout=10).stdout.strip()

@@ -1,0 +1,204 @@
+"""The command lines that the jail host issues, and the manual pages of FreeBSD 14 that allow them.
+
+While tests run jails, `checked` compares each command line with this list. docs/jail_zfs.md contains it as a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+from sandbox_gateway.hosts.jail_zfs import commands
+from zfs_core import process
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A form of command lines, with words in capitals for what varies.
+
+    A word in brackets is optional, and `…` stands for more words like the last one. ``page`` and ``section`` say where
+    FreeBSD's manual describes the form. ``is_rare``: the form is only used after a failure or on a real FreeBSD.
+    """
+
+    form: str
+    page: str
+    section: str
+    is_rare: bool = False
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        patterns: list[str] = []
+        for word in self.form.split(" "):
+            if word == "…":
+                patterns.append(f"(?:{patterns[-1]})*")
+            elif word.startswith("["):
+                patterns.append(f"(?:{_word_pattern(word[1:-1])})?")
+            else:
+                patterns.append(_word_pattern(word))
+        return re.compile("".join(patterns), re.DOTALL)
+
+    def matches(self, argv: Sequence[str]) -> bool:
+        return bool(self._pattern.fullmatch("".join(f"{word}\0" for word in argv)))
+
+
+def _word_pattern(word: str) -> str:
+    """Return a pattern for one word. A word that begins with a placeholder does not match options."""
+    option_guard = "(?!-)" if re.match("[A-Z]{2}", word) else ""
+    return option_guard + "[^\0]+".join(map(re.escape, re.split(r"[A-Z]{2,}", word))) + "\0"
+
+
+_BRIDGE_FLAGS = "private INTERFACE -learn INTERFACE -discover INTERFACE static INTERFACE ETHER"
+
+COMMAND_LINES = (
+    CommandLine(
+        "jail -c name=JAIL path=DIRECTORY vnet=new host.hostname=HOSTNAME [mount=FSTAB] mount.devfs devfs_ruleset=4 "
+        "enforce_statfs=2 securelevel=2 children.max=0 allow.noset_hostname allow.noraw_sockets "
+        "vnet.interface=INTERFACE exec.clean exec.start=COMMAND",
+        "jail(8)",
+        "Jail Parameters",
+    ),
+    CommandLine("jail -R JAIL", "jail(8)", "DESCRIPTION: -R"),
+    CommandLine("jls --libxo json -d name path dying", "jls(8)", "DESCRIPTION: -d, --libxo"),
+    CommandLine("pkill -SIGNAL -j JAIL", "pkill(1)", "DESCRIPTION: -signal, -j"),
+    CommandLine("ifconfig -l", "ifconfig(8)", "DESCRIPTION: -l"),
+    CommandLine("ifconfig -g GROUP", "ifconfig(8)", "DESCRIPTION: -g"),
+    CommandLine("ifconfig BRIDGE", "ifconfig(8)", "DESCRIPTION"),
+    CommandLine("ifconfig bridge create name BRIDGE", "ifconfig(8)", "create, name"),
+    CommandLine("ifconfig BRIDGE ether ETHER", "ifconfig(8)", "address: the link-level address"),
+    CommandLine("ifconfig BRIDGE inet ADDRESS/LENGTH staticarp up", "ifconfig(8)", "address, staticarp, up"),
+    CommandLine("ifconfig BRIDGE staticarp up", "ifconfig(8)", "staticarp, up", is_rare=True),
+    CommandLine(f"ifconfig BRIDGE addm INTERFACE {_BRIDGE_FLAGS}", "ifconfig(8)", "Bridge Interface Parameters"),
+    CommandLine(f"ifconfig BRIDGE {_BRIDGE_FLAGS}", "ifconfig(8)", "Bridge Interface Parameters", is_rare=True),
+    CommandLine("ifconfig epair create group GROUP", "ifconfig(8), epair(4)", "create, group"),
+    CommandLine("ifconfig INTERFACE name INTERFACE up", "ifconfig(8)", "name, up"),
+    CommandLine("ifconfig INTERFACE ether ETHER name INTERFACE", "ifconfig(8)", "address, name"),
+    CommandLine("ifconfig INTERFACE -vnet JAIL", "ifconfig(8)", "-vnet"),
+    CommandLine("ifconfig INTERFACE destroy", "ifconfig(8)", "destroy"),
+    CommandLine("ifconfig -j JAIL INTERFACE inet ADDRESS/LENGTH up", "ifconfig(8)", "DESCRIPTION: -j (since 14.0)"),
+    CommandLine("route -n -j JAIL add default ADDRESS", "route(8)", "DESCRIPTION: -j (since 14.0), add"),
+    CommandLine("route -n get default", "route(8)", "DESCRIPTION: get"),
+    CommandLine("arp -S ADDRESS ETHER", "arp(8)", "DESCRIPTION: -S"),
+    CommandLine("arp -d ADDRESS", "arp(8)", "DESCRIPTION: -d"),
+    CommandLine("arp -n -i BRIDGE -a", "arp(8)", "DESCRIPTION: -a, -i, -n"),
+    CommandLine("pfctl -s info", "pfctl(8)", "DESCRIPTION: -s info"),
+    CommandLine("pfctl -s rules", "pfctl(8)", "DESCRIPTION: -s rules"),
+    CommandLine("pfctl -s nat", "pfctl(8)", "DESCRIPTION: -s nat"),
+    CommandLine("pfctl -a sbx -s Anchors", "pfctl(8)", "DESCRIPTION: -a, -s Anchors"),
+    CommandLine("pfctl -q -a sbx/NAME -f -", "pfctl(8), pf.conf(5)", "DESCRIPTION: -a, -f; ANCHORS"),
+    CommandLine("pfctl -q -a sbx/NAME -F all", "pfctl(8)", "DESCRIPTION: -F all"),
+    CommandLine("pfctl -q -k ADDRESS", "pfctl(8)", "DESCRIPTION: -k"),
+    CommandLine("pfctl -q -k 0.0.0.0/0 -k ADDRESS", "pfctl(8)", "DESCRIPTION: -k"),
+    CommandLine("rctl", "rctl(8)", "DESCRIPTION"),
+    CommandLine("rctl -a RULE …", "rctl(8)", "DESCRIPTION: -a; RULE SYNTAX"),
+    CommandLine("rctl -r jail:JAIL", "rctl(8)", "DESCRIPTION: -r"),
+    CommandLine("rctl -u jail:JAIL …", "rctl(8)", "DESCRIPTION: -u"),
+    CommandLine("mount --libxo json -v", "mount(8)", "DESCRIPTION: -v, --libxo"),
+    CommandLine("mount -t nullfs -o OPTIONS DIRECTORY DIRECTORY", "mount_nullfs(8), mount(8)", "-o nocover, nosuid"),
+    CommandLine("umount FSID", "umount(8)", "DESCRIPTION: fsid"),
+    CommandLine("umount -f FSID", "umount(8)", "DESCRIPTION: -f", is_rare=True),
+    CommandLine("fstat -f DIRECTORY", "fstat(1)", "DESCRIPTION: -f", is_rare=True),
+    CommandLine("sysctl -n NAME", "sysctl(8)", "DESCRIPTION: -n"),
+    CommandLine("sysctl -ie NAME …", "sysctl(8)", "DESCRIPTION: -i, -e"),
+    CommandLine("sysctl NAME=VALUE …", "sysctl(8), bridge(4)", "DESCRIPTION; PACKET FILTERING"),
+    CommandLine("sysctl -inx kern.boot_id", "sysctl(8)", "DESCRIPTION: -i, -n, -x", is_rare=True),
+    CommandLine("ps -o lstart= -p PID", "ps(1)", "DESCRIPTION: -o, -p; KEYWORDS", is_rare=True),
+    CommandLine("pw -R DIRECTORY usershow user", "pw(8)", "DESCRIPTION: -R, usershow", is_rare=True),
+    CommandLine("pw -R DIRECTORY useradd user -m -s /bin/sh", "pw(8)", "USER OPTIONS", is_rare=True),
+    CommandLine("pkg -r DIRECTORY install -y PACKAGE …", "pkg(8), pkg-install(8)", "-r; -y", is_rare=True),
+)
+"""The command lines that `CommandRunner` runs, and those that only a FreeBSD host runs."""
+
+ZFS_SUBCOMMANDS = {
+    name: f"zfs-{page}(8)"
+    for name, page in {
+        "allow": "allow",
+        "bookmark": "bookmark",
+        "clone": "clone",
+        "create": "create",
+        "destroy": "destroy",
+        "diff": "diff",
+        "get": "get",
+        "hold": "hold",
+        "holds": "hold",
+        "inherit": "inherit",
+        "list": "list",
+        "mount": "mount",
+        "program": "program",
+        "promote": "promote",
+        "receive": "receive",
+        "release": "hold",
+        "rename": "rename",
+        "rollback": "rollback",
+        "send": "send",
+        "set": "set",
+        "snapshot": "snapshot",
+        "unmount": "mount",
+        "upgrade": "upgrade",
+        "version": "version",
+    }.items()
+}
+"""The pages of the subcommands that `zfs_core` may run. docs/zfs_core.md lists which function runs which command."""
+
+
+def find(argv: Sequence[str]) -> CommandLine | None:
+    return next((each for each in COMMAND_LINES if each.matches(argv)), None)
+
+
+@dataclass
+class Recording:
+    """The command lines that were issued. ``zfs``: the subcommands of `zfs`. ``unknown``: those that are not listed."""
+
+    known: set[CommandLine]
+    zfs: set[str]
+    unknown: list[list[str]]
+
+    def add(self, argv: Sequence[str]) -> None:
+        if argv[0] == "zfs":
+            is_known = argv[1].lstrip("-") in ZFS_SUBCOMMANDS
+            self.zfs.add(argv[1])
+        else:
+            line = find(argv)
+            is_known = line is not None
+            if line is not None:
+                self.known.add(line)
+        if not is_known:
+            self.unknown.append(list(argv))
+
+
+@contextmanager
+def recorded() -> Iterator[Recording]:
+    """Record the command lines that the jail host and `zfs_core` issue in this process inside the context."""
+    recording = Recording(set(), set(), [])
+    original_run, original_tracked = commands.run_async, process.tracked
+
+    async def run_async(argv: Sequence[str], **options: Any) -> Any:
+        recording.add(argv)
+        return await original_run(argv, **options)
+
+    def tracked(command: Any, *args: Any) -> Any:
+        recording.add(command.args)
+        return original_tracked(command, *args)
+
+    with mock.patch.object(commands, "run_async", run_async), mock.patch.object(process, "tracked", tracked):
+        yield recording
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Raise AssertionError at the end of the context if a command line was issued that is not in this list."""
+    with recorded() as recording:
+        yield
+    assert not recording.unknown, (
+        f"add these command lines to {__name__} with the manual page that allows them: {recording.unknown[:5]}"
+    )
+
+
+def format_table(lines: Iterable[CommandLine] = COMMAND_LINES) -> str:
+    """Return the table of docs/jail_zfs.md."""
+    rows = [f"| `{each.form}` | {each.page} | {each.section.replace('|', ' or ')} |\n" for each in lines]
+    return "".join(["| command line | page | section |\n", "|---|---|---|\n", *rows])

@@ -1,0 +1,40 @@
+"""The script that checks FreeBSD's behaviour on a real machine. Here, it runs with the shim and zfs-fuse."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.freebsd_shim.harness import Shim
+from tests.jail_zfs import pools
+
+_SCRIPT = Path(__file__).with_name("verify_on_freebsd.sh")
+
+
+def test_the_shim_passes_the_checks_that_it_can_run(shim: Shim, zpool: pools.Pool, tmp_path: Path) -> None:
+    environ = {"PATH": f"{shim.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    shim.check_ok("pfctl", "-q", "-f", "-", input='nat-anchor "sbx/*"\nanchor "sbx/*"\n')
+    mounts_before = Path("/proc/self/mounts").read_text()
+    result = shim("sh", str(_SCRIPT), timeout=300, **environ)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split()[0] for line in result.stdout.splitlines()[1:-1]]
+    assert set(rows) == {"ok", "skipped"} and rows.count("ok") >= 30, result.stdout
+    assert Path("/proc/self/mounts").read_text() == mounts_before
+    assert pools.run("zpool", "list", "-H", "vfypool", check=False).returncode != 0
+    assert not list(tmp_path.glob("vfy.*"))
+    assert shim.check_ok("ifconfig", "-g", "vfy-epair") == "" and "vfy" not in shim.check_ok("jls", "name")
+
+
+def test_the_script_refuses_other_systems(tmp_path: Path) -> None:
+    result = subprocess.run(
+        ["sh", str(_SCRIPT)], capture_output=True, text=True, timeout=30, env={"PATH": "/usr/bin:/bin"}, check=False
+    )
+    assert result.returncode == 2 and ("not FreeBSD" in result.stderr or "as root" in result.stderr)
+
+
+@pytest.mark.parametrize("argument", ["-x", "report"])
+def test_the_script_refuses_unknown_arguments(argument: str) -> None:
+    result = subprocess.run(["sh", str(_SCRIPT), argument], capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2 and result.stderr.startswith("usage:")
