@@ -12,6 +12,7 @@ from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
 from benchmarks.benches.image import Image
 from benchmarks.benches.jail import JailZfs
+from benchmarks.benches.jail_growth import JailGrowth
 from benchmarks.benches.jail_scale import JailScale
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
@@ -40,6 +41,7 @@ BENCHES: tuple[Bench, ...] = (
     Scale(),
     Sdk(),
     JailZfs(),
+    JailGrowth(),
     JailScale(),
     Tasks(),
     Plans(),

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
+import zfs_core
 from zfs_core import run as zfs_run
 
 from benchmarks.answers import Answers, recording_answers
@@ -37,7 +38,7 @@ from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 _EMULATION_NOTE = (
-    "ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands (jail, ifconfig, route, rctl, "
+    "tests/freebsd_shim emulates FreeBSD's commands (jail, ifconfig, route, rctl, "
     "pfctl, jls, pkill) on Linux. On FreeBSD all times differ, including the floor's"
 )
 _COOLDOWN_SECONDS = 0.5
@@ -64,13 +65,19 @@ _PART_TITLES = {
 _COMMAND_FUNCTIONS: dict[str, FunctionRef] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
 
 
+def zfs_name() -> str:
+    """Return the name and the version of the installed ZFS."""
+    version = ".".join(map(str, zfs_core.detect_capabilities().version))
+    return f"OpenZFS {version}" if zfs_core.detect_capabilities().atomic_snapshots else f"zfs-fuse {version}"
+
+
 class JailZfs:
     name = "jail"
     title = "jail/ZFS host, FreeBSD's commands emulated on Linux"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=12, quick=3)
-        settings = {"rounds": rounds, "zfs": "zfs-fuse", "freebsd": "tests/freebsd_shim"}
+        settings = {"rounds": rounds, "zfs": zfs_name(), "freebsd": "tests/freebsd_shim"}
         result = Result(self.name, self.title, settings, notes=[_EMULATION_NOTE])
         with _engine(ctx) as (live, host), recording_answers() as answers:
             settings["concurrency"] = live.config.limits.concurrency
@@ -136,7 +143,7 @@ class RawCommands:
             self._live.do(host._network.apply_policy(machine.jail, epair, self._sandbox.network))
             start = time.perf_counter()
             for argv in self.commands:
-                output = _run_command(tuple(_replace_names(word, replacements) for word in argv))
+                output = run_command(tuple(_replace_names(word, replacements) for word in argv))
                 if argv[:3] == ("ifconfig", "epair", "create"):
                     replacements |= self._map_epair(output.strip().removesuffix("a"))
             end = time.perf_counter()
@@ -177,7 +184,7 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
     return re.sub(rf"(?<![0-9A-Za-z])({keys})(?![0-9A-Za-z])", lambda match: replacements[match[1]], text)
 
 
-def _run_command(argv: tuple[str, ...]) -> str:
+def run_command(argv: tuple[str, ...]) -> str:
     """Run a command and return its standard output. Raises RuntimeError if it fails."""
     lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **shim_environment()}
@@ -191,7 +198,7 @@ def _run_command(argv: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
     """Run an engine with a separate pool and a template. Removes everything at the end."""
-    ctx.print_progress("building the jail's template on a separate pool (zfs-fuse, FreeBSD's commands emulated)")
+    ctx.print_progress(f"building the jail's template on a separate pool ({zfs_name()}, FreeBSD's commands emulated)")
     with jail_zfs_world() as world:
         config: Config = world.config()
         host = ShimHost(config)
@@ -282,7 +289,7 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
 def _measure_raw_snapshot(snapshot: str, number: int) -> float:
     """Return how many milliseconds another `zfs snapshot` of the same dataset takes. Destroys it afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
-    _, elapsed = time_call(lambda: _run_command(("zfs", "snapshot", name)))
+    _, elapsed = time_call(lambda: run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return elapsed
 
