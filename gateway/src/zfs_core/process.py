@@ -66,7 +66,7 @@ def execute(
         raise ZFSInitializationFailed().with_details(
             f"the `{program}` command is not installed: install ZFS, or run the jail_zfs_host role"
         ) from None
-    with _killed_at_end(process, args, seconds, name):
+    with _killed_at_end(process, seconds, name):
         out, err = process.communicate(timeout=seconds)
     return _make_outcome(args, process.returncode, out or b"", err or b"", name)
 
@@ -87,7 +87,7 @@ def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tu
         env=_build_environment(),
         pass_fds=_list_inherited_fds(),
     )
-    with _killed_at_end(process, args, seconds, None):
+    with _killed_at_end(process, seconds, None):
         data = _read(process, count, deadline)
         if len(data) == count:
             return data, None
@@ -96,15 +96,13 @@ def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tu
 
 
 @contextlib.contextmanager
-def _killed_at_end(
-    process: subprocess.Popen[bytes], args: tuple[str, ...], seconds: float, name: str | None
-) -> Iterator[None]:
+def _killed_at_end(process: subprocess.Popen[bytes], seconds: float, name: str | None) -> Iterator[None]:
     """Kill the process at the end of this context, unless it has ended.
 
     Raises ZFSGenericError(ETIMEDOUT) instead of TimeoutExpired.
     """
     try:
-        with tracked(process, name, seconds):
+        with tracked(process, name, seconds) as running_command:
             try:
                 yield
             finally:
@@ -113,7 +111,7 @@ def _killed_at_end(
     except subprocess.TimeoutExpired:
         fate = "was killed" if process.returncode is not None else "could not be killed, because it hangs in the kernel"
         raise ZFSGenericError(
-            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not finish within {seconds:g} s and {fate}"
+            errno.ETIMEDOUT, name, f"`{running_command.command}` did not finish within {seconds:g} s and {fate}"
         ) from None
 
 

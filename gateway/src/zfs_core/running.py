@@ -54,7 +54,7 @@ def count_timeouts() -> int:
 
 
 @contextlib.contextmanager
-def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds: float) -> Iterator[None]:
+def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds: float) -> Iterator[RunningCommand]:
     """Keep track of ``process`` inside this context, and until it exits.
 
     If the process does not finish in time, the context must end with TimeoutExpired. ``name``: the dataset.
@@ -67,7 +67,7 @@ def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds:
     with _lock:
         _running[process.pid] = _Entry(process, command)
     try:
-        yield
+        yield command
     except subprocess.TimeoutExpired:
         with _lock:
             _timeout_count += 1
