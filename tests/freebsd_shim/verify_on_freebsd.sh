@@ -55,6 +55,21 @@ counts_skipped=0
 openzfs=no
 zfs version >/dev/null 2>&1 && openzfs=yes
 
+# zfs-fuse hangs if two commands mount file systems at the same time.
+if [ -d /var/run/zfs ] && [ $on_freebsd = no ]; then
+    zfs_program=$(command -v zfs)
+    zpool_program=$(command -v zpool)
+    zfs() {
+        case $1 in
+        create | clone | mount | rename | rollback | receive) flock /var/run/zfs "$zfs_program" "$@" ;;
+        *) "$zfs_program" "$@" ;;
+        esac
+    }
+    zpool() {
+        flock /var/run/zfs "$zpool_program" "$@"
+    }
+fi
+
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 # Run a command that must succeed, and print its output.
@@ -155,7 +170,6 @@ check() {
 # shellcheck disable=SC2317  # the trap calls it
 clean_up() {
     trap - EXIT INT TERM HUP
-    [ -z "${sleeper:-}" ] || kill "$sleeper" 2>/dev/null
     for jail in $JAIL vfy-b vfy-c; do
         pkill -KILL -j "$jail" >/dev/null 2>&1
         jail -R "$jail" >/dev/null 2>&1
