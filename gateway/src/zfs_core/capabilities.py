@@ -22,6 +22,8 @@ class Capabilities:
     """The version, or () if the output of `zfs version` has an unknown format."""
     atomic_snapshots: bool
     """`zfs snapshot` takes several snapshots atomically."""
+    volumes: bool
+    """`zfs create -V` creates volumes."""
     create_unmounted: bool
     """`zfs create -u` does not mount the new filesystem."""
     rename_without_unmount: bool
@@ -53,6 +55,7 @@ class Capabilities:
 ZFS_FUSE_CAPABILITIES = Capabilities(
     version=(0, 7),
     atomic_snapshots=False,
+    volumes=False,
     create_unmounted=False,
     rename_without_unmount=False,
     lists_holds=False,
@@ -73,6 +76,7 @@ def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
+        volumes=True,
         create_unmounted=not version or version >= (2, 0),
         rename_without_unmount=True,
         lists_holds=True,
