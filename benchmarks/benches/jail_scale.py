@@ -68,9 +68,9 @@ class _ZfsStore:
     def __init__(self, dataset: str) -> None:
         self._dataset = dataset
         self._source = Sandbox(name="source", state=SandboxState.PAUSED)
-        zfs_core.lzc_create(dataset)
+        zfs_core.lzc_create(dataset, mounted=True)
         for name in CONTAINERS:
-            zfs_core.lzc_create(f"{dataset}/{name}", props={"atime": "off"})
+            zfs_core.lzc_create(f"{dataset}/{name}", props={"atime": "off"}, mounted=True)
 
     def write_template(self, template: Snapshot) -> None:
         template.memory = MemoryMode.NONE

@@ -185,5 +185,5 @@ def jail_playbooks(scratch: Path, settle_seconds: float) -> Iterator[tuple[OurPl
 def _create_hand_written_playbook(world: JailZfsWorld, scratch: Path) -> HandWrittenPlaybook:
     pool = world._pool
     dataset = f"{pool.name}/hand"
-    zfs_core.lzc_create(dataset)
+    zfs_core.lzc_create(dataset, mounted=True)
     return HandWrittenPlaybook(dataset, pool.mount_point / "hand", world._template.host["zfsSnapshot"], scratch)

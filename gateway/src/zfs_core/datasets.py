@@ -72,7 +72,7 @@ def lzc_create(
         options = ["-u", *options]
     with open_key(key, options) as stdin:
         outcome = run("create", *options, target, name=target, stdin=stdin)
-    is_as_requested = mounted or options[:1] in (["-u"], ["-s"])
+    is_as_requested = mounted or options[:1] in (["-u"], ["-s"]) or _is_not_mounted_automatically(options)
     specific_errors = dict.fromkeys(_NO_PARENT_CAUSES, ParentNotFound)
     _check_created(outcome, target, "create filesystem", specific_errors, is_as_requested)
     if key_location is not None:
@@ -92,6 +92,10 @@ def _get_volume_size(target: str, options: list[str]) -> str:
 def _remove_option(options: list[str], prop: str) -> list[str]:
     pairs = zip(options[::2], options[1::2], strict=True)
     return [word for pair in pairs if not pair[1].startswith(f"{prop}=") for word in pair]
+
+
+def _is_not_mounted_automatically(options: list[str]) -> bool:
+    return "canmount=noauto" in options or "canmount=off" in options
 
 
 def _set_key_location(target: str, key_location: str) -> None:
@@ -130,8 +134,9 @@ def lzc_clone(name: Name, origin: Name, props: Props = None, *, mounted: bool = 
     target, source = validate_new_filesystem_name(name), validate_snapshot_name(origin)
     if pool_of(target) != pool_of(source):
         raise PoolsDiffer(target) if lzc_exists(pool_of(target)) else DatasetNotFound(target)
-    outcome = run("clone", *format_property_options(props), source, target, name=target)
-    _check_created(outcome, target, "create clone", {}, mounted)
+    options = format_property_options(props)
+    outcome = run("clone", *options, source, target, name=target)
+    _check_created(outcome, target, "create clone", {}, mounted or _is_not_mounted_automatically(options))
 
 
 @accepts_bytes

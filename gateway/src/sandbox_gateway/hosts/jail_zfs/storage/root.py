@@ -111,5 +111,5 @@ class RootDataset:
     def _ensure_container(self, name: str) -> None:
         if not zfs_core.lzc_exists(name):
             # exclude instances from tools that snapshot all datasets, because such snapshots prevent their destruction
-            zfs_core.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
+            zfs_core.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"}, mounted=True)
         zfs_core.mount(name)
