@@ -352,12 +352,12 @@ def _check_destination(request: _Request) -> None:
     types = find_types([request.target, filesystem, *origins])
     is_resuming = record is not None and record.is_resuming
     is_clone = bool(origins) or (record is not None and record.is_clone)
-    if request.target in types:
-        raise DatasetExists(request.target)
     if record is not None and record.is_package:
         raise BadStream().with_details("the stream is a package: receive it with `zfs receive`")
     if filesystem in types and is_clone and not is_resuming:
         raise BadStream().with_details(f"a clone cannot be received into {filesystem}, which exists")
+    if request.target in types:
+        raise DatasetExists(request.target)
     if filesystem not in types:
         if is_clone and not origins:
             raise BadStream().with_details("the stream is that of a clone: pass its origin")
