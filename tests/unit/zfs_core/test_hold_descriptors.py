@@ -1,0 +1,79 @@
+"""Test that holds are released when a descriptor is closed, with /dev/null in the place of /dev/zfs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from zfs_core import hold_descriptors
+from zfs_core.exceptions import BadHoldCleanupFD
+
+_HOLDS = {"tank/a@s": "tag 1", "tank/b@s": "tag 2"}
+
+
+@pytest.fixture
+def released_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with the arguments of each `zfs` command that was run."""
+    log, program = tmp_path / "log", tmp_path / "zfs"
+    program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" >>{log}\necho >>{log}\n')
+    program.chmod(0o755)
+    log.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(hold_descriptors, "_DEVICE", "/dev/null")
+    monkeypatch.setattr(hold_descriptors, "_helpers", [])
+    yield log
+    hold_descriptors.wait_for_releases()
+
+
+def test_holds_are_released_when_the_last_duplicate_is_closed(released_holds: Path) -> None:
+    fd = os.open("/dev/null", os.O_RDONLY)
+    duplicate_fd = os.dup(fd)
+    other_fd = os.open("/dev/null", os.O_RDONLY)
+    hold_descriptors.validate_descriptor(fd)
+    hold_descriptors.release_when_closed(fd, _HOLDS)
+    hold_descriptors.release_when_closed(other_fd, {"tank/c@s": "tag 3"})
+    os.close(fd)
+    hold_descriptors.wait_for_releases()
+    assert released_holds.read_text() == "", "the holds were released while a duplicate was open"
+    os.close(duplicate_fd)
+    hold_descriptors.wait_for_releases()
+    assert released_holds.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
+    os.close(other_fd)
+    hold_descriptors.wait_for_releases()
+    assert released_holds.read_text().endswith("release|tag 3|tank/c@s|\n")
+    assert not hold_descriptors._helpers
+
+
+def test_holds_are_released_when_the_process_is_killed(released_holds: Path) -> None:
+    code = (
+        "import os, sys, time\nfrom zfs_core import hold_descriptors\nhold_descriptors._DEVICE = '/dev/null'\n"
+        "hold_descriptors.release_when_closed(os.open('/dev/null', os.O_RDONLY), {'tank/a@s': 't'})\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(hold_descriptors.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert released_holds.read_text() == ""
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not released_holds.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert released_holds.read_text() == "release|t|tank/a@s|\n"
+
+
+def test_only_descriptors_of_the_device_are_accepted(released_holds: Path, tmp_path: Path) -> None:
+    for path in ("/dev/zero", tmp_path / "log"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            with pytest.raises(BadHoldCleanupFD):
+                hold_descriptors.validate_descriptor(fd)
+        finally:
+            os.close(fd)
+    with pytest.raises(BadHoldCleanupFD):
+        hold_descriptors.validate_descriptor(fd)
