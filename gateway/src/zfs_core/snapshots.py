@@ -140,16 +140,16 @@ def _find_obstacles(names: Sequence[str]) -> list[ZFSError]:
 
 
 def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
-    if errors := _find_obstacles(names):
-        raise SnapshotFailure(errors)
     taken_names: list[str] = []
     try:
         for name in names:
             _snapshot_atomically([name], options)
             taken_names.append(name)
-    except BaseException:
+    except BaseException as error:
         for name in taken_names:
             run_with_retries("destroy", name, name=name)
+        if isinstance(error, SnapshotFailure) and (errors := _find_obstacles(names)):
+            raise SnapshotFailure(errors) from None
         raise
 
 
