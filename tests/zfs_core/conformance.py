@@ -3,7 +3,8 @@
     python -m tests.zfs_core.conformance DIRECTORY --json FILE
 
 ``DIRECTORY`` contains ``test_libzfs_core.py``, from Debian's package python3-pyzfs. The tests import zfs_core under the
-name libzfs_core. They create pools, so they need root. If ZFS is not running, this program starts zfs-fuse.
+name libzfs_core. They create pools, so they need root. Without OpenZFS, this program starts
+a private zfs-fuse daemon.
 
 The JSON file contains the outcome of each test. Exit status 0: the tests that failed are exactly those that
 ``differences.py`` explains.
@@ -16,7 +17,6 @@ import ast
 import contextlib
 import importlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -38,6 +38,8 @@ from tests.zfs_core.differences import DIFFERENCES, HANGING_TESTS
 
 _SECONDS_PER_TEST = 300
 _COMMAND_SECONDS = 120
+_PRIVATE = "--private-zfs-fuse"
+"""The option with which this program runs itself in namespaces with a zfs-fuse daemon."""
 
 
 def main(argv: list[str]) -> int:
@@ -45,8 +47,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--json", type=Path, help="write the outcome of each test to this file")
     parser.add_argument("--only", default="", help="run only tests whose name matches this regular expression")
+    parser.add_argument(_PRIVATE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    with _running_zfs():
+    is_openzfs = Path("/dev/zfs").exists()
+    if not is_openzfs and not options.private_zfs_fuse:
+        return _run_with_private_daemon(argv)
+    with contextlib.nullcontext() if is_openzfs else _private_daemon():
         version = zfs_core.detect_capabilities().version
         results, seconds = _run_suite(options.directory, options.only)
     kind = "zfs-fuse" if version < (0, 8) else "openzfs"
@@ -76,21 +82,35 @@ def find_problems(
     return problems
 
 
-@contextlib.contextmanager
-def _running_zfs() -> Iterator[None]:
-    """Start zfs-fuse if ZFS is not running, and keep it running inside the context."""
-    try:
-        zfs_core.check_reachable()
-    except zfs_core.exceptions.ZFSInitializationFailed:
-        from tests.jail_zfs import pools
+def _run_with_private_daemon(argv: list[str]) -> int:
+    """Run this program with a zfs-fuse daemon of its own, in new mount and PID namespaces.
 
-        with (
-            tempfile.TemporaryDirectory(prefix="grove-conformance-") as directory,
-            pools.pool(f"grovekeep{os.getpid()}", Path(directory), megabytes=64),
-        ):
+    A test that makes the daemon hang does not disturb others.
+    """
+    command = [sys.executable, "-m", "tests.zfs_core.conformance", *argv, _PRIVATE]
+    unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return subprocess.run([*unshare, "sh", "-c", '"$@"; exit $?', "sh", *command], check=False).returncode
+
+
+@contextlib.contextmanager
+def _private_daemon() -> Iterator[None]:
+    from tests.jail_zfs import pools
+
+    for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        _run("mount", "-t", "tmpfs", "tmpfs", directory)
+    # The file systems of the machine's daemon would stay in use here.
+    for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+        _, path, kind, *_ = line.split()
+        if kind == "fuse.zfs":
+            subprocess.run(["umount", "--lazy", "--no-canonicalize", path], check=False, timeout=_COMMAND_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="grove-conformance-") as directory:
+        pid_file = Path(directory) / "pid"
+        pools.start_daemon(pid_file)
+        try:
             yield
-    else:
-        yield
+        finally:
+            pools.stop_daemon(pid_file)
 
 
 def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], float]:
