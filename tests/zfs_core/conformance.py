@@ -3,8 +3,8 @@
     python -m tests.zfs_core.conformance DIRECTORY --json FILE
 
 ``DIRECTORY`` contains ``test_libzfs_core.py``, from Debian's package python3-pyzfs. The tests import zfs_core under the
-name libzfs_core. They create pools, so they need root. Without OpenZFS, this program starts
-a private zfs-fuse daemon.
+name libzfs_core. They create pools, so they need root. Without OpenZFS, this program starts a
+private zfs-fuse daemon.
 
 The JSON file contains the outcome of each test. Exit status 0: the tests that failed are exactly those that
 ``differences.py`` explains.
@@ -28,7 +28,7 @@ import unittest
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zfs_core
 from zfs_core import constants, listing, nvlist
@@ -148,7 +148,12 @@ def _import_suite(directory: Path) -> types.ModuleType:
         module._TempPool.isPoolFeatureEnabled = lambda _pool, _feature: False
         module.zfs_mount = _mount_on_zfs_fuse
         module.subprocess = _SubprocessForZfsFuse()
+        module.cleanup_fd = _skip_without_device
     return module
+
+
+def _skip_without_device() -> NoReturn:
+    raise unittest.SkipTest("zfs-fuse has no device /dev/zfs")
 
 
 class _SubprocessForZfsFuse:

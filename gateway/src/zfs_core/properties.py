@@ -7,8 +7,8 @@ from typing import Any
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import ZFSOutputError
-from zfs_core.listing import list_datasets
-from zfs_core.names import Name, accepts_bytes, validate_existing_name, validate_filesystem_name
+from zfs_core.listing import list_clones, list_datasets
+from zfs_core.names import Name, accepts_bytes, is_snapshot_name, validate_existing_name, validate_filesystem_name
 from zfs_core.options import Value, format_property_assignment, validate_property_name
 from zfs_core.outcome import check
 from zfs_core.parse import Property, check_complete, parse_get, parse_table
@@ -60,6 +60,8 @@ def lzc_get_props(name: Name) -> dict[str, Any]:
     }
     if "clones" in values:
         values["clones"] = [clone for clone in str(values["clones"]).split(",") if clone]
+    elif is_snapshot_name(target):
+        values["clones"] = list_clones(target)
     return values
 
 

@@ -42,6 +42,7 @@ from zfs_core.names import (
 from zfs_core.options import Props, format_property_assignment, format_property_options, validate_property_name
 from zfs_core.outcome import ErrorFactory, Outcome, check
 from zfs_core.process import TRANSFER_TIMEOUT_SECONDS
+from zfs_core.properties import get_props
 from zfs_core.property_values import number_of
 from zfs_core.run import run
 from zfs_core.stream_format import (
@@ -89,7 +90,7 @@ def lzc_receive(
 
     ``force``: roll the filesystem back to the stream's base, and destroy later snapshots, if necessary. ``raw`` has no
     effect, because the stream says whether it is raw. ``origin``: the snapshot of which the filesystem becomes a clone.
-    On zfs-fuse, it must exist but is otherwise ignored. ``props``: properties to set, as if the stream contained them.
+    zfs-fuse cannot receive a full stream as a clone. ``props``: properties to set, as if the stream contained them.
 
     Raises DatasetExists, StreamMismatch, DestinationModified, BadStream, StreamTruncated, DatasetNotFound, WrongParent,
     DatasetBusy, NoSpace, QuotaExceeded, ReadOnlyPool, StreamFeatureNotSupported, ReceivePropertyFailure, StreamIOError,
@@ -364,6 +365,10 @@ def _check_destination(request: _Request) -> None:
         is_incremental = record is not None and record.from_guid != 0 and not is_clone
         if (origins and request.origin not in types) or is_incremental:
             raise DatasetNotFound(request.target)
+    if request.origin is not None and record is not None and not detect_capabilities().receive_options:
+        # zfs-fuse finds the origin on its own.
+        if get_props([request.origin], ["guid"])[request.origin]["guid"].number != record.from_guid:
+            raise StreamMismatch(filesystem)
 
 
 def _check_received(request: _Request, outcome: Outcome) -> None:
