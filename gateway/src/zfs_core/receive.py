@@ -365,9 +365,10 @@ def _check_destination(request: _Request) -> None:
         is_incremental = record is not None and record.from_guid != 0 and not is_clone
         if (origins and request.origin not in types) or is_incremental:
             raise DatasetNotFound(request.target)
-    if request.origin is not None and record is not None and not detect_capabilities().receive_options:
+    if record is not None and not detect_capabilities().receive_options:
         # zfs-fuse finds the origin on its own.
-        if get_props([request.origin], ["guid"])[request.origin]["guid"].number != record.from_guid:
+        guids = [facts["guid"].number for facts in get_props(origins, ["guid"]).values()]
+        if guids not in ([], [record.from_guid]):
             raise StreamMismatch(filesystem)
 
 
