@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.template import apt
+from tests import leaks
 from tests.openzfs import guest, image, steps
 from tests.openzfs.steps import Outcome, Step
 from tests.support import jail_world, session
@@ -43,6 +45,9 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"./dev test openzfs: {error}", file=sys.stderr)
         return 2
+    # End the guest even if this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    leaks.sweep_earlier_runs()
     try:
         outcomes = run(selected_steps)
     finally:
@@ -76,7 +81,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     argv = _qemu_command(guest_image, accelerator, directory)
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
         statuses = follow(console.read_line, selected_steps, log.write)
-    with tarfile.open(directory / _RESULTS_DISK) as archive:
+    with tarfile.open(directory / _RESULTS_DISK, "r:") as archive:
         # Without results, the disk contains only zeros: an empty archive.
         archive.extractall(results, filter="data")
     return [
