@@ -10,12 +10,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tarfile
 import termios
+import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 JOB = Path("/job")
 RESULTS = Path("/results")
@@ -83,13 +85,31 @@ def _run_job(job: dict[str, Any]) -> None:
 
 def _run_step(argv: list[str], seconds: float, directory: Path, environment: dict[str, str]) -> int:
     """Run a step, end all processes that it leaves, and return its exit status. A step that takes too long has 124."""
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, cwd=directory, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=directory,
+        env=environment,
+        start_new_session=True,
+    )
+    # Programs write plain lines to a pipe, but redraw their progress on a terminal.
+    printer = threading.Thread(target=_print_lines, args=(process.stdout,))
+    printer.start()
     deadline = time.monotonic() + seconds
     status = _wait(process.pid, deadline)
     # The first process is the only one that this does not reach.
     os.kill(-1, signal.SIGKILL)
     _wait(None, time.monotonic() + 30)
+    printer.join(30)
     return TIMED_OUT if status is None else status
+
+
+def _print_lines(lines: IO[bytes]) -> None:
+    for line in lines:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
 
 
 def _wait(pid: int | None, deadline: float) -> int | None:
