@@ -27,18 +27,24 @@ TIMED_OUT = 124
 
 
 def main() -> None:
+    if os.getpid() != 1:
+        sys.exit("this program kills all processes and reboots: it only runs as the first process of the guest")
     try:
         _set_up_system()
         _run_job(json.loads((JOB / "job.json").read_text()))
     except BaseException:
         traceback.print_exc()
     finally:
-        print(f"{MARKER} off", flush=True)
-        os.sync()
-        with contextlib.suppress(termios.error):
-            termios.tcdrain(1)
-        # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
-        Path("/proc/sysrq-trigger").write_text("b")
+        _turn_off()
+
+
+def _turn_off() -> None:
+    print(f"{MARKER} off", flush=True)
+    os.sync()
+    with contextlib.suppress(termios.error):
+        termios.tcdrain(1)
+    # The host starts QEMU with -no-reboot, so that a reboot ends it. That does not depend on ACPI.
+    Path("/proc/sysrq-trigger").write_text("b")
 
 
 def _set_up_system() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.openzfs import __main__ as lane
-from tests.openzfs import image, steps
+from tests.openzfs import guest, image, steps
 from tests.openzfs.steps import Outcome, Step
 
 _STEPS = [Step("first", ("true",), 60), Step("second", ("true",), 60)]
@@ -87,6 +87,13 @@ def test_results_are_counted(tmp_path: Path) -> None:
 )
 def test_a_step_without_passed_tests_fails(status: int, counts: dict[str, int], is_success: bool) -> None:
     assert Outcome(steps.STEPS[0], status, 1.0, counts).is_success is is_success
+
+
+def test_the_guests_program_refuses_to_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest, "_set_up_system", lambda: pytest.fail("it started"))
+    monkeypatch.setattr(guest, "_turn_off", lambda: pytest.fail("it turned the machine off"))
+    with pytest.raises(SystemExit, match="only runs as the first process"):
+        guest.main()
 
 
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
