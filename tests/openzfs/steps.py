@@ -58,7 +58,10 @@ STEPS = (
         3600,
         "pyzfs.json",
     ),
-    _pytest("jail_zfs", "tests/jail_zfs", "tests/freebsd_shim", seconds=3 * 3600),
+    # test_commands.py hangs commands on an XFS file system. It does not use ZFS, and the image has no XFS tools.
+    _pytest(
+        "jail_zfs", "tests/jail_zfs", "tests/freebsd_shim", "--ignore=tests/jail_zfs/test_commands.py", seconds=3 * 3600
+    ),
     _pytest("engine", "tests/engine", "-k", "jail_zfs", seconds=6 * 3600),
 )
 
