@@ -50,32 +50,28 @@ def test_filesystems_and_snapshots(lzc: Lzc, root: str, root_path: Path) -> None
     apply(lzc, root, "rollback", f"{root}/a/b@one")
     assert (root_path / "a/b/file").read_text() == "first"
 
-    apply(lzc, root, "promote", f"{root}/c")
+    # zfs-fuse cannot rename a filesystem whose clones are mounted, so this precedes the promotion.
     apply(lzc, root, "rename", "--if-present", f"{root}/c", f"{root}/d")
     assert (root_path / "d/file").read_text() == "first"
+    apply(lzc, root, "promote", f"{root}/d")
     listed = lzc("list", "--type", "snapshot", "--depth", "0", f"{root}/d")[1]
     assert listed["names"] == [f"{root}/d@one"]
 
 
 def test_held_and_cloned_snapshots_are_not_destroyed(lzc: Lzc, root: str) -> None:
-    lzc("create", f"{root}/a")
-    lzc("snapshot", f"{root}/a@one", f"{root}@one")
-    lzc("clone", f"{root}/a@one", f"{root}/clone")
-    apply(lzc, root, "hold", "--if-absent", "--recursive", "keep", f"{root}@one")
-    assert set(lzc("holds", f"{root}/a@one")[1]["holds"][f"{root}/a@one"]) == {"keep"}
-    for names in ([f"{root}/a@one"], ["--recursive", f"{root}/a"]):
+    lzc("create", "--parents", f"{root}/tree/a")
+    lzc("snapshot", f"{root}/tree/a@one", f"{root}/tree@one")
+    lzc("clone", f"{root}/tree/a@one", f"{root}/tree/clone")
+    apply(lzc, root, "hold", "--if-absent", "--recursive", "keep", f"{root}/tree@one")
+    assert set(lzc("holds", f"{root}/tree/a@one")[1]["holds"][f"{root}/tree/a@one"]) == {"keep"}
+    for names in ([f"{root}/tree/a@one"], ["--recursive", f"{root}/tree"]):
         status, result = lzc("destroy", *names)
         assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
-    apply(lzc, root, "destroy", "--if-present", "--defer", f"{root}@one")
-    apply(lzc, root, "release", "--if-present", "--recursive", "keep", f"{root}/a@one")
-    # The hold on the root's snapshot was its last one.
-    lzc("release", "keep", f"{root}@one")
-    assert not lzc("exists", f"{root}@one")[1]["exists"]
-    status, result = lzc("destroy", "--recursive", f"{root}/a")
-    assert (status, result["error"]["related"]) == (5, [f"{root}/clone"])
-    lzc("create", f"{root}/tree")
-    lzc("rename", f"{root}/a", f"{root}/tree/a")
-    lzc("rename", f"{root}/clone", f"{root}/tree/clone")
+    apply(lzc, root, "destroy", "--if-present", "--defer", f"{root}/tree@one")
+    apply(lzc, root, "release", "--if-present", "--recursive", "keep", f"{root}/tree@one")
+    assert not lzc("exists", f"{root}/tree@one")[1]["exists"], "the hold was its last one"
+    status, result = lzc("destroy", "--recursive", f"{root}/tree/a")
+    assert (status, result["error"]["related"]) == (5, [f"{root}/tree/clone"])
     result = apply(lzc, root, "destroy", "--if-present", "--recursive", f"{root}/tree")
     assert [change["name"].removeprefix(f"{root}/tree") for change in result["changes"]] == [
         "/clone",

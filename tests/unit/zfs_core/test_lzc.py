@@ -51,13 +51,15 @@ case $1 in
         esac ;;
     list) grep -x "$name[^@]*" "$here/names" ;;
     holds) printf '%s\\tkeep\\tThu Nov 26 12:00 2026\\n' "$name" ;;
-    send) printf stream ;;
+    send)
+        printf stream
+        case $name in *@damaged) echo "cannot send '$name': I/O error" >&2; exit 1 ;; esac ;;
     snapshot) echo "cannot create snapshot '$name': out of space" >&2; exit 1 ;;
     *) echo "permission denied" >&2; exit 1 ;;
 esac
 """
 PAGE = REPOSITORY / "docs" / "lzc.md"
-_NAMES = ("tank", "tank/a", "tank/a@one", "tank/b", "tank/clone")
+_NAMES = ("tank", "tank/a", "tank/a@one", "tank/a@damaged", "tank/b", "tank/clone")
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -228,7 +230,9 @@ def test_a_stream_goes_to_a_command_or_a_file(run: Run, tmp_path: Path) -> None:
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("stream", 0o600)
     assert run("send", "tank/a@one", "--file", str(file))[0] == 4
     assert run("send", "tank/a@one", "--file", str(file), "--if-absent")[1]["unchanged"] == [str(file)]
-    assert not list(tmp_path.glob("*.part"))
+    status, result = run("send", "tank/a@damaged", "--file", f"{tmp_path}/damaged")
+    assert (status, result["changed"]) == (1, False)
+    assert not list(tmp_path.glob("damaged*")), "an incomplete file must not remain"
 
 
 def test_the_failure_of_a_receiver_is_reported(run: Run) -> None:
