@@ -1,4 +1,4 @@
-"""Provide each test with a separate shim."""
+"""Provide each test with a separate shim, and with a pool."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.freebsd_shim.harness import Shim, is_supported, shim_in
+from tests.jail_zfs import pools
+from tests.support import session
 
 
 @pytest.fixture
@@ -16,3 +18,9 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
     with shim_in(tmp_path) as shim:
         yield shim
+
+
+@pytest.fixture
+def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
+        yield pool

@@ -13,7 +13,7 @@ from tests.jail_zfs import pools
 _SCRIPT = Path(__file__).with_name("verify_on_freebsd.sh")
 
 
-def test_the_shim_passes_the_checks_that_it_can_run(shim: Shim, zpool: pools.Pool, tmp_path: Path) -> None:
+def test_the_shim_passes_the_checks_that_it_can_run(shim: Shim, pool: pools.Pool, tmp_path: Path) -> None:
     environ = {"PATH": f"{shim.environ['PATH']}", "TMPDIR": str(tmp_path)}
     shim.check_ok("pfctl", "-q", "-f", "-", input='nat-anchor "sbx/*"\nanchor "sbx/*"\n')
     mounts_before = Path("/proc/self/mounts").read_text()

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from tests.freebsd_shim.harness import Shim
 from tests.jail_zfs import pools
-from tests.support import session
-
-
-@pytest.fixture
-def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
-        yield pool
 
 
 def destroy_dataset(dataset: str) -> None:

@@ -96,6 +96,15 @@ refused() {
     printf '%s\n' "$output"
 }
 
+# Destroy a dataset. zfs-fuse reports it as busy for a moment after it was unmounted.
+destroy() {
+    for _ in 1 2 3 4 5 6 7 8 9; do
+        zfs destroy "$@" 2>/dev/null && return
+        sleep 1
+    done
+    ok zfs destroy "$@"
+}
+
 contains() {
     case $2 in
     *"$1"*) ;;
@@ -223,8 +232,8 @@ several_snapshots_at_once() {
     }
     refused "already exists" zfs snapshot $POOL/volume2@y $POOL/clone@x
     refused "does not exist" zfs list $POOL/volume2@y
-    ok zfs destroy $POOL/clone@x
-    ok zfs destroy -r $POOL/volume2
+    destroy $POOL/clone@x
+    destroy -r $POOL/volume2
 }
 
 refuse_to_destroy_a_cloned_snapshot() {
@@ -240,8 +249,7 @@ deferred_destroy() {
     ok zfs clone $POOL/origin@deferred $POOL/deferred
     ok zfs destroy -d $POOL/origin@deferred
     ok zfs list -H -o name $POOL/origin@deferred
-    ok zfs unmount $POOL/deferred
-    ok zfs destroy $POOL/deferred
+    destroy $POOL/deferred
     refused "does not exist" zfs list $POOL/origin@deferred
 }
 
@@ -291,7 +299,7 @@ busy_dataset() {
         ;;
     esac
     ok zfs unmount $POOL/busy
-    ok zfs destroy $POOL/busy
+    destroy $POOL/busy
 }
 
 rename_keeps_properties() {
@@ -299,7 +307,7 @@ rename_keeps_properties() {
     ok zfs set vfy:record=three $POOL/old
     ok zfs rename $POOL/old $POOL/renamed
     contains three "$(zfs get -Hp -o value vfy:record $POOL/renamed)"
-    ok zfs destroy $POOL/renamed
+    destroy $POOL/renamed
 }
 
 resume_a_receive() {
@@ -313,8 +321,8 @@ resume_a_receive() {
     }
     zfs send -t "$token" | ok zfs receive -s -u $POOL/received
     ok zfs list -H -t snapshot -o name $POOL/received
-    ok zfs destroy -r $POOL/received
-    ok zfs destroy $POOL/clone@stream
+    destroy -r $POOL/received
+    destroy $POOL/clone@stream
 }
 
 # -- kernel values ---------------------------------------------------------------------------------------------------
