@@ -12,7 +12,7 @@ set -u
 PATH=${PATH:-}:/sbin:/bin:/usr/sbin:/usr/bin
 export PATH LC_ALL=C
 
-POOL=vfypool
+POOL=vfypool$$
 BRIDGE=vfybr
 GROUP=vfy-epair
 JAIL=vfy-a
@@ -40,10 +40,6 @@ if [ "$(uname -s)" != FreeBSD ]; then
         echo "$0: this is not FreeBSD" >&2
         exit 2
     fi
-fi
-if zpool list -H -o name "$POOL" >/dev/null 2>&1; then
-    echo "$0: the pool $POOL exists already: destroy it first, if it is left over from an earlier run" >&2
-    exit 2
 fi
 
 directory=$(cd "$(mktemp -d "${TMPDIR:-/tmp}/vfy.XXXXXX")" && pwd -P)
