@@ -75,16 +75,22 @@ def format_functions(reports: Sequence[Mapping[str, Any]]) -> str:
     titles = [f"{_SECTIONS[report['zfs']]} {report['version']}" for report in reports]
     lines = [f"| function | command | {' | '.join(titles)} |", "|---" * (2 + len(titles)) + "|"]
     for name, function in sorted(list_functions().items()):
-        cells = [_count_passed(report, name) for report in reports]
+        has_tests = any(name in _tested_functions(test) for report in reports for test in report["tests"].values())
+        cells = [_count_passed(report, name, "not run" if has_tests else "no test") for report in reports]
         lines.append(f"| `{name}` | {command_of(function) or '-'} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _count_passed(report: Mapping[str, Any], function: str) -> str:
-    outcomes = [test["outcome"] for test in report["tests"].values() if function in test["functions"]]
+def _tested_functions(test: Mapping[str, Any]) -> set[str]:
+    """Return the functions that a test calls, under their own names instead of aliases."""
+    return {getattr(getattr(zfs_core, name, None), "__name__", name) for name in test["functions"]}
+
+
+def _count_passed(report: Mapping[str, Any], function: str, default: str) -> str:
+    outcomes = [test["outcome"] for test in report["tests"].values() if function in _tested_functions(test)]
     run_outcomes = [outcome for outcome in outcomes if outcome != "skipped"]
     if not run_outcomes or set(run_outcomes) == {"not supported"}:
-        return "not supported" if run_outcomes else "skipped" if outcomes else "no test"
+        return "not supported" if run_outcomes else "skipped" if outcomes else default
     return f"{sum(outcome in _GOOD_OUTCOMES for outcome in run_outcomes)} of {len(run_outcomes)}"
 
 
