@@ -59,11 +59,13 @@ def _run_playbook(
         str(PLAYBOOKS / f"{name}.yml"),
         "-e",
         json.dumps(extra_variables),
+        "-v",
         *arguments,
     ]
     env = environment(directory)
     env["PATH"] = f"{lzc_path.parent}:{env['PATH']}"
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=env, check=False)
+    print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
     tasks = re.findall(r"^TASK \[(.*?)\] \**\n((?:(?!TASK|PLAY).*\n)*)", result.stdout, re.MULTILINE)
     return [task for task, output in tasks if re.search("^changed:", output, re.MULTILINE)]
