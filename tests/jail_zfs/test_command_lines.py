@@ -14,7 +14,7 @@ def test_the_command_lines_of_the_table_are_issued(jail_zfs_world: JailZfsWorld)
     with command_lines.recorded() as recording, engines(jail_zfs_world) as make_live:
         live = make_live()
         engine = live.engine
-        live.do(engine.volumes.create("data", size_mb=16))
+        live.do(engine.volumes.create("data", size_mb=64))
         live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
         live.do(engine.attachments.attach("one", MountSpec("data", "/data")))
         live.do(engine.snapshots.create("one", name="s", volumes=["data"]))
