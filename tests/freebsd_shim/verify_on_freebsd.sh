@@ -195,7 +195,11 @@ clean_up() {
             esac
         done
     done
-    zpool destroy -f $POOL >/dev/null 2>&1 || zpool destroy $POOL
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do
+        zpool destroy -f $POOL >/dev/null 2>&1 && break
+        sleep 1
+    done
+    ! zpool list -H -o name $POOL 2>/dev/null || echo "the pool $POOL could not be destroyed"
     [ -z "$disk" ] || mdconfig -d -u "$disk"
     rm -rf "$directory"
 }
