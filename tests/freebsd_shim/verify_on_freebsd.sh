@@ -174,6 +174,7 @@ check() {
 
 # shellcheck disable=SC2317  # the trap calls it
 clean_up() {
+    status=$?
     trap - EXIT INT TERM HUP
     for jail in $JAIL vfy-b vfy-c; do
         pkill -KILL -j "$jail" >/dev/null 2>&1
@@ -202,6 +203,7 @@ clean_up() {
     ! zpool list -H -o name $POOL 2>/dev/null || echo "the pool $POOL could not be destroyed"
     [ -z "$disk" ] || mdconfig -d -u "$disk"
     rm -rf "$directory"
+    exit $status
 }
 trap clean_up EXIT
 trap 'exit 130' INT TERM HUP
