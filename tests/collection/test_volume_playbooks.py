@@ -12,6 +12,7 @@ import pytest
 from tests.collection.runner import TIMEOUT_SECONDS, find_ansible_playbook
 from tests.support.gateway import Gateway
 from tests.support.roles import environment
+from tests.support.samples import mark_slow_except
 
 
 def run_playbook(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
@@ -41,7 +42,9 @@ def remove_volumes(shared_gateway: Gateway, template: str, tmp_path: Path) -> It
     assert run_playbook("volumes_clean", shared_gateway, template, tmp_path)[1] == 0
 
 
-@pytest.mark.parametrize("name", ["volumes_shared", "volumes_dataset", "volumes_cache"])
+@pytest.mark.parametrize(
+    "name", mark_slow_except(("volumes_dataset",), ("volumes_shared", "volumes_dataset", "volumes_cache"))
+)
 @pytest.mark.usefixtures("remove_volumes")
 def test_each_playbook_is_idempotent(name: str, shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
     output, changed = run_playbook(name, shared_gateway, template, tmp_path)

@@ -21,9 +21,10 @@ from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode, Snapshot
 from tests.support.live import Live
+from tests.support.samples import mark_slow_except
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
-CAPTURE_COUNT = int(os.environ.get("GROVE_TEST_CAPTURES", "8"))
+CAPTURE_COUNT = int(os.environ.get("GROVE_TEST_CAPTURES", "4"))
 """The number of captures in each mode."""
 WRITER_PROGRAM = """
 import os, mmap, time
@@ -242,7 +243,12 @@ def overwrite(image: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"), [(truncate, "wrong size"), (overwrite, "has changed"), (Path.unlink, "No such file")]
+    ("damage", "reason"),
+    [
+        (overwrite, "has changed"),
+        pytest.param(truncate, "wrong size", marks=pytest.mark.slow),
+        pytest.param(Path.unlink, "No such file", marks=pytest.mark.slow),
+    ],
 )
 def test_capture_does_not_use_a_damaged_base(
     live: Live,
@@ -264,7 +270,7 @@ def test_capture_does_not_use_a_damaged_base(
     assert recorder.find_differing_pages(memory_image_path(live, next_snapshot)) == []
 
 
-@pytest.mark.parametrize("live", ["written", "compare"], indirect=True)
+@pytest.mark.parametrize("live", mark_slow_except(("written",), ("written", "compare")), indirect=True)
 def test_a_capture_after_a_new_boot_does_not_use_the_previous_image(
     live: Live, source: str, recorder: MemoryRecorder
 ) -> None:

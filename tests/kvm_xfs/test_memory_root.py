@@ -23,7 +23,7 @@ from tests.support.xfs import LoopXfs
 MIB = 1 << 20
 
 
-@pytest.fixture(params=[True, False], ids=["reflink", "no-reflink"])
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["reflink", "no-reflink"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, need_root: None) -> Iterator[LoopXfs]:
     """A memory root on its own file system."""
     with LoopXfs(tmp_path / "image", tmp_path / "memory", size_mb=2048, reflink=request.param) as xfs:
@@ -76,6 +76,7 @@ def find_memory_problem(live: Live, ref: str) -> str:
     return live.engine.host.memory_problem(live.engine.snapshots.get(ref))
 
 
+@pytest.mark.parametrize("root", [True, False], ids=["reflink", "no-reflink"], indirect=True)
 def test_a_captured_image_in_the_root_equals_the_memory(
     live: Live, root: LoopXfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,12 +81,12 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
 
 
 def test_the_copy_of_the_console_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """QEMU keeps a copy of the console of a machine that boots. Root writes four times its limit."""
+    """QEMU keeps a copy of the console of a machine that boots. Root writes twice its limit."""
     shared_gateway.call("POST", f"/sandboxes/{sandbox_id}/pause", {"memory": False})
     shared_gateway.call("POST", f"/sandboxes/{sandbox_id}/resume")
     pid = find_qemu_pid(shared_gateway, sandbox_id)
     sizes_before = measure_files(pid)
-    flood = f"yes flood | head -c {4 * LOG_BYTES} > /dev/ttyS0"
+    flood = f"yes flood | head -c {2 * LOG_BYTES} > /dev/ttyS0"
     assert shared_gateway.execute(sandbox_id, "sh", "-c", flood, timeout=240)["exitCode"] == 0
     assert measure_files(pid) == sizes_before
     logs = [path for path in Path(f"/proc/{pid}/fd").iterdir() if str(path.readlink()).startswith("/memfd:log ")]

@@ -30,6 +30,7 @@ from tests.kvm_xfs.test_volume_server import kill_process, setup
 from tests.security.test_guest_root_disk import find_qemu_pid
 from tests.security.test_host_user_processes import machine_setup, start_process, was_killed
 from tests.support.gateway import Gateway
+from tests.support.samples import mark_slow_except
 from tests.support.waiting import eventually
 
 need_root = pytest.mark.usefixtures("need_root")
@@ -85,7 +86,7 @@ def sandbox_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     shared_gateway.client.delete(f"/sandboxes/{new_sandbox['sandboxID']}")
 
 
-@pytest.mark.parametrize("hide", HIDE_FUNCTIONS)
+@pytest.mark.parametrize("hide", mark_slow_except((end_main_thread,), HIDE_FUNCTIONS))
 def test_a_qemu_that_hides_is_killed(shared_gateway: Gateway, sandbox_id: str, hide: Callable[[int], None]) -> None:
     pid = find_qemu_pid(shared_gateway, sandbox_id)
     pidfd = os.pidfd_open(pid)

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from pathlib import Path
 
+import pytest
+
 from sandbox_gateway.hosts.kvm_xfs.template import apt, debian
 
 PASSWORD = "s3cret-of-the-proxy"
@@ -13,6 +15,7 @@ APT_OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'A
 """The mirror uses HTTP, so this proxy for HTTPS is not used."""
 
 
+@pytest.mark.slow
 def test_the_proxy_password_is_not_in_templates_or_command_lines(need_root: None, tmp_path: Path) -> None:
     found_lines: set[str] = set()
     build_has_ended = threading.Event()

@@ -18,6 +18,7 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
+from tests.support.samples import mark_slow_except
 from tests.support.waiting import eventually
 
 MAX_DESCRIPTORS = 400
@@ -222,7 +223,9 @@ REQUEST_BEGINNINGS = {
 }
 
 
-@pytest.mark.parametrize("beginning", REQUEST_BEGINNINGS)
+@pytest.mark.parametrize(
+    "beginning", mark_slow_except(("nothing", "half of an upgrade", "a body without a key"), REQUEST_BEGINNINGS)
+)
 @pytest.mark.parametrize("extra_byte", [b"", b"x"])
 def test_an_incomplete_request_times_out(target: Target, beginning: str, extra_byte: bytes) -> None:
     """The client stops sending, or sends the rest one byte at a time."""

@@ -309,6 +309,7 @@ def test_pins_include_the_sdists_that_freebsd_builds(
     assert all(name.endswith(".tar.gz") for name in genuine_sdists)
 
 
+@pytest.mark.slow
 def test_a_changed_sdist_is_not_built(
     mirror: Mirror, genuine_sdists: dict[str, bytes], host: Host, attack: Attack
 ) -> None:
@@ -323,6 +324,7 @@ def test_a_changed_sdist_is_not_built(
     assert not host.has_program("sandbox-gateway")
 
 
+@pytest.mark.slow
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
     mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
     result = host.install()
@@ -334,6 +336,7 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
     )
 
 
+@pytest.mark.slow
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
     """The program that creates the virtual environment replaces the package after the role has copied it."""
     tarball, fake_python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
@@ -375,6 +378,7 @@ def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, at
     assert not list((checkout / ".venv").rglob(CHANGED_MODULE))
 
 
+@pytest.mark.slow
 def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, attack: Attack) -> None:
     mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
     result = _run_dev(checkout, mirror)

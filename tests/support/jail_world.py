@@ -150,7 +150,7 @@ class JailZfsWorld:
 
     def _config(self, name: str, sections: dict[str, Any]) -> Config:
         dataset = f"{self._pool.name}/{name}"
-        zfs_core.lzc_create(dataset)
+        zfs_core.lzc_create(dataset, mounted=True)
         state = session.run_dir() / f"jail-{name}"
         state.mkdir(mode=0o711)
         defaults: dict[str, dict[str, Any]] = {

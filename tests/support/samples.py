@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 
-def mark_slow_except(sampled: Iterable[str], parameters: Iterable[str]) -> list[Any]:
+def mark_slow_except(sampled: Iterable[Any], parameters: Iterable[Any]) -> list[Any]:
     """Return ``parameters`` with the marker ``slow``, except for those in ``sampled``."""
-    remaining = set(sampled)
-    marked = []
-    for parameter in parameters:
-        marked.append(parameter if parameter in remaining else pytest.param(parameter, marks=pytest.mark.slow))
-        remaining.discard(parameter)
-    assert not remaining, f"unknown parameters: {remaining}"
-    return marked
+    sampled, parameters = list(sampled), list(parameters)
+    unknown = [parameter for parameter in sampled if parameter not in parameters]
+    assert not unknown, f"unknown parameters: {unknown}"
+    return [each if each in sampled else pytest.param(each, marks=pytest.mark.slow) for each in parameters]

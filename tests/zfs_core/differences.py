@@ -62,8 +62,8 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "test_promote_too_long_snapname": "zfs-fuse promotes a clone although the name of a snapshot gets too long",
     },
 }
-HANGING_TESTS = {
-    name: "zfs-fuse hangs if it should replace a filesystem while a process has files in it open"
-    for name in ("test_force_recv_full_existing_modified_mounted_fs", "test_force_recv_incremental_modified_mounted_fs")
-}
+HANGING_TESTS = dict.fromkeys(
+    ("test_force_recv_full_existing_modified_mounted_fs", "test_force_recv_incremental_modified_mounted_fs"),
+    "zfs-fuse hangs if it should replace a filesystem while a process has files in it open",
+)
 """Tests that zfs-fuse does not survive."""
