@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from sandbox_gateway.hosts.base import Abilities
@@ -19,6 +20,8 @@ from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 KEY = "e2b_0123456789abcdef0123456789abcdef01234567"
 DOMAIN = "sandbox.test"
 HERE = Path(__file__).parent
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+"""A client whose timeout suffices on a busy machine. Each request has its own connection."""
 SHARED_FILES = ("test_cubesandbox.py", "test_load.py")
 
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cubesandbox
-import httpx
 import pytest
 from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume, VolumeMount
 from cubesandbox._exceptions import AuthenticationError
 
-from tests.sdk.conftest import Server
+from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.sdk.test_e2b import HOST_SERVER_PROGRAM, fetch_host, wait_until
 from tests.support.images import small_debian_layer, write_layout
@@ -313,10 +312,10 @@ def test_ports_are_public_on_request(server, create_sandbox):
     sandbox.commands.run("nohup python3 /root/server.py >/dev/null 2>&1 &")
     wait_until(lambda: fetch_host(server, sandbox.get_host(8000)) == "shop.example.com:8000")
     headers = {"Host": sandbox.get_host(8000)}
-    assert httpx.get(server.url, headers=headers).text == "shop.example.com:8000"
+    assert HTTP.get(server.url, headers=headers).text == "shop.example.com:8000"
     sandbox.update_network({"mask_request_host": "", "allow_public_traffic": False})
     assert fetch_host(server, sandbox.get_host(8000)) == sandbox.get_host(8000)
-    assert httpx.get(server.url, headers=headers).status_code == 403
+    assert HTTP.get(server.url, headers=headers).status_code == 403
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")

@@ -17,7 +17,7 @@ from e2b.api.client.api.sandboxes import post_sandboxes_sandbox_id_refreshes
 from e2b.api.client.models import SandboxRefreshRequest
 from e2b.api.client_sync import get_api_client
 
-from tests.sdk.conftest import Server
+from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.support.images import small_debian_layer, write_layout
 from tests.support.waiting import eventually
@@ -246,10 +246,10 @@ def test_a_port_is_reachable_by_its_host_name(server, create_sandbox):
     sandbox = create_sandbox()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     key_headers = {"Host": sandbox.get_host(8000), "X-API-Key": server.key}
-    wait_until(lambda: httpx.get(f"{server.url}/hostname", headers=key_headers).status_code == 200)
+    wait_until(lambda: HTTP.get(f"{server.url}/hostname", headers=key_headers).status_code == 200)
     token_headers = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
-    assert httpx.get(f"{server.url}/hostname", headers=token_headers).status_code == 200
-    assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
+    assert HTTP.get(f"{server.url}/hostname", headers=token_headers).status_code == 200
+    assert HTTP.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
     sandbox.kill()
 
 
@@ -266,7 +266,7 @@ http.server.HTTPServer(("", 8000), Handler).serve_forever()
 
 def fetch_host(server: Server, host: str) -> str:
     """Return the Host header that the server at ``host`` receives, or "" if the server is not running."""
-    response = httpx.get(server.url, headers={"Host": host, "X-API-Key": server.key})
+    response = HTTP.get(server.url, headers={"Host": host, "X-API-Key": server.key})
     return response.text if response.status_code == 200 else ""
 
 
@@ -289,9 +289,9 @@ def test_public_ports_need_no_key(server, create_sandbox):
     assert sandbox.get_info().network["allow_public_traffic"] is True
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000)}
-    wait_until(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
+    wait_until(lambda: HTTP.get(f"{server.url}/hostname", headers=headers).status_code == 200)
     agent_headers = {"Host": sandbox.get_host(49983)}
-    assert httpx.get(f"{server.url}/files?path=/etc/hostname", headers=agent_headers).status_code == 401
+    assert HTTP.get(f"{server.url}/files?path=/etc/hostname", headers=agent_headers).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
@@ -299,16 +299,16 @@ def test_signed_urls_need_no_headers(server, create_sandbox):
     """The URLs work exactly as the client returns them, without extra headers or name resolution."""
     sandbox, _other_sandbox = create_sandbox(), create_sandbox()
     for upload_url in (sandbox.upload_url("/root/up", use_signature_expiration=60), sandbox.upload_url("/root/up")):
-        response = httpx.post(upload_url, files={"file": ("up", upload_url.encode())})
+        response = HTTP.post(upload_url, files={"file": ("up", upload_url.encode())})
         assert response.status_code == 200, response.text
         assert sandbox.files.read("/root/up") == upload_url
         for url in (sandbox.download_url("/root/up", use_signature_expiration=60), sandbox.download_url("/root/up")):
-            response = httpx.get(url)
+            response = HTTP.get(url)
             assert response.status_code == 200 and response.text == upload_url
-            assert httpx.get(url.replace("up", "down")).status_code == 401
-            assert httpx.post(url, files={"file": ("up", b"changed")}).status_code == 401
+            assert HTTP.get(url.replace("up", "down")).status_code == 401
+            assert HTTP.post(url, files={"file": ("up", b"changed")}).status_code == 401
     sandbox.kill()
-    assert httpx.get(url).status_code == 401
+    assert HTTP.get(url).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
@@ -320,7 +320,7 @@ def test_signed_urls_identify_the_sandbox_by_host_name(server, create_sandbox, m
     url = httpx.URL(Sandbox.connect(sandbox.sandbox_id).download_url("/root/up"))
     assert url.host == sandbox.get_host(49983)
     local_url = url.copy_with(scheme="http", host="127.0.0.1", port=server.port)
-    assert httpx.get(local_url, headers={"Host": url.host}).text == "signed"
+    assert HTTP.get(local_url, headers={"Host": url.host}).text == "signed"
 
 
 @covers("Sandbox.get_metrics", note="measured by the host; `mem_cache` is `None`")
