@@ -98,7 +98,7 @@ options:
         memory of this one (C(sandboxctl snapshot export --no-memory)), is replaced, but no other file. The file gets
         its name when it is complete, and only its owner can read it. Permissions that an existing file has for other
         users are removed.
-      - Only hosts of virtual machines support this option. A snapshot with O(volumes) cannot be exported.
+      - A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:
     description:

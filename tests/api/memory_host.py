@@ -19,6 +19,7 @@ from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
 from sandbox_gateway.hosts.base import (
+    MACHINE_PARTS,
     MEMORY_PARTS,
     Abilities,
     Endpoint,
@@ -253,7 +254,7 @@ class MemorySource:
     def __init__(self, state: dict[str, str], snapshot: Snapshot, memory: bool) -> None:
         self.platform = {"accelerator": "a", "cpu_model": "b", "machine": "c", "qemu_version": "1"} if memory else {}
         self.line = False
-        self.contents = {part: b"x" for part in SnapshotPart if memory or part not in MEMORY_PARTS}
+        self.contents = dict.fromkeys(MACHINE_PARTS | MEMORY_PARTS if memory else MACHINE_PARTS, b"x")
         self.contents[SnapshotPart.DISK] = json.dumps(state).encode()
         self.sizes = {part: len(contents) for part, contents in self.contents.items()}
         if memory:
@@ -446,7 +447,7 @@ class MemoryHost:
         self.sources.append(MemorySource(self.disks[snapshot.id], snapshot, memory))
         return self.sources[-1]
 
-    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+    def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self.import_problem
 
     async def begin_import(self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool) -> MemoryTarget:

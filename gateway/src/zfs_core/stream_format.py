@@ -20,8 +20,10 @@ _MAGIC: Final = 0x2F5BACBAC
 _BEGIN_FORMAT: Final = "IIQQQIIQQ256s"
 _BEGIN, _END = 0, 5
 _COMPOUND_STREAM: Final = 2
+_FILESYSTEM_OBJECTS: Final = 2
 _CLONE_FLAG: Final = 1
 _RESUMING_FEATURE: Final = 1 << 20
+_RAW_FEATURE: Final = 1 << 24
 _CHECKSUM_BYTES: Final = 32
 
 
@@ -47,6 +49,19 @@ class BeginRecord:
     @property
     def is_resuming(self) -> bool:
         return bool(self.version_info >> 2 & _RESUMING_FEATURE)
+
+    @property
+    def is_raw(self) -> bool:
+        """Return whether the data are encrypted, as in the sender's pool."""
+        return bool(self.version_info >> 2 & _RAW_FEATURE)
+
+    @property
+    def is_incremental(self) -> bool:
+        return self.from_guid != 0
+
+    @property
+    def is_filesystem(self) -> bool:
+        return self.type == _FILESYSTEM_OBJECTS
 
     @property
     def is_package(self) -> bool:

@@ -54,6 +54,9 @@ def replace_part(name: str, size: int, data_bytes: int) -> dict[str, Any]:
     return {"parts": [part if each["name"] == name else each for each in manifest_fields()["parts"]]}
 
 
+STREAM_PARTS = [{"name": "stream", "size": 5000, "data_bytes": 5000}]
+
+
 def make_manifest(**changes: Any) -> Manifest:
     return parse_manifest(json.dumps(manifest_fields(**changes)).encode())
 
@@ -296,10 +299,24 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "a part with a path": {"parts": [{"name": "../disk", "size": 1, "data_bytes": 1}]},
     "a part twice": {"parts": [*manifest_fields()["parts"][:4], manifest_fields()["parts"][3]]},
     "parts out of order": {"parts": manifest_fields()["parts"][::-1]},
+    "another kind of host": {"host_kind": "other"},
+    "a jail with the parts of a machine": {"host_kind": "jail_zfs", "platform": None, "line": False},
+    "a jail with memory": {"host_kind": "jail_zfs", "line": False, "parts": STREAM_PARTS},
+    "a jail with a serial line": {"host_kind": "jail_zfs", "platform": None, "parts": STREAM_PARTS},
+    "a machine with a stream": {"platform": None, "parts": STREAM_PARTS},
+    "a stream that is too large": {
+        **{"host_kind": "jail_zfs", "platform": None, "line": False},
+        "parts": [{"name": "stream", "size": (1 << 46) + 1, "data_bytes": 1}],
+    },
     "a part of no size": replace_part("kernel", 0, 0),
     "a large device state": replace_part("device_state", 65 * MIB, 1),
     "more data than its size": replace_part("kernel", 1, 2),
 }  # fmt: skip
+
+
+def test_the_manifest_of_a_jail_is_valid() -> None:
+    manifest = make_manifest(host_kind="jail_zfs", platform=None, line=False, parts=STREAM_PARTS)
+    assert not manifest.has_memory and manifest.data_bytes(memory=False) == 5000
 
 
 def test_the_manifest_of_these_tests_is_valid() -> None:

@@ -39,7 +39,7 @@ class Abilities:
     atomic_append: bool = False
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
     transfer: bool = False
-    """Snapshots can be exported to files and imported from them. Otherwise, the host needs no methods for it."""
+    """Snapshots can be exported to files and imported from them."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +141,20 @@ class Scan:
 
 
 class SnapshotPart(StrEnum):
-    """The parts of a snapshot that is exported, in this order. MEMORY and DEVICE_STATE exist only together."""
+    """The parts of a snapshot that is exported, in this order.
+
+    A virtual machine has MACHINE_PARTS, and MEMORY_PARTS only together. A jail has only STREAM, a `zfs send` stream.
+    """
 
     KERNEL = "kernel"
     INITRD = "initrd"
     DISK = "disk"
     MEMORY = "memory"
     DEVICE_STATE = "device_state"
+    STREAM = "stream"
 
 
+MACHINE_PARTS = frozenset({SnapshotPart.KERNEL, SnapshotPart.INITRD, SnapshotPart.DISK})
 MEMORY_PARTS = frozenset({SnapshotPart.MEMORY, SnapshotPart.DEVICE_STATE})
 
 
@@ -331,10 +336,10 @@ class Host(Protocol):
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
         """Open a committed snapshot for reading. ``memory``: with its memory, which it has and can restore."""
 
-    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
+    def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         """Return, as a clause, why memory that was captured on ``platform`` cannot be restored, or "" if it can.
 
-        Raises Unsupported if not even a disk for ``architecture`` can be booted.
+        Raises Unsupported if not even a disk from a host of ``host_kind`` for ``architecture`` can be booted.
         """
 
     async def begin_import(

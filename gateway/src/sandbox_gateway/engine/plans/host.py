@@ -203,8 +203,8 @@ class PlannedHost:
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
         raise Unsupported("a plan session exports no snapshots: export them only outside it")
 
-    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
-        return self._real.find_import_problem(architecture, platform)
+    def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
+        return self._real.find_import_problem(host_kind, architecture, platform)
 
     async def begin_import(
         self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool

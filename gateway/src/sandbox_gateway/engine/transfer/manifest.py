@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
+from sandbox_gateway.hosts.base import MACHINE_PARTS, MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.records import Id, Name
 from sandbox_gateway.validation import explain
 
@@ -22,13 +22,13 @@ _MAX_DEVICE_STATE_BYTES = 64 << 20
 _MAX_BOOT_FILE_BYTES = 1 << 30
 
 
-_BOOT_PARTS = frozenset(SnapshotPart) - MEMORY_PARTS
 _MAX_BYTES = {
     SnapshotPart.KERNEL: _MAX_BOOT_FILE_BYTES,
     SnapshotPart.INITRD: _MAX_BOOT_FILE_BYTES,
     SnapshotPart.DISK: _MAX_IMAGE_BYTES,
     SnapshotPart.MEMORY: _MAX_IMAGE_BYTES,
     SnapshotPart.DEVICE_STATE: _MAX_DEVICE_STATE_BYTES,
+    SnapshotPart.STREAM: _MAX_IMAGE_BYTES,
 }
 
 
@@ -87,7 +87,7 @@ class Manifest(_Strict):
     description: Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
     release: _Word
     """The release of the gateway that exported it."""
-    host_kind: Literal["kvm_xfs"]
+    host_kind: Literal["kvm_xfs", "jail_zfs"]
     architecture: _Word
     sizes: Sizes
     platform: MachinePlatform | None
@@ -101,10 +101,17 @@ class Manifest(_Strict):
         names = [part.name for part in self.parts]
         if names != [name for name in SnapshotPart if name in names]:
             raise ValueError("the parts are not in their order, or one occurs twice")
-        expected = _BOOT_PARTS | MEMORY_PARTS if self.platform else _BOOT_PARTS
+        if self.host_kind == "jail_zfs":
+            if self.platform or self.line:
+                raise ValueError("a jail has no memory")
+            expected = frozenset({SnapshotPart.STREAM})
+        else:
+            expected = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS
         if set(names) != expected:
             raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected))}")
         sizes = {part.name: part.size for part in self.parts}
+        if self.host_kind == "jail_zfs":
+            return self
         if sizes[SnapshotPart.DISK] > self.sizes.disk_mb << 20:
             raise ValueError("the disk is larger than disk_mb")
         if self.platform and sizes[SnapshotPart.MEMORY] != self.sizes.memory_mb << 20:

@@ -160,7 +160,7 @@ class Transfers:
     def _new_record(self, manifest: Manifest, signer: str) -> Snapshot:
         """Create the record of a snapshot that is being imported, from fields that the manifest has validated."""
         platform = manifest.platform.model_dump() if manifest.platform else {}
-        problem = self._host.find_import_problem(manifest.architecture, platform)
+        problem = self._host.find_import_problem(manifest.host_kind, manifest.architecture, platform)
         has_memory = manifest.has_memory and not problem
         snapshot = Snapshot(
             kind=SnapshotKind(manifest.kind),
@@ -180,8 +180,8 @@ class Transfers:
     def _require_ability(self) -> None:
         if not self._host.abilities.transfer:
             raise Unsupported(
-                f"a {self._host.kind} host can neither export nor import snapshots: use a kvm_xfs host, or copy the "
-                "datasets with `zfs send`"
+                "this gateway can neither export nor import snapshots, because the Python packages cryptography and "
+                "zstandard are not installed in its virtual environment: install them there, and restart the gateway"
             )
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class Export:
             names=snapshot.names[:_MAX_NAMES],
             description=remove_control_characters(snapshot.description)[:_MAX_DESCRIPTION_LENGTH],
             release=__version__,
-            host_kind="kvm_xfs",
+            host_kind="jail_zfs" if SnapshotPart.STREAM in source.sizes else "kvm_xfs",
             architecture=source.architecture,
             sizes=Sizes(cpus=sizes.cpus, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb),
             platform=MachinePlatform(**source.platform) if source.platform else None,
@@ -341,7 +341,9 @@ async def _write_chunks(
         for chunk in decoder.read_chunks():
             if chunk.part.name in parts:
                 target.write(chunk.part.name, chunk.offset, chunk.data)
-                pending_import.count_written(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
+                # A stream is stored in another place until it is complete.
+                if chunk.part.name is not SnapshotPart.STREAM:
+                    pending_import.count_written(len(chunk.data), memory=chunk.part.name in MEMORY_PARTS)
 
     await finish_despite_cancellation(asyncio.to_thread(write, b""))
     async for batch in batches:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 
 import zfs_core
@@ -30,6 +31,8 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.hosts.import_check import require_origin
+from sandbox_gateway.hosts.jail_zfs import transfer
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
@@ -62,7 +65,8 @@ from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 log = Logger("jail_zfs")
 
 
-_NO_TRANSFER = "a jail host can neither export nor import snapshots: copy their datasets with `zfs send`"
+_CAN_TRANSFER = all(find_spec(library) is not None for library in ("cryptography", "zstandard"))
+"""On FreeBSD, these libraries must be compiled, so they are not installed with the gateway."""
 
 
 class JailZfsHost:
@@ -70,7 +74,12 @@ class JailZfsHost:
 
     kind = "jail_zfs"
     abilities = Abilities(
-        memory=False, resize_on_fork=True, independent_snapshots=False, atomic_capture=True, atomic_append=True
+        memory=False,
+        resize_on_fork=True,
+        independent_snapshots=False,
+        atomic_capture=True,
+        atomic_append=True,
+        transfer=_CAN_TRANSFER,
     )
 
     def __init__(self, config: Config, *, environment: Mapping[str, str] | None = None) -> None:
@@ -272,15 +281,28 @@ class JailZfsHost:
         return ""
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
-        raise Unsupported(_NO_TRANSFER)
+        return await finish_despite_cancellation(
+            run_in_thread(
+                transfer.open_source, self._storage.streams, snapshot, self._config.host.state_root, self._reserve_bytes
+            )
+        )
 
-    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
-        raise Unsupported(_NO_TRANSFER)
+    def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
+        require_origin(host_kind, architecture, kind=self.kind)
+        return ""
 
     async def begin_import(
         self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
     ) -> SnapshotTarget:
-        raise Unsupported(_NO_TRANSFER)
+        target = transfer.StreamTarget(
+            self._storage.streams, snapshot, self._config.host.state_root, self._disks.add_snapshot
+        )
+        await finish_despite_cancellation(run_in_thread(target.create, sizes[SnapshotPart.STREAM], self._reserve_bytes))
+        return target
+
+    @property
+    def _reserve_bytes(self) -> int:
+        return self._config.limits.free_disk_mb << 20
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disks.has_diverged(sandbox, head)

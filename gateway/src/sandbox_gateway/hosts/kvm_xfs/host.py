@@ -30,6 +30,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
+from sandbox_gateway.hosts.import_check import require_origin
 from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
@@ -270,8 +271,8 @@ class KvmXfsHost:
                 transfer.SnapshotFileSource, self._snapshots.files(snapshot), snapshot, memory=memory
             )
 
-    def find_import_problem(self, architecture: str, platform: Mapping[str, str]) -> str:
-        transfer.require_architecture(architecture)
+    def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
+        require_origin(host_kind, architecture, kind=self.kind)
         return transfer.find_platform_problem(asdict(self.platform), platform)
 
     async def begin_import(

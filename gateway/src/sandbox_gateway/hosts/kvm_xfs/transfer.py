@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from sandbox_gateway.errors import BackendFailed, Conflict, Unsupported
+from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
@@ -50,16 +50,6 @@ def find_platform_problem(own: Mapping[str, str], other: Mapping[str, str]) -> s
         if other.get(key) != value:
             return f"it was captured with {key.replace('_', ' ')} {other.get(key)!r}, but this host has {value!r}"
     return ""
-
-
-def require_architecture(architecture: str) -> None:
-    """Raise Unsupported if a disk for ``architecture`` cannot be booted on this host."""
-    own = os.uname().machine
-    if architecture != own:
-        raise Unsupported(
-            f"the snapshot is of a machine for {architecture}, but this host is for {own}: import it on a host for "
-            f"{architecture}"
-        )
 
 
 class SnapshotFileSource:

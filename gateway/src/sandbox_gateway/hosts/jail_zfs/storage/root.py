@@ -17,6 +17,8 @@ from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_comma
 
 TEMPLATE_PREFIX = "_template-"
 """Prefix of the datasets of templates."""
+IMPORT_PREFIX = "import-"
+"""Prefix of the datasets in RETIRED that imports have not finished."""
 SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
 _LOCK_POLL_SECONDS = 0.5

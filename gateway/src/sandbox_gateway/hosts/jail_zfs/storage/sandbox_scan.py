@@ -14,7 +14,13 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     decode,
     find_stale_parts,
 )
-from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE_PREFIX, VOLUMES
+from sandbox_gateway.hosts.jail_zfs.storage.root import (
+    IMPORT_PREFIX,
+    RETIRED,
+    SANDBOXES,
+    TEMPLATE_PREFIX,
+    VOLUMES,
+)
 from sandbox_gateway.records import NewerFormat, Sandbox, Snapshot
 
 
@@ -38,6 +44,8 @@ class SandboxFindings:
     """Instances whose sandbox has a newer instance, with the reason for removing them."""
     empty: list[str] = field(default_factory=list)
     """Retired datasets and datasets of templates that have no snapshots."""
+    unfinished_imports: list[str] = field(default_factory=list)
+    """Datasets of imports that were interrupted, to be destroyed with their snapshots."""
     pending_moves: list[str] = field(default_factory=list)
     """Retired datasets with snapshots that have not been moved from ``sandboxes/`` yet."""
 
@@ -74,6 +82,7 @@ class _Reader:
         self._facts = facts
         self._local = local
         self._retired_in_place: set[str] = set()
+        self._import_prefix = f"{root}/{RETIRED}/{IMPORT_PREFIX}"
         self.findings = SandboxFindings()
 
     def _props(self, name: str) -> Mapping[str, str]:
@@ -89,7 +98,7 @@ class _Reader:
             name
             for name, facts in self._facts.items()
             if "@" in name and not facts["defer_destroy"].is_on and HEAD in self._props(name)
-            if not name.startswith(f"{self._root}/{VOLUMES}/")
+            if not name.startswith((f"{self._root}/{VOLUMES}/", self._import_prefix))
         )
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
@@ -189,5 +198,9 @@ class _Reader:
         prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE_PREFIX}")
         datasets_with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
         disposable_datasets = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
+        self.findings.unfinished_imports = sorted(
+            name for name in disposable_datasets if name.startswith(self._import_prefix)
+        )
+        disposable_datasets -= {*self.findings.unfinished_imports}
         self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
         self.findings.pending_moves = sorted(self._retired_in_place & datasets_with_snapshots)

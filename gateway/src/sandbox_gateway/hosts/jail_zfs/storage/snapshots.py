@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapsh
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import Snapshot, VolumeSnapshot
 
-_BASE_NAME = "base"
+BASE_NAME = "base"
 
 
 class SnapshotStorage:
@@ -55,7 +55,7 @@ class SnapshotStorage:
             zfs_core.mount(dataset)
             fill(self._root.mountpoint / f"{TEMPLATE_PREFIX}{record.id}")
             zfs_core.unmount(dataset)
-            self._capture(f"{dataset}@{_BASE_NAME}", record)
+            self._capture(f"{dataset}@{BASE_NAME}", record)
         except BaseException:
             with suppress(zfs_core.exceptions.ZFSError):
                 self._instances.tree.destroy(dataset)

@@ -28,6 +28,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings, interpret_sandboxes
 from sandbox_gateway.hosts.jail_zfs.storage.secret_files import SecretFiles
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_streams import SnapshotStreams
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES, interpret_volumes
@@ -70,6 +71,7 @@ class ZfsStorage:
         self.volume_snapshots = VolumeSnapshots(self.root, volume_datasets)
         self.volumes = VolumeStorage(self.root, self._ballast, self._records, volume_datasets, self.volume_snapshots)
         self.snapshots = SnapshotStorage(self.root, self._records, self._names, self.instances, self.volume_snapshots)
+        self.streams = SnapshotStreams(self.root, self._records, self._names, self.snapshots)
 
     @translate_errors
     def open(self) -> list[str]:
@@ -126,6 +128,7 @@ class ZfsStorage:
             notes = self.volumes.load(volume_findings)
             notes += findings.marks.list_notes()
             notes += self.instances.sweep(findings, teardown)
+            notes += self.streams.sweep(findings.unfinished_imports)
             notes += self._load_secrets(findings)
             notes += self._ballast.refill()
             instance_prefix = self.root.child(SANDBOXES, "")

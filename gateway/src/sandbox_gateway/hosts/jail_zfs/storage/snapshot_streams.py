@@ -1,0 +1,122 @@
+"""Send snapshots as ZFS streams, and receive them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import zfs_core
+from zfs_core.stream_format import peek_begin_record
+
+from sandbox_gateway.errors import Invalid, NotFound
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
+from sandbox_gateway.hosts.jail_zfs.storage.root import IMPORT_PREFIX, RETIRED, TEMPLATE_PREFIX, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
+from sandbox_gateway.hosts.jail_zfs.storage.snapshots import BASE_NAME, SnapshotStorage
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors, translated_errors
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+
+class SnapshotStreams:
+    """Methods block, are thread-safe, and raise GatewayError."""
+
+    def __init__(
+        self, root: RootDataset, records: PropertyStore, names: SnapshotNames, snapshots: SnapshotStorage
+    ) -> None:
+        self._root = root
+        self._records = records
+        self._names = names
+        self._snapshots = snapshots
+
+    @translate_errors
+    def measure(self, snapshot_id: str) -> int:
+        """Return the number of bytes that the snapshot's files use in the pool."""
+
+        def measure(name: str) -> int:
+            return zfs_core.get_props([name], ["referenced"])[name]["referenced"].number
+
+        return self._names.call_with_name(snapshot_id, measure)
+
+    @translate_errors
+    def send(self, snapshot_id: str, file: int) -> None:
+        """Write a stream that contains the whole snapshot, without properties, to the descriptor ``file``."""
+        self._names.call_with_name(snapshot_id, lambda name: zfs_core.lzc_send(name, None, file))
+
+    def full_name(self, record: Snapshot) -> str:
+        """Return the full name, ``dataset@snapshot``, that a received snapshot gets."""
+        if record.kind is SnapshotKind.TEMPLATE:
+            return f"{self._root.dataset}/{TEMPLATE_PREFIX}{record.id}@{BASE_NAME}"
+        return f"{self._root.child(RETIRED, record.id)}@{record.id}"
+
+    @translate_errors
+    def receive(self, record: Snapshot, file: int) -> None:
+        """Create a snapshot from the stream in the file ``file``, at its current position.
+
+        The dataset gets its name last. The next scan removes a dataset that was not renamed.
+        """
+        _check_stream(file)
+        dataset, _, short_name = self.full_name(record).partition("@")
+        partial_dataset = self._partial_dataset(record)
+        partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
+        try:
+            zfs_core.lzc_receive(partial_name, file)
+            for prop, value in (("canmount", "noauto"), ("atime", "off"), ("com.sun:auto-snapshot", "false")):
+                zfs_core.lzc_set_prop(partial_dataset, prop, value)
+            self._records.write(partial_name, record)
+            with self._root.tree_locked():
+                zfs_core.lzc_rename(partial_dataset, dataset)
+        except BaseException:
+            self._records.forget(record.id, partial_name)
+            with suppress(zfs_core.exceptions.ZFSError):
+                destroy_partial_dataset(partial_dataset)
+            raise
+        with self._root.index_lock:
+            self._names.add({record.id: name})
+            self._records.note_multipart(name)
+
+    @translate_errors
+    def discard(self, record: Snapshot) -> None:
+        """Remove a received snapshot, and what a failed ``receive`` left."""
+        with suppress(NotFound):
+            self._snapshots.destroy(record.id)
+        destroy_partial_dataset(self._partial_dataset(record))
+
+    def _partial_dataset(self, record: Snapshot) -> str:
+        return self._root.child(RETIRED, f"{IMPORT_PREFIX}{record.id}")
+
+    def sweep(self, datasets: list[str]) -> list[str]:
+        """Remove datasets of interrupted imports. Returns a sentence for each."""
+        notes = []
+        for dataset in datasets:
+            try:
+                with translated_errors():
+                    destroy_partial_dataset(dataset)
+            except Exception as error:
+                notes.append(f"{dataset}: its import was interrupted, but it could not be removed yet: {error}")
+            else:
+                notes.append(f"{dataset}: removed, because its import was interrupted")
+        return notes
+
+
+def destroy_partial_dataset(dataset: str) -> None:
+    """Destroy a dataset that has only the snapshot of its import. Does nothing if it does not exist."""
+    with suppress(zfs_core.exceptions.FilesystemNotFound):
+        zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), defer=False)
+        zfs_core.lzc_destroy(dataset, unmounted=True)
+
+
+def _check_stream(file: int) -> None:
+    """Raise Invalid unless the file contains the whole of one snapshot of a file system, and nothing else."""
+    record = peek_begin_record(file)
+    if record is None:
+        problem = "does not begin like a ZFS stream"
+    elif record.is_package:
+        problem = "is a package of several snapshots"
+    elif record.is_incremental or record.is_clone or record.is_resuming:
+        problem = "needs another snapshot"
+    elif record.is_raw:
+        problem = "is encrypted"
+    elif not record.is_filesystem:
+        problem = "is not that of a file system"
+    else:
+        return
+    raise Invalid(f"the ZFS stream in the snapshot file {problem}: export the snapshot again")
