@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _import_copy(engine: Engine) -> None:
+    """Export a snapshot without its memory, and import the file under another name."""
+    export = await engine.transfers.export("mark", memory=False)
+    try:
+        pieces = [piece async for piece in export.pieces()]
+    finally:
+        await export.close()
+
+    async def read() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    await engine.transfers.import_(read(), name="new")
+
+
 OPERATIONS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
@@ -77,6 +93,7 @@ OPERATIONS: dict[str, Any] = {
     "resume": lambda engine: engine.sandboxes.resume("sleeper"),
     "kill": lambda engine: engine.sandboxes.delete("spare"),
     "delete": lambda engine: engine.snapshots.delete("spare-mark"),
+    "import": _import_copy,
 }
 
 VOLUME_OPERATIONS: dict[str, Any] = {
