@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -118,7 +117,7 @@ class KvmXfs:
         start_time = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
-        lines = self.live.do(collect_lines(build.follow()), timeout=1800)
+        lines = self.live.follow(build, timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
         self._ctx.print_progress(f"built in {time.monotonic() - start_time:.0f} s; {self.host.platform}")
@@ -175,10 +174,6 @@ class KvmXfs:
             source = self.config.host.state_root / name
             if source.exists():
                 subprocess.run(["cp", "-a", "--reflink=always", source, root], check=True, timeout=120)
-
-
-async def collect_lines(lines: Any) -> list[str]:
-    return [line async for line in lines]
 
 
 def read_available_memory_bytes() -> int:

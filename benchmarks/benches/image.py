@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.context import DISK_MB, MEMORY_MB, TEMPLATE, Context, KvmXfs, collect_lines
+from benchmarks.context import DISK_MB, MEMORY_MB, TEMPLATE, Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
 from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
@@ -96,7 +96,7 @@ def _measure_build(host: KvmXfs, layout: Path, name: str, samples: dict[str, lis
     recipe = Recipe(source="image", image=f"oci:{layout}:test", resources=resources)
     start_time = time.perf_counter()
     build = host.live.do(host.live.engine.templates.build(name, recipe))
-    lines = host.live.do(collect_lines(build.follow()), timeout=_TIMEOUT_SECONDS)
+    lines = host.live.follow(build, timeout=_TIMEOUT_SECONDS)
     samples["build"].append((time.perf_counter() - start_time) * 1000)
     if build.status != "ready":
         raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,7 +80,7 @@ def test_a_capture_without_a_pagemap_copies_all_memory(live: Live, monkeypatch: 
 def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     traces_before = kvm_xfs_world.traces(live.config)
     build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
-    lines = live.do(collect_lines(build.follow()), timeout=300)
+    lines = live.follow(build, timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
     assert kvm_xfs_world.traces(live.config) == traces_before
@@ -93,10 +92,6 @@ def test_building_an_unchanged_recipe_returns_the_existing_template(live: Live) 
     template = live.engine.templates.get(TEMPLATE)
     build = live.do(live.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
     assert (build.status, build.template_id) == ("ready", template.id)
-
-
-async def collect_lines(lines: Any) -> list[str]:
-    return [line async for line in lines]
 
 
 def start_and_stop(config: Config) -> None:

@@ -134,7 +134,7 @@ class JailZfsWorld:
                 source="rootfs", path=str(debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
             )
             build = live.do(live.engine.templates.build(TEMPLATE, recipe))
-            lines = live.do(_collect_lines(build.follow()), timeout=900)
+            lines = live.follow(build, timeout=900)
             assert build.status == "ready", "\n".join(lines)
             self._template = live.engine.templates.get(TEMPLATE)
         finally:
@@ -333,7 +333,3 @@ def _is_within(process: Path, directory: Path) -> bool:
         )
     except OSError:
         return False
-
-
-async def _collect_lines(lines: Any) -> list[str]:
-    return [line async for line in lines]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
@@ -39,6 +40,14 @@ class Live:
 
     def do(self, work: Coroutine[Any, Any, T], *, timeout: float = 180) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def follow(self, build: Build, timeout: float) -> list[str]:
+        """Wait until a build has ended, and return the lines of its log."""
+
+        async def collect() -> list[str]:
+            return [line async for line in build.follow()]
+
+        return self.do(collect(), timeout=timeout)
 
     def shell(self, ref: str, command: str, *, timeout: float = 60) -> str:
         """Run a command inside a sandbox, check that it succeeds, and return its standard output."""

@@ -116,7 +116,7 @@ class KvmXfsWorld:
         live = Live(self.host(seed_config := self._config(self._seed_root, {})), seed_config)
         try:
             build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.do(_collect_lines(build.follow()), timeout=900)
+            lines = live.follow(build, timeout=900)
             assert build.status == "ready", "\n".join(lines)
             templates.add_to_cache(self._seed_root)
         finally:
@@ -268,7 +268,3 @@ def _find_names_below(process: Path, root: Path) -> list[str]:
         return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
     except OSError:
         return []
-
-
-async def _collect_lines(lines: Any) -> list[str]:
-    return [line async for line in lines]
