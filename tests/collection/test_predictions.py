@@ -189,7 +189,7 @@ def test_the_page_matches_the_results(results_by_case: dict[Case, CaseResults]) 
 
 # The page
 
-PAGE_HEAD = f"""# Check mode and runs
+PAGE_HEAD = f"""# Check mode and real runs
 
 [tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
 module three times: in check mode, then for real, and then for real again.

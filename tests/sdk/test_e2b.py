@@ -406,7 +406,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 
 
 @pytest.mark.usefixtures("needs_memory")
-@covers("Template.build", note="from images, without `copy`, tags and credentials; each call builds completely")
+@covers("Template.build", note="from images, without `copy`, tags and credentials; each call runs a full build")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}

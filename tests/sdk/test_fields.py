@@ -89,9 +89,9 @@ CLIENTS = (
         {
             "GET /templates": {"teamID": "there are no teams"},
             "GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds"),
-            "GET /templates/{}/builds/{}/status": {"level": "lines of a build have no level"},
+            "GET /templates/{}/builds/{}/status": {"level": "log lines of a build have no level"},
             "GET /templates/{}/builds/{}/logs": {
-                **dict.fromkeys(("level", "source"), "lines of a build have neither level nor source"),
+                **dict.fromkeys(("level", "source"), "log lines of a build have neither level nor source"),
                 **dict.fromkeys(("cursor", "direction", "limit"), _ONE_PAGE_REASON),
             },
         },

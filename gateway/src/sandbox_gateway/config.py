@@ -101,7 +101,7 @@ class KvmXfs(_Section):
         "pc-q35-7.2", description="Versioned machine type of QEMU. Each snapshot records the type of its machine."
     )
     accelerator: Literal["auto", "kvm", "tcg"] = Field(
-        "auto", description="`auto`: KVM if a test guest boots on it (the result is cached), else TCG."
+        "auto", description="`auto`: KVM if a test guest boots on it (the result is cached), otherwise TCG."
     )
     probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for the test guest, in seconds.")
     boot_seconds: float = Field(

@@ -470,10 +470,10 @@ _CREDENTIALS_REFUSAL = Refusal(
 class AnnounceTemplate(NativeBody):
     """The first request of a build by E2B's client. `BuildFromImage` is the second one."""
 
-    ignored: ClassVar[Mapping[str, str]] = {"alias": "an older name of `name`", "teamID": "there are no teams"}
+    ignored: ClassVar[Mapping[str, str]] = {"alias": "an older name for `name`", "teamID": "there are no teams"}
     refused: ClassVar[Mapping[str, Refusal]] = {
         "tags": Refusal("because templates have names, but no tags: leave it out"),
-        "minFreeDiskMb": Refusal("because the disk of a template built from an image has 4096 MiB: leave it out"),
+        "minFreeDiskMb": Refusal("because a template built from an image has a disk of 4096 MiB: leave it out"),
     }
 
     name: Name
