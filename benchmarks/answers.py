@@ -36,7 +36,7 @@ class Answers:
         return sorted(exchanges, key=lambda span: span.end)
 
     def _find_answered_exchanges(self) -> list[Span]:
-        return self._timers.completed_calls("line") + self._timers.completed_calls("exchange", "/identity")
+        return self._timers.find_completed_calls("line") + self._timers.find_completed_calls("exchange", "/identity")
 
 
 @contextlib.contextmanager

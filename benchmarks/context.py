@@ -57,14 +57,14 @@ class Context:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def rounds(self, full: int, quick: int) -> int:
+    def choose(self, full: int, quick: int) -> int:
         return quick if self.quick else full
 
     def print_progress(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
 
     @contextlib.contextmanager
-    def steps(self, description: str, total: int) -> Iterator[Steps]:
+    def showing_progress(self, description: str, total: int) -> Iterator[Steps]:
         """Show a progress bar inside this context."""
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
@@ -142,7 +142,7 @@ class KvmXfs:
             self.live.do(self.live.engine.sandboxes.delete(sandbox.id))
 
     @contextlib.contextmanager
-    def source(self, script: str = "", *, settle_seconds: float = 3.0) -> Iterator[Snapshot]:
+    def temporary_snapshot(self, script: str = "", *, settle_seconds: float = 3.0) -> Iterator[Snapshot]:
         """Yield a snapshot of a sandbox in which the Python program ``script`` has run for ``settle_seconds``.
 
         The program runs in the background. At the end, removes everything except the template.

@@ -37,11 +37,11 @@ class Measure:
 
     @property
     def p50(self) -> float:
-        return percentile(self.samples, 50)
+        return compute_percentile(self.samples, 50)
 
     @property
     def p95(self) -> float:
-        return percentile(self.samples, 95)
+        return compute_percentile(self.samples, 95)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Result:
             if samples.get(key):
                 self.add_measure(f"{measure_key}.{key}", title, samples=samples[key], part_of=measure_key)
 
-    def ratio(self, measure: Measure) -> float | None:
+    def compute_ratio(self, measure: Measure) -> float | None:
         """Return p50 divided by the floor's p50, or None if there is no floor or it is 0."""
         floor = self.measures.get(measure.floor)
         if floor is None or not floor.samples or not measure.samples or not floor.p50:
@@ -90,7 +90,7 @@ class Result:
         """Return whether the measure meets its target, or None if its target, samples or required floor is missing."""
         if measure.target is None or not measure.samples:
             return None
-        value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
+        value = measure.p50 if measure.target.of == "p50" else self.compute_ratio(measure)
         return None if value is None else value <= measure.target.limit
 
     def as_json(self) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class Result:
             "title": self.title,
             "settings": self.settings,
             "notes": self.notes,
-            "measures": {key: self._measure_json(measure) for key, measure in self.measures.items()},
+            "measures": {key: self._convert_measure(measure) for key, measure in self.measures.items()},
         }
 
-    def _measure_json(self, measure: Measure) -> dict[str, Any]:
+    def _convert_measure(self, measure: Measure) -> dict[str, Any]:
         samples = measure.samples
         data: dict[str, Any] = {"title": measure.title, "unit": measure.unit, "n": len(samples)}
         if samples:
@@ -114,7 +114,7 @@ class Result:
         if measure.part_of:
             data["part_of"] = measure.part_of
         if measure.floor:
-            ratio = self.ratio(measure)
+            ratio = self.compute_ratio(measure)
             data |= {"floor": measure.floor, "ratio": None if ratio is None else round(ratio, 3)}
         if measure.target:
             data["target"] = {"of": measure.target.of, "limit": measure.target.limit, "met": self.meets_target(measure)}
@@ -131,6 +131,6 @@ class Bench(Protocol):
     def run(self, ctx: Context) -> Result: ...
 
 
-def percentile(samples: Sequence[float], percent: float) -> float:
+def compute_percentile(samples: Sequence[float], percent: float) -> float:
     """Return a percentile of the samples, with linear interpolation, or 0 if there are no samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

@@ -1,7 +1,7 @@
-"""Ping a machine from outside, to measure how long a client waits for an answer.
+"""Ping a machine from outside, to measure how long a client waits for a reply.
 
 This runs in a separate process (``python -m benchmarks.ping``), so that it does not slow down the gateway under test.
-The guest's kernel answers ICMP echo requests, so if no answer arrives, the guest is not running.
+The guest's kernel answers ICMP echo requests, so if no reply arrives, the guest is not running.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMESTAMP = struct.Struct("!d")
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """The times of one ping in seconds of ``time.monotonic``, which is the same clock in all processes."""
 
     sent: float
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Ping:
-    """Sends a ping every millisecond inside this context. Afterwards, ``answers`` contains the answers.
+    """Sends a ping every millisecond inside this context. Afterwards, ``replies`` contains the replies.
 
     ``prefix``: a command that runs the rest of its command line in the network of ``address``.
     """
@@ -41,7 +41,7 @@ class Ping:
     def __init__(self, address: str, *, prefix: Sequence[str] = ()) -> None:
         self._address = address
         self._prefix = prefix
-        self.answers: list[Answer] = []
+        self.replies: list[Reply] = []
 
     def __enter__(self) -> Ping:
         self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Ping:
     ) -> None:
         output, _ = self._process.communicate(timeout=30)
         if kind is None:
-            self.answers = [Answer(sent, received) for sent, received in json.loads(output)]
+            self.replies = [Reply(sent, received) for sent, received in json.loads(output)]
 
     def switch_to(self, address: str) -> None:
         """Ping ``address`` from now on."""
@@ -67,18 +67,18 @@ class Ping:
         self._process.stdin.write(f"{address}\n".encode())
         self._process.stdin.flush()
 
-    def longest_wait(self, start: float, end: float) -> float:
-        """Return the longest wait for an answer between ``start`` and ``end``, in milliseconds."""
-        return longest_wait(self.answers, start, end)
+    def find_longest_wait(self, start: float, end: float) -> float:
+        """Return the longest wait for a reply between ``start`` and ``end``, in milliseconds."""
+        return find_longest_wait(self.replies, start, end)
 
 
-def longest_wait(answers: list[Answer], start: float, end: float) -> float:
-    """Return the longest wait for an answer between ``start`` and ``end``, in milliseconds.
+def find_longest_wait(replies: list[Reply], start: float, end: float) -> float:
+    """Return the longest wait for a reply between ``start`` and ``end``, in milliseconds.
 
     The wait for an unanswered ping lasts until a later ping is answered.
     """
-    waits = [answer.received - answer.sent for answer in answers if start <= answer.sent <= end]
-    receive_times = sorted(answer.received for answer in answers if start <= answer.received <= end)
+    waits = [reply.received - reply.sent for reply in replies if start <= reply.sent <= end]
+    receive_times = sorted(reply.received for reply in replies if start <= reply.received <= end)
     gaps = [later - earlier for earlier, later in itertools.pairwise(receive_times)]
     return max([*waits, *gaps], default=end - start) * 1000
 
@@ -98,9 +98,9 @@ def _encode_echo_request(now: float) -> bytes:
 def _main(address: str) -> None:
     """Ping until standard input is closed. Each line of input is a new address to ping.
 
-    Prints a line after the first answer, and all answers at the end.
+    Prints a line after the first reply, and all replies at the end.
     """
-    answers: list[tuple[float, float]] = []
+    replies: list[tuple[float, float]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
         next_ping = time.monotonic()
         deadline = next_ping + 30
@@ -114,17 +114,17 @@ def _main(address: str) -> None:
                 packet = raw.recv(2048)
                 message = packet[(packet[0] & 15) * 4 :]
                 if message[0] == _ECHO_REPLY and message[4:6] == struct.pack("!H", _IDENTIFIER) and len(message) >= 16:
-                    if not answers:
+                    if not replies:
                         print("answered", flush=True)
-                    answers.append((_TIMESTAMP.unpack_from(message, 8)[0], time.monotonic()))
+                    replies.append((_TIMESTAMP.unpack_from(message, 8)[0], time.monotonic()))
             if sys.stdin in ready:
                 line = sys.stdin.readline()
                 if not line:
                     break
                 address = line.strip()
-            if not answers and now > deadline:
+            if not replies and now > deadline:
                 return
-    json.dump(answers, sys.stdout)
+    json.dump(replies, sys.stdout)
 
 
 if __name__ == "__main__":

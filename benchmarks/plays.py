@@ -58,7 +58,7 @@ class Plays:
         program = Path(sys.executable).with_name("ansible-playbook")
         result = subprocess.run(
             [str(program), "-i", str(inventory), "--forks", str(forks), *options, str(playbook)],
-            env={**os.environ, **self._settings(clock)},
+            env={**os.environ, **self._build_environment(clock)},
             cwd=self._scratch,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -78,7 +78,7 @@ class Plays:
             for event, next_event in itertools.pairwise(events)
         ]
 
-    def _settings(self, clock: Path) -> dict[str, str]:
+    def _build_environment(self, clock: Path) -> dict[str, str]:
         return {
             "ANSIBLE_ACTION_PLUGINS": str(_PLUGIN_DIRECTORY / "action"),
             "ANSIBLE_CALLBACK_PLUGINS": str(_PLUGIN_DIRECTORY / "callback"),

@@ -75,7 +75,7 @@ def _format_row(result: Result, measure: Measure) -> list[str]:
     if not measure.samples:
         return [title, "-", "-", "0", "", "", ""]
     floor = result.measures.get(measure.floor)
-    ratio = result.ratio(measure)
+    ratio = result.compute_ratio(measure)
     return [
         title,
         format_amount(measure.p50, measure.unit),

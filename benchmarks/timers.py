@@ -54,7 +54,7 @@ class Timers:
                 undo.callback(setattr, owner, name, original)
             yield self
 
-    def completed_calls(self, key: str, *arguments: object) -> list[Span]:
+    def find_completed_calls(self, key: str, *arguments: object) -> list[Span]:
         """Return the calls with these arguments that have returned without an exception since the last ``take``."""
         successful_spans = (span for span in list(self._spans.get(key, [])) if span.args)
         return [span for span in successful_spans if all(argument in span.args[1:] for argument in arguments)]

@@ -21,12 +21,12 @@ class Boot:
     title = "cold start of a template"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=12, quick=2)
+        rounds = ctx.choose(full=12, quick=2)
         result = Result(self.name, self.title, {"rounds": rounds})
         samples: dict[str, list[float]] = defaultdict(list)
         host = ctx.kvm_xfs
         template = host.live.engine.templates.get(TEMPLATE)
-        with host.raw_qemu(template) as raw, ctx.steps("cold starts", rounds) as steps:
+        with host.raw_qemu(template) as raw, ctx.showing_progress("cold starts", rounds) as steps:
             for _ in range(rounds):
                 _measure_floor(raw, samples)
                 time.sleep(_COOLDOWN_SECONDS)

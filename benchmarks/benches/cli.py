@@ -40,10 +40,10 @@ class Cli:
     title = "commands of sandboxctl"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=40, quick=3)
+        rounds = ctx.choose(full=40, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds, "sandboxes": _SANDBOX_COUNT}, notes=[_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
-        with TemporaryDirectory() as root, ctx.steps("rounds", rounds) as steps:
+        with TemporaryDirectory() as root, ctx.showing_progress("rounds", rounds) as steps:
             gateway = MemoryGateway(Path(root))
             try:
                 _create_sandboxes(gateway)

@@ -25,7 +25,7 @@ class Clone:
         concurrency = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": concurrency, "failures": 0})
         rounds_by_count = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
-        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, recording_answers() as answers:
+        with host.temporary_snapshot() as snapshot, host.raw_qemu(snapshot) as raw, recording_answers() as answers:
             source = host.create_sandbox(snapshot.id)
             time.sleep(2)
             for requested_count, rounds in rounds_by_count.items():
@@ -33,7 +33,7 @@ class Clone:
                 floor: list[float] = []
                 return_times: list[float] = []
                 total_times: list[float] = []
-                with ctx.steps(f"n = {count}", rounds) as steps:
+                with ctx.showing_progress(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
                         floor.append(raw.start_concurrently(count, concurrency))
                         raw.prepare_machines(count)  # stop the raw machines to free memory for the clones

@@ -64,12 +64,12 @@ class Connection:
     title = "a play on forks, over the connection plugin and over SSH"
 
     def run(self, ctx: Context) -> Result:
-        rounds, fleet_rounds = ctx.rounds(full=6, quick=1), ctx.rounds(full=2, quick=1)
-        count = ctx.rounds(full=20, quick=4)
+        rounds, fleet_rounds = ctx.choose(full=6, quick=1), ctx.choose(full=2, quick=1)
+        count = ctx.choose(full=20, quick=4)
         settings = {"rounds": rounds, "fleets": fleet_rounds, "forks": count, "at_once": 1, "zfs": "zfs-fuse"}
         result = Result(self.name, self.title, settings, notes=[_JAIL_NOTE, _METHOD_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
-        with _forks(ctx, count) as forks, ctx.steps("plays", 2 * rounds + fleet_rounds) as steps:
+        with _running_forks(ctx, count) as forks, ctx.showing_progress("plays", 2 * rounds + fleet_rounds) as steps:
             playbook = _Playbook(forks)
             for number in range(rounds):
                 for inventory in ("ssh", "ours"):
@@ -168,7 +168,7 @@ class _Playbook:
 
 
 @contextlib.contextmanager
-def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
+def _running_forks(ctx: Context, count: int) -> Iterator[_Forks]:
     """Run a gateway with a separate pool and ``count`` forks of a snapshot. The first fork runs sshd.
 
     Removes everything at the end.

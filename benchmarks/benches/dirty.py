@@ -24,11 +24,11 @@ class Dirty:
     title = "pause of a capture, by the size of the changed memory"
 
     def run(self, ctx: Context) -> Result:
-        rounds = {size: ctx.rounds(full=10 if size >= _SLOW_SIZE_MB else 30, quick=3) for size in _SIZES_MB}
+        rounds = {size: ctx.choose(full=10 if size >= _SLOW_SIZE_MB else 30, quick=3) for size in _SIZES_MB}
         result = Result(self.name, self.title, {"guest_memory_mb": _MEMORY_MB, "captures": rounds})
         host = ctx.kvm_xfs
         memory_modes: dict[int, list[str]] = {}
-        with ctx.steps("captures", sum(rounds.values())) as steps:
+        with ctx.showing_progress("captures", sum(rounds.values())) as steps:
             sandbox = _start_sandbox(host)
             try:
                 for size in _SIZES_MB:

@@ -43,14 +43,14 @@ class Fork:
     title = "cold fork of a snapshot with memory"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=50, quick=5)
+        rounds = ctx.choose(full=50, quick=5)
         result = Result(self.name, self.title, {"rounds": rounds})
         samples: dict[str, list[float]] = defaultdict(list)
         timers = Timers()
         host = ctx.kvm_xfs
-        recording, progress = timers.recording(_TIMED_FUNCTIONS), ctx.steps("forks", rounds)
+        recording, progress = timers.recording(_TIMED_FUNCTIONS), ctx.showing_progress("forks", rounds)
         with (
-            host.source() as snapshot,
+            host.temporary_snapshot() as snapshot,
             host.raw_qemu(snapshot) as raw,
             recording,
             recording_answers() as answers,

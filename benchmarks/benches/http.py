@@ -29,15 +29,19 @@ class Http:
     title = "requests over HTTP, compared with the engine in-process"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=25, quick=3)
+        rounds = ctx.choose(full=25, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
-        with host.source() as snapshot, companion_gateway(host) as gateway, ctx.steps("rounds", rounds) as steps:
+        with (
+            host.temporary_snapshot() as snapshot,
+            companion_gateway(host) as gateway,
+            ctx.showing_progress("rounds", rounds) as steps,
+        ):
             engine_client, http_client = _EngineClient(host, snapshot), _HttpClient(gateway)
             for _ in range(rounds):
                 for prefix, client in (("engine", engine_client), ("http", http_client)):
-                    for operation, call in client.operations():
+                    for operation, call in client.list_operations():
                         _, elapsed = time_call(call)
                         samples[f"{prefix}_{operation}"].append(elapsed)
                         time.sleep(_COOLDOWN_SECONDS / 3)
@@ -60,7 +64,7 @@ class _EngineClient:
         self._fork: Any = None
         self._new_snapshot: Snapshot | None = None
 
-    def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def list_operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._do(self._engine.sandboxes.has_diverged(self._sandbox.id))
         yield "exec", lambda: self._do(self._engine.commands.exec(self._sandbox.id, ["true"]))
         yield "snapshot", self._create_snapshot
@@ -81,7 +85,7 @@ class _EngineClient:
 class _HttpClient:
     """Performs the operations over HTTP, in a separate gateway.
 
-    Takes its snapshot in the same way as ``KvmXfs.source``.
+    Takes its snapshot in the same way as ``KvmXfs.temporary_snapshot``.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -93,7 +97,7 @@ class _HttpClient:
         self._sandbox = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
         self._fork = self._new_snapshot = ""
 
-    def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def list_operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._call("GET", f"/sandboxes/{self._sandbox}")
         yield "exec", lambda: self._call("POST", f"/sandboxes/{self._sandbox}/exec", {"args": ["true"]})
         yield "snapshot", self._create_snapshot

@@ -17,11 +17,15 @@ class Idle:
     title = "an idle fork"
 
     def run(self, ctx: Context) -> Result:
-        count, idle_seconds = ctx.rounds(full=10, quick=3), ctx.rounds(full=15, quick=3)
+        count, idle_seconds = ctx.choose(full=10, quick=3), ctx.choose(full=15, quick=3)
         host = ctx.kvm_xfs
         settings = {"forks": count, "seconds_idle": idle_seconds, "guest_memory_mb": MEMORY_MB}
         result = Result(self.name, self.title, settings)
-        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, ctx.steps("steps", 3) as steps:
+        with (
+            host.temporary_snapshot() as snapshot,
+            host.raw_qemu(snapshot) as raw,
+            ctx.showing_progress("steps", 3) as steps,
+        ):
             machines = raw.prepare_machines(count)
             for machine in machines:
                 machine.start_without_guest()
@@ -29,14 +33,14 @@ class Idle:
             qemu_pss_bytes = [dict(read_memory_usage(machine.pid))["Pss"] for machine in machines]
             raw.prepare_machines(count)
             steps.advance()
-            bytes_before = _used_bytes(host)
+            bytes_before = _measure_used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(idle_seconds)
             steps.advance()
             running_forks = [fork for fork in forks if isinstance(fork, Sandbox)]
             usages = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running_forks]
             private_bytes = [dict(read_memory_usage(fork.host["pid"]))["Private_Dirty"] for fork in running_forks]
-            growth_bytes = (_used_bytes(host) - bytes_before) / count
+            growth_bytes = (_measure_used_bytes(host) - bytes_before) / count
             steps.advance()
         result.add_measure("floor", "floor: memory (PSS) of QEMU without a guest", "bytes", samples=qemu_pss_bytes)
         pss_bytes = [usage.memory_bytes for usage in usages]
@@ -50,7 +54,7 @@ class Idle:
         return result
 
 
-def _used_bytes(host: KvmXfs) -> int:
+def _measure_used_bytes(host: KvmXfs) -> int:
     """Return how many bytes the file system of the state root uses, after writing all data to the disk."""
     os.sync()
     status = os.statvfs(host.mount_point)

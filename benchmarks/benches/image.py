@@ -1,4 +1,4 @@
-"""Measure building a template from an OCI image, against the commands that such a build cannot do without."""
+"""Measure the build of a template from an OCI image, compared with the commands that it cannot do without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Image:
     title = "a template from an image"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=5, quick=1)
+        rounds = ctx.choose(full=5, quick=1)
         samples: dict[str, list[float]] = defaultdict(list)
         host = ctx.kvm_xfs
         directory = host.mount_point / "image"
@@ -42,7 +42,7 @@ class Image:
         size_mb = sum(path.stat().st_size for path in (layout / "blobs/sha256").iterdir()) >> 20
         result = Result(self.name, self.title, {"rounds": rounds, "image_mb": size_mb})
         template = host.live.engine.templates.get(TEMPLATE)
-        with host.raw_qemu(template) as raw, ctx.steps("builds", rounds) as steps:
+        with host.raw_qemu(template) as raw, ctx.showing_progress("builds", rounds) as steps:
             for number in range(rounds):
                 _measure_floor(raw, layout, directory / "floor", samples)
                 _measure_build(host, layout, f"image-{number}", samples)

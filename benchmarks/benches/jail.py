@@ -65,7 +65,7 @@ _PART_TITLES = {
 _COMMAND_FUNCTIONS: dict[str, FunctionRef] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
 
 
-def zfs_name() -> str:
+def describe_zfs() -> str:
     """Return the name and the version of the installed ZFS."""
     version = ".".join(map(str, zfs_core.detect_capabilities().version))
     return f"OpenZFS {version}" if zfs_core.detect_capabilities().atomic_snapshots else f"zfs-fuse {version}"
@@ -76,10 +76,10 @@ class JailZfs:
     title = "jail/ZFS host, FreeBSD's commands emulated on Linux"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=12, quick=3)
-        settings = {"rounds": rounds, "zfs": zfs_name(), "freebsd": "tests/freebsd_shim"}
+        rounds = ctx.choose(full=12, quick=3)
+        settings = {"rounds": rounds, "zfs": describe_zfs(), "freebsd": "tests/freebsd_shim"}
         result = Result(self.name, self.title, settings, notes=[_EMULATION_NOTE])
-        with _engine(ctx) as (live, host), recording_answers() as answers:
+        with _running_engine(ctx) as (live, host), recording_answers() as answers:
             settings["concurrency"] = live.config.limits.concurrency
             raw = RawCommands.record(live, host)
             settings["floor_commands"] = len(raw.commands)
@@ -196,9 +196,11 @@ def run_command(argv: tuple[str, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
+def _running_engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
     """Run an engine with a separate pool and a template. Removes everything at the end."""
-    ctx.print_progress(f"building the jail's template on a separate pool ({zfs_name()}, FreeBSD's commands emulated)")
+    ctx.print_progress(
+        f"building the jail's template on a separate pool ({describe_zfs()}, FreeBSD's commands emulated)"
+    )
     with jail_zfs_world() as world:
         config: Config = world.config()
         host = ShimHost(config)
@@ -215,7 +217,7 @@ def _measure_forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers,
     """Measure raw commands and forks alternately. Removes each fork afterwards."""
     samples: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
-    with timers.recording(_TIMED_FUNCTIONS), ctx.steps("forks", rounds) as steps:
+    with timers.recording(_TIMED_FUNCTIONS), ctx.showing_progress("forks", rounds) as steps:
         for _ in range(rounds):
             commands_ms, agent_ms = raw.fork()
             samples["floor"].append(commands_ms)
@@ -264,7 +266,7 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
     snapshot_times: list[float] = []
     rollback_times: list[float] = []
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
-    with ctx.steps("snapshots and rollbacks", rounds) as steps:
+    with ctx.showing_progress("snapshots and rollbacks", rounds) as steps:
         for number in range(rounds):
             live.shell(sandbox.id, f"dd if=/dev/urandom of=/root/bench.{number} bs=64k count=16 2>/dev/null")
             snapshot, elapsed = time_call(lambda: live.do(live.engine.snapshots.create(sandbox.id)))
@@ -304,7 +306,7 @@ def _measure_concurrent_forks(
     for count, rounds in rounds_by_count.items():
         return_times: list[float] = []
         total_times: list[float] = []
-        with ctx.steps(f"n = {count}", rounds) as steps:
+        with ctx.showing_progress(f"n = {count}", rounds) as steps:
             for _ in range(rounds):
                 answers.forget()
                 start = time.perf_counter()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.benches.jail import run_command, zfs_name
+from benchmarks.benches.jail import describe_zfs, run_command
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
@@ -22,9 +22,8 @@ _QUICK_SIZES = (1, 20)
 _POOL_MB = 2048
 _FILE_BYTES = 1 << 20
 _NOTE = (
-    "no jails run. The file systems that are only there to be counted are not mounted, because zfs-fuse needs a long "
-    "time for each mount; those that are measured are. The clones descend from one template, and the snapshots from "
-    "one sandbox"
+    "no jails run. Only the measured file systems are mounted, because zfs-fuse needs a long time for each mount. The "
+    "clones descend from one template, and the snapshots from one sandbox"
 )
 
 
@@ -34,10 +33,10 @@ class JailGrowth:
 
     def run(self, ctx: Context) -> Result:
         sizes = _QUICK_SIZES if ctx.quick else _SIZES
-        rounds = ctx.rounds(full=12, quick=2)
-        settings = {"sizes": list(sizes), "rounds": rounds, "zfs": zfs_name()}
+        rounds = ctx.choose(full=12, quick=2)
+        settings = {"sizes": list(sizes), "rounds": rounds, "zfs": describe_zfs()}
         result = Result(self.name, self.title, settings, notes=[_NOTE])
-        with _storage() as storage:
+        with _temporary_storage() as storage:
             store = _Store(storage)
             for size in sizes:
                 _measure(ctx, store, size, rounds, result, is_last=size == sizes[-1])
@@ -45,7 +44,7 @@ class JailGrowth:
 
 
 @contextlib.contextmanager
-def _storage() -> Iterator[ZfsStorage]:
+def _temporary_storage() -> Iterator[ZfsStorage]:
     directory = session.run_dir()
     with pools.pool(f"t{session.run_id()}g", directory, megabytes=_POOL_MB) as pool:
         dataset = f"{pool.name}/growth"
@@ -93,12 +92,12 @@ class _Store:
 
 def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result, *, is_last: bool) -> None:
     """Measure raw commands and the storage alternately. Removes each clone and snapshot afterwards."""
-    ctx.print_progress(f"creating {size} clones and snapshots ({zfs_name()})")
+    ctx.print_progress(f"creating {size} clones and snapshots ({describe_zfs()})")
     store.grow(size)
     storage, instances = store.storage, store.storage.instances
     source, origin = instances.dataset(store.source.instance), storage.snapshots.full_name(store.template.id)
     samples: dict[str, list[float]] = defaultdict(list)
-    with ctx.steps(f"{size} clones and snapshots", rounds) as steps:
+    with ctx.showing_progress(f"{size} clones and snapshots", rounds) as steps:
         for number in range(rounds):
             raw_clone, raw_snapshot = instances.dataset(f"raw{number}"), f"{source}@raw{number}"
             _, elapsed = time_call(partial(run_command, ("zfs", "clone", origin, raw_clone)))

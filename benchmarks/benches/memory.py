@@ -30,7 +30,7 @@ class Memory:
     title = "the gateway's resident memory in mixed use"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=60, quick=3)
+        rounds = ctx.choose(full=60, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENT_COUNT}, notes=[_NOTE])
         default_samples = _measure_memory(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR_PROGRAM))
         tuned_samples = _measure_memory(ctx, rounds, PROGRAM)
@@ -44,7 +44,7 @@ class Memory:
 def _measure_memory(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
     """Run ``program`` as the gateway. Return its resident memory in bytes after each round."""
     samples: list[float] = []
-    with companion_gateway(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
+    with companion_gateway(ctx.kvm_xfs, program) as gateway, ctx.showing_progress("rounds", rounds) as steps:
         assert gateway.process
         mixed_use = MixedUse(lambda: _create_client(gateway.socket), TEMPLATE, clients=_CLIENT_COUNT)
         for _ in range(rounds):

@@ -48,13 +48,13 @@ class Pause:
     title = "capture of a running sandbox"
 
     def run(self, ctx: Context) -> Result:
-        rounds, ping_rounds = ctx.rounds(full=60, quick=6), ctx.rounds(full=30, quick=4)
+        rounds, ping_rounds = ctx.choose(full=60, quick=6), ctx.choose(full=30, quick=4)
         settings = {"captures": rounds, "watched": ping_rounds, "guest_rewrites_mb": _DIRTY_MB}
         result = Result(self.name, self.title, settings)
         captures, waits = _Captures(), _Waits()
         host = ctx.kvm_xfs
-        progress = ctx.steps("captures", rounds + ping_rounds)
-        with host.source(_BUSY_PROGRAM) as source, host.raw_qemu(source) as raw, progress as steps:
+        progress = ctx.showing_progress("captures", rounds + ping_rounds)
+        with host.temporary_snapshot(_BUSY_PROGRAM) as source, host.raw_qemu(source) as raw, progress as steps:
             (machine,) = raw.prepare_machines(1)
             machine.start()
             machine.wait_until_connected()
@@ -130,8 +130,8 @@ def _capture_with_pings(host: KvmXfs, source: Snapshot, rounds: int, waits: _Wai
             windows.append((start, end))
             steps.advance()
     for start, end in windows:
-        waits.during_captures.append(ping.longest_wait(start, end))
-        waits.before_captures.append(ping.longest_wait(start - min(end - start, _COOLDOWN_SECONDS), start))
+        waits.during_captures.append(ping.find_longest_wait(start, end))
+        waits.before_captures.append(ping.find_longest_wait(start - min(end - start, _COOLDOWN_SECONDS), start))
     host.delete_sandboxes(sandbox)
 
 

@@ -31,7 +31,7 @@ class Plans:
     title = "a check run of a hundred forks"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=30, quick=2)
+        rounds = ctx.choose(full=30, quick=2)
         settings = {
             "forks": FORK_COUNT,
             "rounds": rounds,
@@ -44,7 +44,7 @@ class Plans:
         scratch = session.run_dir() / "plans"
         scratch.mkdir()
         numbers = itertools.count()
-        with open_gateway(scratch) as gateway, ctx.steps("plays", rounds) as steps:
+        with open_gateway(scratch) as gateway, ctx.showing_progress("plays", rounds) as steps:
             for _ in range(rounds):
                 unchanged.append(_time_play(gateway, scratch, "ci"))
                 check.append(_time_play(gateway, scratch, "new", "--check"))

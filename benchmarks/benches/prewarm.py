@@ -43,17 +43,17 @@ class Prewarm:
     title = "claim of a prewarmed fork"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=40, quick=4)
+        rounds = ctx.choose(full=40, quick=4)
         result = Result(self.name, self.title, {"rounds": rounds})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
         timers = Timers()
         with (
-            host.source() as snapshot,
+            host.temporary_snapshot() as snapshot,
             host.raw_qemu(snapshot) as raw,
             timers.recording(_TIMED_FUNCTIONS),
             recording_answers() as answers,
-            ctx.steps("claims", 3 * rounds) as steps,
+            ctx.showing_progress("claims", 3 * rounds) as steps,
         ):
             timer = _ClaimTimer(host, timers, answers, samples)
             for _ in range(rounds):

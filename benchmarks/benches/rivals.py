@@ -43,9 +43,9 @@ class Rivals:
 
     def run(self, ctx: Context) -> Result:
         settings = {
-            "rounds": ctx.rounds(full=30, quick=2),
-            "min_rounds": ctx.rounds(full=10, quick=2),
-            "seconds": ctx.rounds(full=30, quick=4),
+            "rounds": ctx.choose(full=30, quick=2),
+            "min_rounds": ctx.choose(full=10, quick=2),
+            "seconds": ctx.choose(full=30, quick=4),
             "concurrency": ctx.kvm_xfs.config.limits.concurrency,
             "not_offered": {},
         }
@@ -91,7 +91,7 @@ class _Run:
         min_rounds = self._settings["min_rounds"]
         self._repeat(machine, "rounds", rounds, min_rounds, seconds, lambda: self._run_round(machine))
         if isinstance(machine, ForkingRival):
-            fork_rounds = self._ctx.rounds(full=3, quick=1)
+            fork_rounds = self._ctx.choose(full=3, quick=1)
             self._repeat(
                 machine, f"{FORK_COUNT} forks", fork_rounds, fork_rounds, seconds, lambda: self._fork_many(machine)
             )
@@ -101,7 +101,7 @@ class _Run:
             self._repeat(
                 machine, "pauses", min_rounds, min_rounds, seconds, lambda: _measure_snapshot_window(machine, windows)
             )
-        waits = [ping.longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
+        waits = [ping.find_longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
         self._samples[f"{machine.key}_pause"] += waits
 
     def _repeat(
@@ -109,7 +109,7 @@ class _Run:
     ) -> None:
         """Call ``work`` ``rounds`` times, or stop after ``seconds`` if it has been called ``min_rounds`` times."""
         start = time.monotonic()
-        with self._ctx.steps(f"{rival.title}: {title}", rounds) as steps:
+        with self._ctx.showing_progress(f"{rival.title}: {title}", rounds) as steps:
             for number in range(rounds):
                 work()
                 steps.advance()
@@ -120,7 +120,7 @@ class _Run:
         """Time a snapshot, one fork of it, and a rollback to it. Removes everything afterwards."""
         self._time(rival, "snapshot", rival.snapshot)
         if isinstance(rival, VirtualMachine):
-            self._samples[f"{rival.key}_written"].append(rival.bytes_written())
+            self._samples[f"{rival.key}_written"].append(rival.count_written_bytes())
         if isinstance(rival, ForkingRival):
             forking_rival = rival
             self._time(rival, "fork_1", lambda: forking_rival.fork(1))
@@ -140,9 +140,9 @@ class _Run:
         scratch = session.run_dir() / "rivals"
         scratch.mkdir()
         ctx = self._ctx
-        rounds, many_rounds = ctx.rounds(full=10, quick=1), ctx.rounds(full=2, quick=1)
+        rounds, many_rounds = ctx.choose(full=10, quick=1), ctx.choose(full=2, quick=1)
         ctx.print_progress("building a jail template on a separate pool (zfs-fuse, emulated FreeBSD commands)")
-        with jail_playbooks(scratch, _SETTLE_SECONDS) as playbooks, ctx.steps("playbooks", rounds) as steps:
+        with jail_playbooks(scratch, _SETTLE_SECONDS) as playbooks, ctx.showing_progress("playbooks", rounds) as steps:
             self._rivals += playbooks
             for number in range(rounds):
                 self._samples["play_nothing"].append(_time_and_wait(playbooks[0].run_empty_playbook))

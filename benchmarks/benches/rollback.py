@@ -16,14 +16,14 @@ class Rollback:
     title = "rollback of a running sandbox"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=30, quick=4)
+        rounds = ctx.choose(full=30, quick=4)
         result = Result(self.name, self.title, {"rounds": rounds})
         host = ctx.kvm_xfs
         floor: list[float] = []
         windows: list[tuple[float, float]] = []
-        with host.source() as snapshot, host.raw_qemu(snapshot) as raw:
+        with host.temporary_snapshot() as snapshot, host.raw_qemu(snapshot) as raw:
             sandbox = host.create_sandbox(snapshot.id)
-            with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
+            with Ping(str(sandbox.host["address"])) as ping, ctx.showing_progress("rollbacks", rounds) as steps:
                 host.live.call(host.live.engine.background.start, _follow_address(host, ping, rounds))
                 for _ in range(rounds):
                     (machine,) = raw.prepare_machines(1)
@@ -35,13 +35,13 @@ class Rollback:
                     windows.append((start, time.monotonic()))
                     steps.advance()
                 time.sleep(_COOLDOWN_SECONDS)
-        outages = [ping.longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
-        quiet_waits = [ping.longest_wait(start - _COOLDOWN_SECONDS / 2, start) for start, _ in windows]
+        outages = [ping.find_longest_wait(start, end + _COOLDOWN_SECONDS / 2) for start, end in windows]
+        quiet_waits = [ping.find_longest_wait(start - _COOLDOWN_SECONDS / 2, start) for start, _ in windows]
         result.add_measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
         durations = [(end - start) * 1000 for start, end in windows]
         result.add_measure("rollback", "rollback, until the old machine is removed", samples=durations, floor="floor")
-        result.add_measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet_waits)
-        result.add_measure("outage", "longest wait for a ping answer during a rollback", samples=outages, floor="quiet")
+        result.add_measure("quiet", "longest wait for a ping reply, without a rollback", samples=quiet_waits)
+        result.add_measure("outage", "longest wait for a ping reply during a rollback", samples=outages, floor="quiet")
         return result
 
 

@@ -41,7 +41,7 @@ _REQUESTS = {
     "show": "show a snapshot, by name",
     "find": "list with the filter name",
     "sandboxes": f"list page of {_PAGE_SIZE} sandboxes",
-    "lineage": "whole lineage, as a list",
+    "lineage": "the whole lineage, as a list",
     "metrics": "metrics",
 }
 
@@ -73,8 +73,8 @@ def make_settings(ctx: Context, sizes: Sequence[int], quick_sizes: Sequence[int]
     return {
         "snapshots": list(quick_sizes if ctx.quick else sizes),
         "per_sandbox": SNAPSHOTS_PER_SANDBOX,
-        "starts": ctx.rounds(full=5, quick=2),
-        "rounds": ctx.rounds(full=30, quick=3),
+        "starts": ctx.choose(full=5, quick=2),
+        "rounds": ctx.choose(full=30, quick=3),
     }
 
 
@@ -91,7 +91,7 @@ def measure_sizes(
     """Write more and more records to ``store``, and add the measures of ``gateway`` with each number of snapshots."""
     settings = result.settings
     records = Records(store)
-    with ctx.steps("sizes", len(settings["snapshots"])) as steps:
+    with ctx.showing_progress("sizes", len(settings["snapshots"])) as steps:
         for size in settings["snapshots"]:
             records.grow(size)
             samples = _collect_samples(gateway, records, starts=settings["starts"], rounds=settings["rounds"])
@@ -265,7 +265,7 @@ def _collect_samples(gateway: Gateway, records: Records, *, starts: int, rounds:
             if number == starts - 1:
                 _measure_requests(gateway, records, rounds, samples)
                 time.sleep(1)
-                samples["idle"].append(_idle_cpu_ms(pid))
+                samples["idle"].append(_measure_idle_cpu_ms(pid))
                 samples["memory_used"].append(_read_resident_bytes(pid))
     return samples
 
@@ -322,8 +322,8 @@ def _read_resident_bytes(pid: int) -> float:
     return float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def _idle_cpu_ms(pid: int) -> float:
-    """Return the CPU time in milliseconds that a process uses per second while nothing happens."""
+def _measure_idle_cpu_ms(pid: int) -> float:
+    """Return the CPU time in milliseconds that a process uses per second while it is idle."""
     start_cpu_seconds, start_time = _read_cpu_seconds(pid), time.monotonic()
     time.sleep(_IDLE_SECONDS)
     return (_read_cpu_seconds(pid) - start_cpu_seconds) / (time.monotonic() - start_time) * 1000
@@ -346,7 +346,7 @@ def _add_measures(
 ) -> None:
     """Add the measures of one size. Only the largest size has targets."""
 
-    def p50_target(value: float | None) -> Target | None:
+    def make_p50_target(value: float | None) -> Target | None:
         return Target("p50", value) if is_largest and value is not None else None
 
     title = f"{size} snapshots: "
@@ -356,7 +356,7 @@ def _add_measures(
         title + "open the host and build the index",
         samples=samples["start"],
         floor=f"floor_start_{size}",
-        target=p50_target(start_limit_ms),
+        target=make_p50_target(start_limit_ms),
     )
     result.add_measure(f"floor_request_{size}", title + "an empty list", samples=samples["floor_request"])
     for key, text in _REQUESTS.items():
@@ -365,7 +365,7 @@ def _add_measures(
             title + text,
             samples=samples[key],
             floor=f"floor_request_{size}",
-            target=p50_target(_PAGE_LIMIT_MS) if key == "page" else None,
+            target=make_p50_target(_PAGE_LIMIT_MS) if key == "page" else None,
         )
     result.add_measure(f"delete_{size}", title + "delete one in the chain", samples=samples["delete"])
     result.add_measure(f"idle_{size}", title + "idle CPU time per second", samples=samples["idle"])
@@ -374,7 +374,7 @@ def _add_measures(
         title + "resident after the start",
         "bytes",
         samples=samples["memory"],
-        target=p50_target(_MEMORY_LIMIT_BYTES),
+        target=make_p50_target(_MEMORY_LIMIT_BYTES),
     )
     result.add_measure(
         f"memory_used_{size}", title + "resident after the requests", "bytes", samples=samples["memory_used"]

@@ -45,13 +45,17 @@ class Sdk:
     title = "the e2b client, through the gateway and directly to the agent"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=15, quick=2)
+        rounds = ctx.choose(full=15, quick=2)
         result = Result(self.name, self.title, {"rounds": rounds, "clients": "e2b-code-interpreter"})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
-        with host.source() as snapshot, _gateway(host) as (gateway, url), ctx.steps("rounds", rounds) as steps:
+        with (
+            host.temporary_snapshot() as snapshot,
+            _running_gateway(host) as (gateway, url),
+            ctx.showing_progress("rounds", rounds) as steps,
+        ):
             gateway_snapshot = _create_snapshot(gateway)
-            with _sandbox(gateway, url, gateway_snapshot) as (gateway_sandbox, direct_sandbox, endpoints):
+            with _temporary_sandbox(gateway, url, gateway_snapshot) as (gateway_sandbox, direct_sandbox, endpoints):
                 for _ in range(rounds):
                     samples["first_floor"].append(_time_first_result_in_process(host, snapshot))
                     samples["first"].append(_time_first_result(gateway_snapshot))
@@ -76,7 +80,7 @@ class Sdk:
 
 
 @contextmanager
-def _gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
+def _running_gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
     """Run a gateway, and set the URL and key of the client in the environment. Yields the gateway and its URL."""
     key_file = session.run_dir() / "bench-keys"
     key_file.write_text(f"bench admin {_API_KEY}\n")
@@ -90,7 +94,7 @@ def _gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
 
 
 def _create_snapshot(gateway: Gateway) -> str:
-    """Create a snapshot like that of ``KvmXfs.source`` and return its id."""
+    """Create a snapshot like that of ``KvmXfs.temporary_snapshot`` and return its id."""
     source = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
     time.sleep(3)
     snapshot: str = gateway.call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]
@@ -99,7 +103,7 @@ def _create_snapshot(gateway: Gateway) -> str:
 
 
 @contextmanager
-def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
+def _temporary_sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
     """Yield two clients of one sandbox (through the gateway and directly), and the URL and headers of each route."""
     gateway_sandbox = Sandbox.create(snapshot)
     try:

@@ -33,7 +33,7 @@ class Tasks:
     title = "a task that changes nothing on a hundred forks"
 
     def run(self, ctx: Context) -> Result:
-        plays = ctx.rounds(full=6, quick=1)
+        plays = ctx.choose(full=6, quick=1)
         settings = {
             "forks": FORK_COUNT,
             "plays": plays,
@@ -44,7 +44,7 @@ class Tasks:
         samples: dict[str, list[float]] = defaultdict(list)
         root = session.run_dir() / "tasks"
         root.mkdir()
-        with open_gateway(root) as gateway, ctx.steps("plays", plays) as steps:
+        with open_gateway(root) as gateway, ctx.showing_progress("plays", plays) as steps:
             for _ in range(plays):
                 for key, durations in _run_play(gateway).items():
                     samples[key] += durations

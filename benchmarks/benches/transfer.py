@@ -1,4 +1,4 @@
-"""Measure the export of a snapshot to a file, and the import of that file, against the zstd command."""
+"""Measure the export of a snapshot to a file, and the import of that file, compared with the zstd command."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Transfer:
     title = "a snapshot in a file"
 
     def run(self, ctx: Context) -> Result:
-        rounds = ctx.rounds(full=10, quick=1)
+        rounds = ctx.choose(full=10, quick=1)
         result = Result(self.name, self.title, {"rounds": rounds})
         samples: dict[str, list[float]] = defaultdict(list)
         host = ctx.kvm_xfs
         directory = host.mount_point / "transfer"
         directory.mkdir()
-        with host.source() as snapshot, ctx.steps("transfers", rounds) as steps:
+        with host.temporary_snapshot() as snapshot, ctx.showing_progress("transfers", rounds) as steps:
             for _ in range(rounds):
                 _measure(host, snapshot, directory, samples)
                 steps.advance()
-        title = "`zstd -3 -T0` of the same extents, into a file"
+        title = "`zstd -3 -T0` of the same extents, to a file"
         result.add_measure("data", "data in the snapshot's files", "bytes", samples=samples["data"])
         result.add_measure("zstd", f"floor: {title}", samples=samples["zstd"])
         target = Target("ratio", _MAX_RATIO)
-        result.add_measure("export", "export into a file", samples=samples["export"], floor="zstd", target=target)
-        result.add_measure("unzstd", "floor: `zstd -d` of that file, into a file", samples=samples["unzstd"])
+        result.add_measure("export", "export to a file", samples=samples["export"], floor="zstd", target=target)
+        result.add_measure("unzstd", "floor: `zstd -d` of that file, to a file", samples=samples["unzstd"])
         result.add_measure("import", "import of the exported file", samples=samples["import"], floor="unzstd")
         result.add_measure(
             "zstd_bytes", f"floor: the size of the file: {title}", "bytes", samples=samples["zstd_bytes"]
@@ -54,7 +54,7 @@ class Transfer:
 def _measure(host: KvmXfs, snapshot: Snapshot, directory: Path, samples: dict[str, list[float]]) -> None:
     compressed, exported, restored = directory / "zst", directory / "export", directory / "restored"
     samples["data"].append(_drop_caches_and_count(host, snapshot))
-    samples["zstd"].append(_time_zstd(_image_paths(host, snapshot), compressed))
+    samples["zstd"].append(_time_zstd(_list_image_paths(host, snapshot), compressed))
     samples["zstd_bytes"].append(compressed.stat().st_size)
     _drop_caches_and_count(host, snapshot)
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def _measure(host: KvmXfs, snapshot: Snapshot, directory: Path, samples: dict[st
         path.unlink()
 
 
-def _image_paths(host: KvmXfs, snapshot: Snapshot) -> list[Path]:
+def _list_image_paths(host: KvmXfs, snapshot: Snapshot) -> list[Path]:
     directory = host.config.host.state_root / "snapshots" / snapshot.id
     return [directory / name for name in ("rootfs.img", "memory.img", "device.state")]
 
@@ -80,7 +80,7 @@ def _image_paths(host: KvmXfs, snapshot: Snapshot) -> list[Path]:
 def _drop_caches_and_count(host: KvmXfs, snapshot: Snapshot) -> int:
     """Drop the files from the page cache, so that both sides read them from the disk, and return their data's size."""
     size = 0
-    for path in _image_paths(host, snapshot):
+    for path in _list_image_paths(host, snapshot):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             size += sum(end - start for start, end in data_ranges(file.fileno()))

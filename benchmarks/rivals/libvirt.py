@@ -74,7 +74,7 @@ class Libvirt:
         assert self._process is not None
         return "nsenter", f"--net=/proc/{self._process.pid}/ns/net", "--"
 
-    def tap_name(self, number: int) -> str:
+    def get_tap_name(self, number: int) -> str:
         return f"rival{number:02}"
 
     def virsh(self, *arguments: str) -> str:
@@ -90,7 +90,7 @@ class Libvirt:
 
     def wait_for_answer(self, tap: int) -> None:
         """Wait until the guest behind the tap with this number has answered."""
-        device = self.tap_name(tap).encode()
+        device = self.get_tap_name(tap).encode()
 
         def open_socket() -> socket.socket:
             new_socket: socket.socket = self._socket_opener.submit(socket.socket).result()
@@ -125,7 +125,7 @@ class Libvirt:
         script_lines = ["set -e", f"ulimit -n {_MAX_OPEN_FILES}", "ip link set lo up"]
         # All taps have the same network, so strict filtering would drop the packets of all taps but one.
         script_lines += [f"echo 0 >/proc/sys/net/ipv4/conf/{name}/rp_filter" for name in ("all", "default")]
-        for tap in map(self.tap_name, range(self._tap_count)):
+        for tap in map(self.get_tap_name, range(self._tap_count)):
             script_lines.append(f"ip tuntap add dev {tap} mode tap")
             script_lines.append(f"ip link set dev {tap} address {TAP_MAC} up")
             script_lines.append(f"ip address add {GATEWAY_ADDRESS}/{GUEST_PREFIX_LENGTH} dev {tap}")

@@ -131,7 +131,7 @@ class _Domain:
         self._concurrency = concurrency
         self._forks: list[str] = []
         self.virsh = libvirt.virsh
-        self.virsh("define", str(files.write_domain(disk, format, libvirt.tap_name(0))))
+        self.virsh("define", str(files.write_domain(disk, format, libvirt.get_tap_name(0))))
         self.virsh("start", _SOURCE_NAME)
         self.wait()
 
@@ -154,7 +154,7 @@ class _Domain:
                 f"<name>{_SOURCE_NAME}<": f"<name>{name}<",
                 source_uuid: str(uuid.uuid4()),
                 f"'{xml_disk}'": f"'{fork_disk}'",
-                f"'{self._libvirt.tap_name(0)}'": f"'{self._libvirt.tap_name(number)}'",
+                f"'{self._libvirt.get_tap_name(0)}'": f"'{self._libvirt.get_tap_name(number)}'",
             }
             edit_saved_xml(fork_state_file, replacements)
             self.virsh("restore", str(fork_state_file))
@@ -204,7 +204,7 @@ class VirshSave:
         self._domain.virsh("restore", str(self._state_file))
         self._domain.wait()
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         return _measure_allocated_bytes(self._state_file)
 
     def remove_forks(self) -> None:
@@ -264,7 +264,7 @@ class VirshExternal:
         self._domain.virsh("restore", str(self._memory), "--xml", str(edited_xml_file))
         self._domain.wait()
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         return _measure_allocated_bytes(self._memory) + _measure_allocated_bytes(self._overlay)
 
     def remove_forks(self) -> None:
@@ -299,7 +299,7 @@ class VirshInternal:
         self._domain.virsh("snapshot-revert", _SOURCE_NAME, "snapshot")
         self._domain.wait()
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         return _read_state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:
@@ -331,7 +331,7 @@ class Savevm:
             "-smp", str(guest.resources.cpus),
             "-m", f"{guest.resources.memory_mb}M",
             "-drive", f"if=virtio,file={self._disk},format=qcow2,cache=none",
-            "-netdev", f"tap,id=net,ifname={libvirt.tap_name(0)},script=no,downscript=no",
+            "-netdev", f"tap,id=net,ifname={libvirt.get_tap_name(0)},script=no,downscript=no",
             "-device", f"virtio-net-pci,netdev=net,mac={GUEST_MAC},romfile=",
             "-kernel", str(files.path("kernel")), "-initrd", str(files.path("initrd")), "-append", guest.append,
             "-qmp", f"unix:{socket_path},server=on,wait=off",
@@ -355,7 +355,7 @@ class Savevm:
         self._execute("loadvm snapshot")
         self._wait()
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         return _read_state_bytes(self._disk)
 
     def remove_snapshot(self) -> None:

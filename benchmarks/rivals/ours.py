@@ -41,7 +41,7 @@ class OurMachine:
         self.address = self._address_of(self._source)
         wait_for_answer(self.address)
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         snapshot = self._call("GET", f"/snapshots/{self._snapshot}")
         return float(snapshot["memoryBytesWritten"] + snapshot["diskBytesUnique"])
 

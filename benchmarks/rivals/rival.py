@@ -47,5 +47,5 @@ class VirtualMachine(Rival, Protocol):
     prefix: tuple[str, ...]
     """The prefix of commands that must run in the network of ``address``."""
 
-    def bytes_written(self) -> float:
+    def count_written_bytes(self) -> float:
         """Return how many bytes were written to the disk for the latest snapshot."""
