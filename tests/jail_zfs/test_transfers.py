@@ -71,12 +71,12 @@ def make_file(live: Live, stream: bytes) -> bytes:
         line=False,
         parts=[Part(name=SnapshotPart.STREAM, size=len(stream), data_bytes=len(stream))],
     )
-    chunks = []
+    records = [encoder.head(manifest)]
     for start in range(0, len(stream), CHUNK_BYTES):
         data = stream[start : start + CHUNK_BYTES]
         if data.strip(b"\0"):
-            chunks.append(encoder.chunk(compress_chunk(0, start, data)))
-    return b"".join([encoder.head(manifest), *chunks, encoder.end()])
+            records.append(encoder.chunk(compress_chunk(0, start, data)))
+    return b"".join([*records, encoder.end()])
 
 
 def list_objects(live: Live) -> set[str]:
@@ -186,7 +186,7 @@ def test_an_interrupted_import_is_removed_at_the_next_start(
     live.close()
     live = make_live(config=live.config)
     assert list_objects(live) == before
-    assert [template.name for template in live.engine.templates.list()] == [TEMPLATE]
+    assert [template.names for template in live.engine.templates.list()] == [[TEMPLATE]]
 
 
 def test_a_stream_needs_room_in_the_state_directory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
