@@ -89,7 +89,7 @@ class KvmXfs:
 
     def __enter__(self) -> KvmXfs:
         with contextlib.ExitStack() as stack:
-            directory = session.run_dir()
+            directory = session.get_run_dir()
             xfs = stack.enter_context(LoopXfs(directory / "bench.xfs", directory / "xfs", size_mb=_XFS_MB))
             self.mount_point = xfs.mount_point
             self.config = self._create_config(self.mount_point / "bench")
@@ -107,9 +107,9 @@ class KvmXfs:
         root.mkdir(mode=0o711)
         return Config.model_validate(
             {
-                "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": session.cache_dir()},
+                "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": session.get_cache_dir()},
                 "kvm_xfs": {"uid_base": 700_000, "accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
-                "network": session.network(),
+                "network": session.allocate_network(),
             }
         )
 

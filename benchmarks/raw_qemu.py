@@ -271,7 +271,7 @@ class RawQemu:
         self._snapshot = snapshot
         self._source = Layout(live.config.host.state_root).snapshot(snapshot)
         self._directory = directory
-        network = live.config.network.model_copy(update={**session.network(), "pool": 0})
+        network = live.config.network.model_copy(update={**session.allocate_network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
         # Create the pool on the thread of the event loop, because it contains asyncio events.

@@ -150,14 +150,14 @@ def need_root() -> None:
 @pytest.fixture(scope="session")
 def xfs_root(need_root: None) -> Iterator[Path]:
     """The mount point of an XFS file system with ``reflink=1`` (12 GiB, sparse) that exists during this run."""
-    with LoopXfs(session.run_dir() / "state.xfs", session.run_dir() / "xfs", size_mb=12 * 1024) as xfs:
+    with LoopXfs(session.get_run_dir() / "state.xfs", session.get_run_dir() / "xfs", size_mb=12 * 1024) as xfs:
         yield xfs.mount_point
 
 
 @pytest.fixture(scope="session")
 def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
     """A KVM/XFS host for engines that run in the test process."""
-    return KvmXfsWorld(xfs_root, session.cache_dir())
+    return KvmXfsWorld(xfs_root, session.get_cache_dir())
 
 
 @pytest.fixture(scope="session")

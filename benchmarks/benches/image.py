@@ -60,7 +60,7 @@ def _write_image(directory: Path) -> Path:
     work = directory / "work"
     tree = work / "tree"
     tree.mkdir(parents=True)
-    asyncio.run(unpack_debian(Recipe(), tree, work, session.cache_dir(), lambda line: None))
+    asyncio.run(unpack_debian(Recipe(), tree, work, session.get_cache_dir(), lambda line: None))
     layout = write_layout(directory / "layout", [layer_of_tree(tree, ["."])])
     shutil.rmtree(work)
     return layout

@@ -35,9 +35,9 @@ class JailScale:
 
     def run(self, ctx: Context) -> Result:
         result = Result(self.name, self.title, make_settings(ctx, _SIZES, _QUICK_SIZES), notes=[_NOTE])
-        directory = session.run_dir()
+        directory = session.get_run_dir()
         with (
-            pools.pool(f"t{session.run_id()}s", directory, megabytes=_POOL_MB) as pool,
+            pools.pool(f"t{session.get_run_id()}s", directory, megabytes=_POOL_MB) as pool,
             emulated_freebsd(),
         ):
             dataset = f"{pool.name}/scale"

@@ -90,7 +90,7 @@ class HandWrittenPlaybook:
 
     def __init__(self, dataset: str, root: Path, template: str, scratch: Path) -> None:
         self.not_offered: dict[str, str] = {}
-        network = session.network()
+        network = session.allocate_network()
         subnet = ipaddress.IPv4Network(network["subnet"])
         self._prefix, self._addresses = network["prefix"], subnet.network_address
         self._bridge, gateway = f"{self._prefix}br", str(self._addresses + 1)

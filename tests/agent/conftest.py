@@ -128,7 +128,7 @@ def _login_headers(user: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode()} if user else {}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     """Wait until ``condition`` holds, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -161,9 +161,9 @@ def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agen
         process.wait()
 
 
-@pytest.fixture(name="eventually")
-def _eventually() -> Callable[..., None]:
-    return eventually
+@pytest.fixture(name="wait_until")
+def _wait_until() -> Callable[..., None]:
+    return wait_until
 
 
 @pytest.fixture(name="running", scope="session")

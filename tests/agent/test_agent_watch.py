@@ -192,7 +192,7 @@ def count_resources(agent) -> tuple[int, int]:
     return len(list((process_directory / "fd").iterdir())), len(list((process_directory / "task").iterdir()))
 
 
-def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
+def test_removing_a_watch_releases_its_resources(agent, tmp_path, wait_until):
     resource_counts_before = count_resources(agent)
     watcher = Watcher(agent, tmp_path, recursive=True)
     sockets = []
@@ -210,12 +210,12 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
     start_time = time.monotonic()
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_resources(agent) <= resource_counts_before)
+    wait_until(lambda: count_resources(agent) <= resource_counts_before)
     # Resources are released immediately, not after the next keepalive.
     assert time.monotonic() - start_time < 5
 
 
-def test_the_number_of_watches_is_limited(running, tmp_path, eventually):
+def test_the_number_of_watches_is_limited(running, tmp_path, wait_until):
     code = "watch.EXPIRY_SECONDS = 1.5; watch.MAX_WATCHES = 2; watch.WATCHERS = watch.Watchers()"
     with running(command_with_constants(code)) as agent:
         resource_counts_before = count_resources(agent)
@@ -223,7 +223,7 @@ def test_the_number_of_watches_is_limited(running, tmp_path, eventually):
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "stop one" in response["message"]
         # Unused watchers are removed after a while.
-        eventually(lambda: count_resources(agent) <= resource_counts_before)
+        wait_until(lambda: count_resources(agent) <= resource_counts_before)
         assert watchers[0].take_events()[0] == 404
         Watcher(agent, tmp_path)
 

@@ -18,7 +18,7 @@ import pytest
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.records import PLANNED_PREFIX
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 PLANNED_ID = re.compile(rf"{PLANNED_PREFIX}[0-9a-f]{{4}}")
 
@@ -30,7 +30,7 @@ def run() -> str:
 
 
 @pytest.fixture
-def plan_as(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str | None], httpx.Client]]:
+def start_plan(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str | None], httpx.Client]]:
     """A function that opens a plan session with a key, and returns a client whose requests belong to it."""
     with contextlib.ExitStack() as stack:
 
@@ -47,12 +47,12 @@ def plan_as(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str |
 
 
 @pytest.fixture
-def plan(plan_as: Callable[[str | None], httpx.Client]) -> httpx.Client:
+def plan(start_plan: Callable[[str | None], httpx.Client]) -> httpx.Client:
     """A client whose requests belong to a plan session."""
-    return plan_as(None)
+    return start_plan(None)
 
 
-def plan_id_of(client: httpx.Client) -> str:
+def get_plan_id(client: httpx.Client) -> str:
     return client.base_url.path.strip("/").rpartition("/")[2]
 
 
@@ -90,10 +90,10 @@ def test_later_requests_see_what_earlier_ones_planned(
 
 
 def test_templates_and_volumes_are_planned(
-    api: httpx.Client, plan_as: Callable[[str | None], httpx.Client], sandbox: dict[str, Any]
+    api: httpx.Client, start_plan: Callable[[str | None], httpx.Client], sandbox: dict[str, Any]
 ) -> None:
     api.post("/volumes", json={"name": "data", "sizeMB": 100})
-    plan = plan_as(None)
+    plan = start_plan(None)
     everything_before = list_everything(api)
     build = plan.post("/templates", json={"name": "web", "setup": ["true"], "readyProbe": "true"}).json()
     plan.get(f"/templates/{build['templateID']}/builds/{build['buildID']}/logs", params={"follow": True})
@@ -132,10 +132,10 @@ def test_all_tasks_of_a_run_share_a_session_and_runs_do_not(
 ) -> None:
     plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
     with memory_gateway.client() as client:
-        assert client.post("/plans", json={"run": run}).json()["planID"] == plan_id_of(plan)
+        assert client.post("/plans", json={"run": run}).json()["planID"] == get_plan_id(plan)
         other_id = client.post("/plans", json={"run": f"another {run}"}).json()["planID"]
         assert len(client.get("/plans").json()) == 2
-        assert client.get(f"/plans/{plan_id_of(plan)}/snapshots/mark").status_code == 200
+        assert client.get(f"/plans/{get_plan_id(plan)}/snapshots/mark").status_code == 200
         assert client.get(f"/plans/{other_id}/snapshots/mark").status_code == 404
         client.delete(f"/plans/{other_id}")
 
@@ -144,15 +144,15 @@ def test_a_run_cannot_continue_after_its_session_has_ended(
     memory_gateway: MemoryGateway, plan: httpx.Client, run: str
 ) -> None:
     with memory_gateway.client() as client:
-        assert client.delete(f"/plans/{plan_id_of(plan)}").status_code == 204
+        assert client.delete(f"/plans/{get_plan_id(plan)}").status_code == 204
         response = client.post("/plans", json={"run": run})
     assert (response.status_code, response.json()["kind"]) == (410, "gone"), response.text
 
 
 def test_a_key_with_any_scope_can_plan_and_sees_no_tokens(
-    sandbox: dict[str, Any], plan_as: Callable[[str | None], httpx.Client], api: httpx.Client
+    sandbox: dict[str, Any], start_plan: Callable[[str | None], httpx.Client], api: httpx.Client
 ) -> None:
-    reader = plan_as(READ_KEY)
+    reader = start_plan(READ_KEY)
     assert reader.get("/sandboxes/one").json().get("envdAccessToken") is None
     fork = reader.post("/sandboxes/one/clone", json={"name": "a"})
     assert fork.status_code == 201, fork.text
@@ -162,9 +162,9 @@ def test_a_key_with_any_scope_can_plan_and_sees_no_tokens(
 
 @pytest.mark.parametrize("key", [ADMIN_KEY, EXEC_KEY])
 def test_a_session_belongs_to_its_key(
-    plan_as: Callable[[str | None], httpx.Client], memory_gateway: MemoryGateway, key: str
+    start_plan: Callable[[str | None], httpx.Client], memory_gateway: MemoryGateway, key: str
 ) -> None:
-    plan_id = plan_id_of(plan_as(READ_KEY))
+    plan_id = get_plan_id(start_plan(READ_KEY))
     with memory_gateway.client(key) as other:
         assert other.get(f"/plans/{plan_id}").status_code == 404
         assert other.delete(f"/plans/{plan_id}").status_code == 404
@@ -302,7 +302,7 @@ def test_a_thousand_sessions_at_once_are_limited_and_do_not_affect_others(
         # The event loop keeps cancelled timers, with the contexts of their requests, until they are due.
         return sum(reference() is not None for reference in opened) < 5
 
-    eventually(is_freed, seconds=60)
+    wait_until(is_freed, seconds=60)
 
 
 @pytest.mark.parametrize("body", [{}, {"run": "short"}, {"run": "x" * 129}, {"run": 7}])

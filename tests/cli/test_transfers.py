@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.memory_host import MemorySource
-from tests.api.test_transfers import foreign_file
+from tests.api.test_transfers import make_foreign_file
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
 
 
@@ -48,7 +48,7 @@ def test_an_import_without_memory_says_why(
 
 
 def test_a_signer_is_trusted_by_its_fingerprint(run: Run, memory_gateway: MemoryGateway, tmp_path: Path) -> None:
-    contents, fingerprint = foreign_file()
+    contents, fingerprint = make_foreign_file()
     (tmp_path / "file").write_bytes(contents)
     refused = run("snapshot", "import", str(tmp_path / "file"))
     assert refused.code == 1 and fingerprint in refused.err and "--trust" in refused.err

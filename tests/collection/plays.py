@@ -18,7 +18,7 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions imp
 from hypothesis import strategies as st
 
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.unit.plugins import test_plans
 from tests.unit.plugins.test_plans import SANDBOXES, attachments, task_options, volumes
 
@@ -295,7 +295,7 @@ def empty(url: str) -> None:
     """Remove all sandboxes, snapshots and volumes of a gateway, and wait until they are gone."""
     client = Client(url)
     try:
-        eventually(lambda: _remove_all(client), seconds=120)
+        wait_until(lambda: _remove_all(client), seconds=120)
     finally:
         client.close()
 

@@ -92,7 +92,7 @@ def _run_ansible_test(collection: Path, *argv: str) -> str:
     result = subprocess.run(
         [str(_BIN_DIR / "ansible-test"), *argv],
         cwd=collection,
-        env=environment(session.run_dir()),
+        env=environment(session.get_run_dir()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

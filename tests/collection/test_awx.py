@@ -541,10 +541,13 @@ class Host:
     """A stand-in for a managed host, with its own directory and role variables. All hosts share one installation."""
 
     def __init__(self, install_root: Path, kind: str) -> None:
-        self.root, self.network = install_root / kind, session.network()
+        self.root, self.network = install_root / kind, session.allocate_network()
         self.root.mkdir(parents=True)
         self.socket = self.root / "gw.sock"
-        self.gateway_config = {"host": {"cache_root": str(session.cache_dir())}, "network": {**self.network, "pool": 1}}
+        self.gateway_config = {
+            "host": {"cache_root": str(session.get_cache_dir())},
+            "network": {**self.network, "pool": 1},
+        }
         self.variables: dict[str, Any] = {
             "gateway_install_dir": str(install_root / "install"),
             "gateway_link_dir": str(install_root / "bin"),
@@ -580,7 +583,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def install_root(need_root: None) -> Iterator[Path]:
-    path = session.run_dir() / "install"
+    path = session.get_run_dir() / "install"
     (path / "bin").mkdir(parents=True)
     yield path
     shutil.rmtree(path)
@@ -630,7 +633,7 @@ def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: 
 @pytest.fixture
 def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
     """A host with test doubles of FreeBSD's commands, and the command prefix that runs a command on this host."""
-    with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
+    with pools.pool(f"t{session.get_run_id()}i", session.get_run_dir()) as pool, shim_in(tmp_path) as shim:
         host = Host(install_root, "jail_zfs")
         search_path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
         command_prefix = (
@@ -663,7 +666,7 @@ def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[st
     """The job uses the packages that the previous test downloaded, because this host has no access to the internet."""
     host, command_prefix = freebsd_host
     config_variables = {
-        "install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}
+        "install_gateway_config": {"host": {"cache_root": str(session.get_cache_dir())}, "network": {"pool": 1}}
     }
     options = {**host.variables, **config_variables, "install_kind": "jail_zfs"}
     launch("install_host", command_prefix=command_prefix, **options)

@@ -9,7 +9,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict, InUse, Invalid, Name
 from sandbox_gateway.records import MemoryMode, Retention
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -149,7 +149,7 @@ def test_an_expired_snapshot_is_removed_unless_it_has_forks(live: Live, source: 
     live.do(live.engine.snapshots.create(source, name="short", expires_in=0.5))
     live.do(live.engine.snapshots.create(source, name="kept", expires_in=0.5))
     live.do(live.engine.forks.create("kept", ForkSpec(names=["user"])))
-    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
+    wait_until(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
     assert live.engine.snapshots.get("kept").names == ["kept"]
 
 
@@ -160,7 +160,7 @@ def test_retention_removes_old_snapshots_that_are_not_in_use(live: Live, source:
     live.do(live.engine.forks.create("forked", ForkSpec(names=["user"])))
     live.do(live.engine.snapshots.create(source, name="old", retention=Retention(keep_last=3)))
     live.do(live.engine.snapshots.create(source, name="new", retention=rule))
-    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
+    wait_until(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
     assert {name for snapshot in live.engine.snapshots.list() for name in snapshot.names} == {
         "by-hand",
         "forked",

@@ -18,7 +18,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
 from tests.support.crash import KILLED_EXIT_CODE, OPERATIONS, VOLUME_OPERATIONS, OperationRunner
 from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "2")
@@ -257,7 +257,7 @@ def check_volumes(live: Live, world: World, when: str) -> None:
         contents = dict(line.split(":") for line in live.shell("source", command).split())
         return all(contents[name] in expected_contents.get(name, ("",)) for name in names)
 
-    eventually(has_expected_contents)
+    wait_until(has_expected_contents)
     write_command = " && ".join(f"echo here >/{name}/written" for name in mount_paths)
     capacity_mb = int(
         live.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M")

@@ -6,7 +6,7 @@ import time
 
 from sandbox_gateway.engine.spec import ForkSpec
 from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 _WRITTEN_BYTES = 48 << 20
@@ -28,7 +28,7 @@ def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
         loads_after = live.do(live.engine.host.loads(sandboxes))
         return [loads_after[each.instance].disk_bytes - loads_before[each.instance].disk_bytes for each in (busy, idle)]
 
-    eventually(lambda: measure_disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
+    wait_until(lambda: measure_disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
     assert measure_disk_growth()[1] < _WRITTEN_BYTES / 2
     # One sandbox runs a busy loop, and the other one waits.
     live.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")

@@ -100,7 +100,7 @@ def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
 
 @pytest.fixture
 def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
-    directory, config = session.run_dir() / "plans", world.config()
+    directory, config = session.get_run_dir() / "plans", world.config()
     directory.mkdir(exist_ok=True)
     with world_gateway(world, directory, config=config) as gateway:
         yield gateway, config

@@ -31,7 +31,7 @@ def busy_gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, str]
     if request.param == "kvm_xfs":
         yield request.getfixturevalue("seeded_gateways")(program=BUSY_PROGRAM), KVM_TEMPLATE
     else:
-        directory = session.run_dir() / "plays"
+        directory = session.get_run_dir() / "plays"
         directory.mkdir()
         world = request.getfixturevalue("jail_zfs_world")
         with world_gateway(world, directory, program=BUSY_PROGRAM) as gateway:

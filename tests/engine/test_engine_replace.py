@@ -12,7 +12,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, Invali
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, SandboxState
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
 from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -155,10 +155,10 @@ def test_an_expired_sandbox_is_killed_or_paused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
     live.do(live.engine.sandboxes.set_timeout("stays", None))
-    eventually(lambda: {each.name for each in live.engine.sandboxes.list()} == {"sleeps", "stays"})
-    eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    wait_until(lambda: {each.name for each in live.engine.sandboxes.list()} == {"sleeps", "stays"})
+    wait_until(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     assert live.do(live.engine.sandboxes.resume("sleeps")).end_at is not None, "its timeout did not start again"
-    eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    wait_until(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     live.do(live.engine.sandboxes.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
 
@@ -180,7 +180,7 @@ def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk
 ) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
     live.shell(source, f"(sleep 0.2; {world.halt_command}) >/dev/null 2>&1 &")
-    eventually(lambda: live.sandbox(source).state is SandboxState.PAUSED)
+    wait_until(lambda: live.sandbox(source).state is SandboxState.PAUSED)
     assert "ended" in live.sandbox(source).state_reason
     live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"

@@ -10,7 +10,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -54,7 +54,7 @@ def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any
     world.cut_power(live.config)
     live_after_restart = make_live(config=live.config)
     if policy == "start":
-        eventually(lambda: live_after_restart.sandbox("victim").state is SandboxState.RUNNING, 120)
+        wait_until(lambda: live_after_restart.sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
         assert live_after_restart.sandbox("victim").state is SandboxState.PAUSED
         assert "host went down" in live_after_restart.sandbox("victim").state_reason

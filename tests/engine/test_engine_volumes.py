@@ -20,7 +20,7 @@ from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.support.crash import ScenarioProcess, read_observable_state
 from tests.support.live import Live
 from tests.support.samples import mark_slow_except
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 MB = 1 << 20
@@ -58,7 +58,7 @@ def start_program(live: Live, ref: str, program: str) -> None:
     """Start a Python program in the background of a sandbox, and wait until it has created /run/started."""
     live.shell(ref, "rm -f /run/started")
     live.shell(ref, f"python3 -c '{program}' </dev/null >/run/output 2>&1 &")
-    eventually(lambda: live.shell(ref, "test -e /run/started && echo yes || true").strip() == "yes")
+    wait_until(lambda: live.shell(ref, "test -e /run/started && echo yes || true").strip() == "yes")
 
 
 # -- mount paths -------------------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(li
     create_sandbox(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read_file(live, "reader", "/data/file") == "after"
     live.do(live.engine.volumes.rollback("data", "mark"))
-    eventually(lambda: read_file(live, "reader", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
+    wait_until(lambda: read_file(live, "reader", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
     live.do(live.engine.attachments.attach(create_sandbox(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read_file(live, "other", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
+    wait_until(lambda: read_file(live, "other", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
     live.shell("other", "echo on >/data/more && sync")
     assert live.engine.volumes.get("data").size_mb == 96
 
@@ -277,7 +277,7 @@ def test_a_mount_waits_for_a_volume_rollback(live: Live, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.host, "rollback_volume", roll_back_slowly)
     live.do(engine.volumes.rollback("data", "mark"))
-    eventually(lambda: attachments[0].done())
+    wait_until(lambda: attachments[0].done())
     assert read_file(live, "late", "/data/file") == "before"
 
 
@@ -410,7 +410,7 @@ def test_a_failed_attach_leaves_nothing_behind(live: Live, world: World, monkeyp
     with pytest.raises(GatewayError):
         live.do(live.engine.attachments.attach("box", MountSpec("data", "/root/file/below")))
     assert live.sandbox("box").mounts == []
-    eventually(lambda: world.traces(live.config) == traces_before)
+    wait_until(lambda: world.traces(live.config) == traces_before)
 
     async def fail(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
@@ -421,7 +421,7 @@ def test_a_failed_attach_leaves_nothing_behind(live: Live, world: World, monkeyp
             live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
         monkeypatch.undo()
         assert live.sandbox("box").mounts == []
-        eventually(lambda: world.traces(live.config) == traces_before)
+        wait_until(lambda: world.traces(live.config) == traces_before)
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo works >/data/file")
 
@@ -463,7 +463,7 @@ def test_a_failed_mount_fails_the_fork(live: Live, world: World) -> None:
     spec = ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/root/file/below")])
     with pytest.raises(GatewayError):
         live.do(live.engine.forks.fork("mark", spec))
-    eventually(lambda: world.traces(live.config) == traces_before)
+    wait_until(lambda: world.traces(live.config) == traces_before)
     for invalid_mounts, error in (
         ([MountSpec("data", "/a"), MountSpec("data", "/b")], Invalid),
         ([MountSpec("data", "/proc/x")], Invalid),
@@ -540,7 +540,7 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts)))
         assert list_volume_names(live) == {"data"}, step
-        eventually(lambda: world.traces(live.config) == traces_before)
+        wait_until(lambda: world.traces(live.config) == traces_before)
         monkeypatch.setattr(owners[step], step, make_failing_step(step))
         results = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts, atomic=False)))
         (fork,) = (result for result in results if isinstance(result, Sandbox))
@@ -607,7 +607,7 @@ def test_readers_see_writes_but_cannot_write(live: Live) -> None:
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            eventually(
+            wait_until(
                 lambda name=name, text=text: read_file(live, name, "/data/file") == text, VISIBILITY_TIMEOUT_SECONDS
             )  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
@@ -662,7 +662,7 @@ def test_three_concurrent_writers_lose_no_data(live: Live, world: World) -> None
             f"w{me}", f"(python3 -c '{WRITE_PROGRAM}' {me} {mode} && touch /run/done) </dev/null >/run/output 2>&1 &"
         )
     command = "cat /run/output; ls /run/done || true"
-    eventually(lambda: all(live.shell(f"w{me}", command).strip() == "/run/done" for me in range(3)), 120)
+    wait_until(lambda: all(live.shell(f"w{me}", command).strip() == "/run/done" for me in range(3)), 120)
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
     size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{CHECK_PROGRAM}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
@@ -677,9 +677,9 @@ def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
     create_volume(live, "data")
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
     holder_pid = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
-    eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
+    wait_until(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
     live.shell("a", f"kill {holder_pid}")
-    eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
+    wait_until(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
 
 
 def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> None:
@@ -734,7 +734,7 @@ def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
         return [*observed_counts, *stored_counts]
 
     first_counts = read_counts()
-    eventually(
+    wait_until(
         lambda: all(now > then for now, then in zip(read_counts(), first_counts, strict=True)),
         VISIBILITY_TIMEOUT_SECONDS,
     )
@@ -869,7 +869,7 @@ def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: Wor
     live.close()
     world.cut_power(live.config)
     live_after_restart = make_live(config=live.config)
-    eventually(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 120)
+    wait_until(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 120)
     assert read_file(live_after_restart, "box", "/data/file") == "kept"
     live_after_restart.shell("box", "echo more >/data/file")
 
@@ -885,7 +885,7 @@ def test_volumes_and_mounts_survive_kill_9_of_the_gateway(make_live: Any, world:
     for n in range(10):
         assert live_after_restart.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     live_after_restart.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read_file(live_after_restart, "box4", "/mine/on") == "on", VISIBILITY_TIMEOUT_SECONDS)
+    wait_until(lambda: read_file(live_after_restart, "box4", "/mine/on") == "on", VISIBILITY_TIMEOUT_SECONDS)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
             live_after_restart.do(live_after_restart.engine.volumes.delete(f"v{n}"))

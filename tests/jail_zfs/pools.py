@@ -18,7 +18,7 @@ import pytest
 from zfs_core.run import mount_lock
 
 from tests.support import session
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 # A machine can have only one daemon, so all test runs share this lock.
 _LOCK_FILE = Path("/var/run/grove-test-zfs-fuse.lock")
@@ -207,7 +207,7 @@ def mounts_kept_in_use() -> Iterator[None]:
     holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sleep", "infinity"])
     own_namespace = Path("/proc/self/ns/mnt").readlink()
     try:
-        eventually(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own_namespace)
+        wait_until(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own_namespace)
         yield
     finally:
         holder.kill()

@@ -28,7 +28,7 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @pytest.fixture
 def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
-    network = session.network()
+    network = session.allocate_network()
     bridge = Bridge(CommandRunner(shim_environment()), name=f"{network['prefix']}br", **network)
     yield bridge
     if bridge.name in run_shim("ifconfig", "-l").split():

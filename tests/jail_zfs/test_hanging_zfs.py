@@ -15,7 +15,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Timeout
 from tests.support.jail_world import JailZfsWorld
 from tests.support.live import engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 _WRAPPER = """#!/bin/sh
@@ -53,7 +53,7 @@ def test_other_sandboxes_go_on_while_a_command_hangs(
 
         thread = threading.Thread(target=capture_one)
         thread.start()
-        eventually(lambda: engine.host.storage_commands().slow)
+        wait_until(lambda: engine.host.storage_commands().slow)
         (command,) = engine.host.storage_commands().slow
         assert command.command == "zfs snapshot" and live.sandbox("one").instance in command.dataset
         snapshot = live.do(engine.snapshots.create("two", name="s2"))

@@ -25,7 +25,7 @@ from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, debian_tarball, run_shim
 from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 
@@ -215,7 +215,7 @@ def test_a_killed_jail_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
     jail_name = live.sandbox("gone").host["jail"]
     run_shim("pkill", "-KILL", "-j", jail_name)
-    eventually(lambda: live.sandbox("gone").state_reason != "", 20)
+    wait_until(lambda: live.sandbox("gone").state_reason != "", 20)
     assert "its jail ended" in live.sandbox("gone").state_reason
     live.do(live.engine.sandboxes.resume("gone"))
     assert live.shell("gone", "hostname").strip() == "gone"
@@ -228,7 +228,7 @@ def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: J
         BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox was lost"
     ):
         live.shell("headless", "kill -KILL -1; sleep 100")
-    eventually(lambda: live.sandbox("headless").state_reason != "", 20)
+    wait_until(lambda: live.sandbox("headless").state_reason != "", 20)
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
@@ -243,7 +243,7 @@ def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
     assert time.monotonic() - start_time < 10
     assert live.engine.sandboxes.list() == []
     set_knob("dying", "0")
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
 
 
 def test_resume_chooses_another_name_while_the_old_jail_is_dying(
@@ -333,7 +333,7 @@ def test_a_removal_warning_lists_the_holder(
         if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
     ]
     assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
 
 
 def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
@@ -436,7 +436,7 @@ def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_pa
 @pools.needs_zfs_fuse
 def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
     """The scenario runs in new namespaces with a private zfs-fuse daemon."""
-    tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
+    tarball, directory = debian_tarball(), session.get_run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)

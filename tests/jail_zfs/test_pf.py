@@ -54,9 +54,9 @@ class OutsideJail:
     """A jail on another network that simulates the internet, with servers on ports 7000 and 7001."""
 
     def __init__(self, root: Path) -> None:
-        network = ipaddress.IPv4Network(session.network()["subnet"])
+        network = ipaddress.IPv4Network(session.allocate_network()["subnet"])
         self.host_address, self.address = str(network.network_address + 1), str(network.network_address + 9)
-        self.interface = f"t{session.run_id()}-outa"
+        self.interface = f"t{session.get_run_id()}-outa"
         self._root = root
         self._servers: list[subprocess.Popen[str]] = []
 

@@ -23,7 +23,7 @@ from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, run_shim
 from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 
@@ -277,7 +277,7 @@ def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jai
     live.close()
     run_shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
     live_after_restart = make_live(live.config)
-    eventually(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 60)
+    wait_until(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 60)
     assert live_after_restart.shell("box", "cat /data/file").strip() == "kept"
     live_after_restart.wait_for(
         jail_zfs_world.check_no_strays, live_after_restart.engine, live_after_restart.config, "after the resume"
@@ -354,7 +354,7 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
     assert jail_zfs_world.traces(live.config) != traces_before, "the files were removed although a mount is stuck"
     run_shim("freebsd-shim", "set", "busy", "")
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
+    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
@@ -372,7 +372,7 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
     live_after_restart = make_live(live.config)
     assert live_after_restart.engine.volumes.list() == [], "a volume that is being removed is still listed"
     run_shim("freebsd-shim", "set", "busy", "")
-    eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
+    wait_until(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
     live_after_restart.close()
     live_after_second_restart = make_live(live.config)
     assert jail_zfs_world.traces(live_after_second_restart.config) == traces_before

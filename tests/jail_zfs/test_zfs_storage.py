@@ -399,7 +399,7 @@ def _write_megabytes(path: Path, megabytes: int) -> None:
 
 
 def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, lock_directory: Path) -> None:
-    with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small_pool:
+    with pools.pool(f"t{session.get_run_id()}f", session.get_run_dir(), megabytes=128) as small_pool:
         storage = ZfsStorage(small_pool.name, state_root=lock_directory)
         storage.open()
         base = _create_base(storage)

@@ -44,9 +44,9 @@ def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRo
 @pytest.fixture(scope="session")
 def debian_rootfs(need_root: None) -> BuiltRootfs:
     """The root file system of the default recipe. Later runs reuse the downloaded packages."""
-    directory = session.run_dir() / "debian"
+    directory = session.get_run_dir() / "debian"
     directory.mkdir()
-    return build(Recipe(), directory, session.cache_dir())
+    return build(Recipe(), directory, session.get_cache_dir())
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.records import SandboxState
 from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
@@ -141,5 +141,5 @@ def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.resume("box"))
-    eventually(lambda: live.sandbox("box").state is SandboxState.RUNNING)
+    wait_until(lambda: live.sandbox("box").state is SandboxState.RUNNING)
     assert read_file(live, "/own/file") == "kept"

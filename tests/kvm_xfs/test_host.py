@@ -21,7 +21,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, SandboxState
 from tests.support import session
 from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
@@ -113,7 +113,7 @@ def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> No
 def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         config = Config.model_validate(
-            {"host": {"state_root": xfs.mount_point / "state"}, "network": session.network()}
+            {"host": {"state_root": xfs.mount_point / "state"}, "network": session.allocate_network()}
         )
         with pytest.raises(Unsupported, match="reflink=1"):
             start_and_stop(config)
@@ -123,7 +123,7 @@ def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Pa
 def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
     """A gateway whose file system has space for the template and little else."""
     original_config = kvm_xfs_world.config()
-    with LoopXfs(session.run_dir() / "small.xfs", session.run_dir() / "small", size_mb=1400) as xfs:
+    with LoopXfs(session.get_run_dir() / "small.xfs", session.get_run_dir() / "small", size_mb=1400) as xfs:
         root = xfs.mount_point / "state"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
@@ -180,12 +180,12 @@ def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gate
     root = live.config.host.state_root
     fill(root, 8 << 20)
     live.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
-    eventually(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
+    wait_until(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
     report = live.do(live.engine.room.report())
     assert report.stalled == [live.sandbox("one").id] and report.room.disk_free < 64 << 20
     (root / "filler").unlink()
-    eventually(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
-    eventually(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
+    wait_until(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
+    wait_until(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
     assert live.sandbox("one").state is SandboxState.RUNNING
 
 
@@ -218,6 +218,6 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
 def test_a_reboot_of_the_guest_pauses_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
-    eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)
+    wait_until(lambda: live.sandbox("one").state is SandboxState.PAUSED)
     manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "paused"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.gateway import Gateway, build_template
 from tests.support.images import entry, layer, push, running_registry, small_debian_layer, write_layout
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 SCRIPT = b"""#!/bin/sh
 { id; pwd; echo "$GREETING" "$1"; } > /tmp/started
@@ -64,7 +64,7 @@ def test_a_template_from_a_registry_runs_its_entry_point(
         push(write_layout(tmp_path / "new", [layer(entry("etc/motd"))]), f"{registry}/team/app:1.0")
         rebuild = instance.call("POST", "/templates/app", status=202)
         status = f"/templates/{rebuild['templateID']}/builds/{rebuild['buildID']}/status"
-        eventually(lambda: instance.call("GET", status)["status"] == "error")
+        wait_until(lambda: instance.call("GET", status)["status"] == "error")
         assert "the image has no /bin/sh" in instance.call("GET", status)["errorMessage"]
         assert instance.call("GET", "/templates/app")["templateID"] == template["templateID"]
         assert not list(instance.state_root.rglob(".partial*"))

@@ -16,7 +16,7 @@ from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.records import SandboxState, Snapshot
 from tests.kvm_xfs.test_memory_modes import MemoryRecorder
 from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
@@ -108,7 +108,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(live: Live, roo
     capture_source(live, "later")
     live.do(live.engine.snapshots.delete("mark", when_unused=True))
     live.do(live.engine.prewarm.set_target("later", 1))
-    eventually(lambda: live.engine.prewarm.total().ready == 1, 60)
+    wait_until(lambda: live.engine.prewarm.total().ready == 1, 60)
     live.do(live.engine.forks.create("later", ForkSpec(names=["claimed"])))
     assert read_digest(live, "claimed") == digest
     assert live.engine.machines.starts["prewarmed"] == 1
@@ -116,7 +116,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(live: Live, roo
     fork = live.do(live.engine.forks.create("of-claimed", ForkSpec()))
     assert read_digest(live, fork.id) == digest
     live.remove_all()
-    eventually(lambda: list_image_names(root.mount_point) == [])
+    wait_until(lambda: list_image_names(root.mount_point) == [])
 
 
 def test_forks_start_cold_while_the_root_is_unmounted_and_warm_after_it_is_remounted(
@@ -171,7 +171,7 @@ def test_a_running_machine_survives_the_loss_of_its_root(live: Live, root: LoopX
         live.do(live.engine.snapshots.create("source", name="disk", memory="none"))
         live.do(live.engine.sandboxes.delete("source"))
     finally:
-        eventually(lambda: not _is_attached(root.image), 20)
+        wait_until(lambda: not _is_attached(root.image), 20)
         root.mount()
     assert find_memory_problem(live, "mark") == ""
 
@@ -224,7 +224,7 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
     root.unmount()
     try:
         live = make_live(config=live.config)
-        eventually(lambda: live.sandbox("source").state is SandboxState.RUNNING, 120)
+        wait_until(lambda: live.sandbox("source").state is SandboxState.RUNNING, 120)
         assert live.shell("source", "cat /root/kept").strip() == "kept"
         assert "is not mounted" in find_memory_problem(live, "mark")
     finally:

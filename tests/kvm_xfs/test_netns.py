@@ -169,7 +169,7 @@ class Guest(NetworkNamespace):
 
 def outside_block_number() -> int:
     """Return a number that no concurrent test run uses."""
-    return (int(session.run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
+    return (int(session.get_run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
 
 
 def outside_addresses() -> tuple[str, str]:
@@ -252,7 +252,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
-    network = Network(**{**session.network(), "pool": ready, **settings})
+    network = Network(**{**session.allocate_network(), "pool": ready, **settings})
     pool = SlotPool(network)
     new_world = World(pool, network)
     await pool.open(set())
@@ -587,7 +587,7 @@ async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None
 
 
 async def test_take_fails_if_all_addresses_are_in_use() -> None:
-    subnet = session.network()["subnet"].split("/")[0] + "/28"
+    subnet = session.allocate_network()["subnet"].split("/")[0] + "/28"
     async with world(subnet=subnet, ready=1) as w:
         slots = [await w.pool.take(OPEN_POLICY) for _ in range(2)]
         await wait_for_ready_slots(w.pool, 1)
@@ -624,7 +624,7 @@ async def test_a_cancelled_request_leaks_no_slot() -> None:
 
 
 async def test_only_the_slots_user_can_open_its_tap() -> None:
-    network = Network(**{**session.network(), "pool": 0})
+    network = Network(**{**session.allocate_network(), "pool": 0})
     pool = SlotPool(network, uid_base=2_000_000)
     await pool.open(set())
     try:
@@ -650,7 +650,7 @@ def can_open_tap(uid: int) -> bool:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    network = Network(**{**session.network(), "pool": 1})
+    network = Network(**{**session.allocate_network(), "pool": 1})
     yield network
     asyncio.run(SlotPool(network).destroy())
     assert list_slot_objects(network.prefix) == []

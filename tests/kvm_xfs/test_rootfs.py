@@ -111,7 +111,7 @@ def test_a_build_leaves_only_its_three_files(debian_rootfs: BuiltRootfs) -> None
 def test_a_second_debian_build_downloads_nothing(debian_rootfs: BuiltRootfs, tmp_path: Path) -> None:
     from tests.support import session
 
-    second_build = build(Recipe(), tmp_path, session.cache_dir())
+    second_build = build(Recipe(), tmp_path, session.get_cache_dir())
     assert second_build.log_lines[0].startswith("using the cached root file system")
     assert read_file(second_build, "/etc/machine-id") != read_file(debian_rootfs, "/etc/machine-id")
 

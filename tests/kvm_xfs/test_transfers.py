@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import MemoryMode, Resources, Snapshot
 from tests.support.gateway import TEMPLATE, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "pc-q35-7.2", "qemu_version": "7.2.1"}
@@ -203,7 +203,7 @@ def test_a_killed_import_leaves_nothing(gateway: Callable[..., Gateway]) -> None
         client.connect(str(one.socket))
         head = f"POST /snapshots/import?name=new HTTP/1.1\r\nHost: x\r\nContent-Length: {len(file)}\r\n\r\n"
         client.sendall(head.encode() + file[: len(file) // 2])
-        eventually(lambda: [*templates.glob(".partial-*/rootfs.img")])
+        wait_until(lambda: [*templates.glob(".partial-*/rootfs.img")])
         one.kill()
     assert [*templates.glob(".partial-*")]
     one.start()

@@ -120,7 +120,7 @@ class Setup:
 
 @contextlib.asynccontextmanager
 async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
-    network = Network(**{**session.network(), "pool": 0})
+    network = Network(**{**session.allocate_network(), "pool": 0})
     root = xfs_root / f"volumes-{network.prefix}"
     root.mkdir()
     new_setup = Setup(network, root)

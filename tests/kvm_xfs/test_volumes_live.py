@@ -13,7 +13,7 @@ from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_host import fill, small_gateway  # noqa: F401
 from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 SIZE_MB = 64
@@ -64,7 +64,7 @@ def test_a_volume_is_captured_at_the_same_instant_as_the_disk(live: Live) -> Non
     start_program(live, "source", COUNTER_PROGRAM)
     for name in ("0", "1", "2"):
         count_before = read_counter(live, "source")
-        eventually(lambda count_before=count_before: read_counter(live, "source") > count_before + 3, TIMEOUT_SECONDS)
+        wait_until(lambda count_before=count_before: read_counter(live, "source") > count_before + 3, TIMEOUT_SECONDS)
         live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
         # In a fork with memory, the program could no longer write to the volume.
         create_sandbox(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
@@ -120,7 +120,7 @@ def test_removing_the_last_sandbox_of_a_volume_stops_its_server(live: Live) -> N
     create_sandbox(live, "one", MountSpec("data", "/data"))
     assert list_server_command_lines(live, volume.id)
     live.do(live.engine.sandboxes.delete("one"))
-    eventually(lambda: not list_server_command_lines(live, volume.id), TIMEOUT_SECONDS)
+    wait_until(lambda: not list_server_command_lines(live, volume.id), TIMEOUT_SECONDS)
 
 
 def list_server_command_lines(live: Live, volume_id: str) -> list[str]:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     try:
         outcomes = run(selected_steps)
     finally:
-        shutil.rmtree(session.run_path(), ignore_errors=True)
+        shutil.rmtree(session.get_run_path(), ignore_errors=True)
     for outcome in outcomes:
         report(str(outcome))
     return 0 if all(outcome.is_success for outcome in outcomes) else 1
@@ -68,10 +68,10 @@ def report(line: str) -> None:
 
 def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     """Run the steps in one guest, and return their outcomes. Their files are left in ``results_directory``."""
-    directory, results = session.run_dir(), results_directory()
+    directory, results = session.get_run_dir(), results_directory()
     guest_image = image.find_or_build(directory, report)
     report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
-    accelerator = asyncio.run(accel.probe(KvmXfs(), session.cache_dir() / "accel-openzfs.json", guest_image.kernel))
+    accelerator = asyncio.run(accel.probe(KvmXfs(), session.get_cache_dir() / "accel-openzfs.json", guest_image.kernel))
     report(f"accelerator {accelerator.name}: {accelerator.reason}")
     report("writing the disks of the job")
     _write_disks(selected_steps, directory)
@@ -92,7 +92,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
 
 
 def results_directory() -> Path:
-    return session.state_dir() / "openzfs"
+    return session.get_state_dir() / "openzfs"
 
 
 def follow(

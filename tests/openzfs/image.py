@@ -51,12 +51,12 @@ def find_or_build(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
     sources = zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
-    image_directory = session.cache_dir() / f"openzfs-{_digest(sources, versions)}"
+    image_directory = session.get_cache_dir() / f"openzfs-{_digest(sources, versions)}"
     if not image_directory.is_dir():
         report(f"building the image with OpenZFS {versions['zfs-dkms']}, which takes 5 to 15 minutes")
         _build(sources, versions, work_directory / "build")
         # Each image takes more than a gigabyte.
-        for old_directory in session.cache_dir().glob("openzfs-*"):
+        for old_directory in session.get_cache_dir().glob("openzfs-*"):
             shutil.rmtree(old_directory)
         (work_directory / "build" / "image").rename(image_directory)
         report("the image is built")

@@ -23,7 +23,7 @@ class JailHost:
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory
         self.dataset = f"{pool.name}/a/sandboxes"
-        network = session.network()
+        network = session.allocate_network()
         self.bridge = f"{network['prefix']}br"
         self.prefix = network["prefix"]
         self.variables: dict[str, Any] = {
@@ -49,7 +49,7 @@ class JailHost:
 
 @pytest.fixture(scope="module")
 def pool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}r", session.run_dir()) as pool:
+    with pools.pool(f"t{session.get_run_id()}r", session.get_run_dir()) as pool:
         yield pool
 
 

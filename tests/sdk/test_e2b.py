@@ -19,8 +19,8 @@ from e2b.api.client_sync import get_api_client
 
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
+from tests.support import waiting
 from tests.support.images import small_debian_layer, write_layout
-from tests.support.waiting import eventually
 
 CreateSandbox = Callable[..., Sandbox]
 
@@ -47,7 +47,7 @@ def create_sandbox(server: Server) -> Iterator[CreateSandbox]:
         sandbox.kill()
 
 
-wait_until = functools.partial(eventually, seconds=60)
+wait_until = functools.partial(waiting.wait_until, seconds=60)
 
 
 def fetch_all_items(paginator: Any) -> list[Any]:

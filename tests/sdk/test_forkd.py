@@ -23,7 +23,7 @@ _EXIT_TIMEOUT_SECONDS = 20
 @pytest.fixture(autouse=True)
 def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address in FORKD_TARGET. Also sets the other variables that users must set, and adds `forkd` to PATH."""
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", server.url)
     monkeypatch.setenv("FORKD_TOKEN", server.key)

@@ -17,12 +17,12 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_CONTROL_FRAMES, ClientFragmentProtocol, FragmentProtocol
-from tests.api.inside import PORT, Service, port_host, raw_service
+from tests.api.inside import PORT, Service, make_port_host, raw_service
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_websocket import Handler, RecordingService, open_websocket
 from tests.security.hostile import LoopMonitor, make_endless_sender
 from tests.support.daemon import Daemon
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 CLIENT_COUNT = 20
 MESSAGE_BYTES = 8 << 20
@@ -53,7 +53,7 @@ def open_websockets(
             clients.append(
                 stack.enter_context(
                     connect(
-                        f"ws://{port_host(sandbox, PORT)}/",
+                        f"ws://{make_port_host(sandbox, PORT)}/",
                         sock=connection,
                         additional_headers={"X-API-Key": ADMIN_KEY},
                         compression=None,
@@ -124,7 +124,7 @@ def test_memory_use_is_limited_when_a_guest_floods(
 
     with open_websockets(_daemon_and_sandbox, flood) as (daemon, _):
         memory_before = daemon.measure_memory()
-        eventually(lambda: flood_count == CLIENT_COUNT, seconds=60)
+        wait_until(lambda: flood_count == CLIENT_COUNT, seconds=60)
         # The gateway does not report when it stops reading, so measure for a while.
         peak_memory = max(measure_memory(daemon) for _ in range(20))
         assert peak_memory - memory_before < MAX_GROWTH_BYTES

@@ -33,7 +33,7 @@ from tests.security.hostile import (
     make_response,
     replaced_agent,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 _MB = 1 << 20
 _MAX_BLOCKED_SECONDS = 0.2
@@ -236,7 +236,7 @@ def test_memory_for_endless_service_responses_is_limited(
 
     def attack(statuses: list[int]) -> None:
         with memory_gateway.client() as client:
-            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT), timeout=100)
+            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT), timeout=100)
             statuses.append(response.status_code)
 
     statuses: list[int] = []
@@ -263,7 +263,7 @@ def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: 
         inside.raw_service(memory_gateway, sandbox, early_hints * 20 + inside.make_reply(body=b"x" * 300_000)),
     ):
         for _ in range(3):
-            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
+            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT))
             assert (response.status_code, len(response.content)) == (200, 300_000)
 
 
@@ -340,9 +340,9 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        eventually(lambda: sum(guest_json._held_bytes.values()) > guest_json.MAX_BYTES // 2)
+        wait_until(lambda: sum(guest_json._held_bytes.values()) > guest_json.MAX_BYTES // 2)
         assert client.get("/health", timeout=20).status_code == 200
-        eventually(lambda: statuses.count(429) >= 6)
+        wait_until(lambda: statuses.count(429) >= 6)
         assert max(guest_json._held_bytes.values()) <= guest_json.MAX_HELD_BYTES
         for thread in threads:
             thread.join(100)

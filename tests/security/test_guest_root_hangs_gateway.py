@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 WATCHDOG_SECONDS = 4
 # SIGUSR1 blocks the daemon's event loop with a call that never releases the GIL, so no thread written in Python runs.
@@ -48,7 +48,7 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
             [sys.executable, "-c", DAEMON_SCRIPT, str(config_file)], stderr=subprocess.PIPE, text=True, env=os.environ
         )
         try:
-            eventually(lambda: process.poll() is not None or answers(socket_path), seconds=60)
+            wait_until(lambda: process.poll() is not None or answers(socket_path), seconds=60)
             yield process
         finally:
             process.kill()

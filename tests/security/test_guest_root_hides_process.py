@@ -31,7 +31,7 @@ from tests.security.test_guest_root_disk import find_qemu_pid
 from tests.security.test_host_user_processes import machine_setup, start_process, was_killed
 from tests.support.gateway import Gateway
 from tests.support.samples import mark_slow_except
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 need_root = pytest.mark.usefixtures("need_root")
 
@@ -116,7 +116,7 @@ def test_a_thread_of_qemu_that_tries_to_leave_its_network_slot_ends(
     pidfd = os.pidfd_open(pid := find_qemu_pid(shared_gateway, sandbox_id))
     try:
         make_system_call(pid, number, argument)
-        eventually(lambda: not Path(f"/proc/{pid}/task/{pid}/ns/net").exists(), 10)
+        wait_until(lambda: not Path(f"/proc/{pid}/task/{pid}/ns/net").exists(), 10)
     finally:
         process_checks.send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
@@ -133,7 +133,7 @@ async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, mon
     async with machine_setup(xfs_root, monkeypatch) as s:
         slot = await s.take_slot()
         pid = start_python(slot.path, _RELAY_PROGRAM)
-        eventually(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
+        wait_until(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
         original_function = process_checks.identify_namespace
 
         def identify_late(path: Path) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.Mo
     """A gateway with secrets in its environment, and with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    (log_file := session.run_dir() / "live.log").unlink(missing_ok=True)
+    (log_file := session.get_run_dir() / "live.log").unlink(missing_ok=True)
     new_gateway = gateway({"log": {"file": str(log_file)}})
     new_gateway.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
     mounts = [{"name": "data", "path": "/data"}]
@@ -93,9 +93,11 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
         "manifest.json",
         "secret",
     }
-    tarballs = list(session.cache_dir().glob("rootfs-*.tar"))
-    assert tarballs, f"{session.cache_dir()} has templates, but not the tarballs that they were built from: remove it"
-    log_file = session.run_dir() / "live.log"
+    tarballs = list(session.get_cache_dir().glob("rootfs-*.tar"))
+    assert tarballs, (
+        f"{session.get_cache_dir()} has templates, but not the tarballs that they were built from: remove it"
+    )
+    log_file = session.get_run_dir() / "live.log"
     assert log_file.stat().st_size > 0
     assert find_readable_files([*files, *tarballs, log_file]) == []
 
@@ -103,7 +105,7 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
 @pytest.fixture
 def public_directory() -> Iterator[Path]:
     """A directory in which every user of the host can read files."""
-    directory = session.run_dir() / "public"
+    directory = session.get_run_dir() / "public"
     directory.mkdir(mode=0o755)
     (directory / "readable").touch(0o644)
     assert find_readable_files([directory / "readable"])

@@ -34,7 +34,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_volume_server import OPEN_POLICY, Setup, kill_process, setup
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -78,7 +78,7 @@ class MachineSetup:
         with os.fdopen(reader):
             command = [*self.build_command(label, claimed_files), str(reader), str(disk)]
             pid = start_in_namespace(slot.path, command, [reader], subprocess.DEVNULL)
-        eventually(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
+        wait_until(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
         return pid
 
     def imitate(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:

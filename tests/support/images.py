@@ -64,7 +64,7 @@ def small_debian_layer(directory: Path) -> bytes:
     """Return a layer with the files of ``_SMALL_DEBIAN``. ``directory``: for temporary files."""
     tree = directory / "debian"
     tree.mkdir()
-    asyncio.run(unpack_debian(Recipe(), tree, directory, session.cache_dir(), lambda line: None))
+    asyncio.run(unpack_debian(Recipe(), tree, directory, session.get_cache_dir(), lambda line: None))
     paths = [str(path.relative_to(tree)) for pattern in _SMALL_DEBIAN for path in tree.glob(pattern)]
     return layer_of_tree(tree, paths)
 
@@ -114,7 +114,7 @@ _PASSWORD_FILE = f"{USER}:$2b$04$abcdefghijklmnopqrstuuV3duMsC0HpUex6N9qapiuOHHW
 @contextlib.contextmanager
 def running_registry(directory: Path, *, with_password: bool = False) -> Iterator[str]:
     """Run a registry without HTTPS. Yields its HOST:PORT. ``with_password``: only USER with PASSWORD may use it."""
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     config: dict[str, Any] = {
         "version": "0.1",
         "log": {"level": "error"},

@@ -71,9 +71,9 @@ def debian_tarball() -> Path:
     """Return the path of a cached tarball of Debian with Python, which is created on first use."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
-    tarball = session.cache_dir() / f"jail-{digest}.tar"
+    tarball = session.get_cache_dir() / f"jail-{digest}.tar"
     if not tarball.exists():
-        sources_file, temporary_tarball = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
+        sources_file, temporary_tarball = session.get_run_dir() / "jail.sources", session.get_run_dir() / "jail.tar"
         sources_file.write_text(sources)
         exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
@@ -90,7 +90,10 @@ def debian_tarball() -> Path:
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
     """Create a world with a private pool and a private state of the FreeBSD shim, and remove both at the end."""
-    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, open_world(pool) as world:
+    with (
+        pools.pool(f"t{session.get_run_id()}w", session.get_run_dir(), megabytes=6144) as pool,
+        open_world(pool) as world,
+    ):
         yield world
 
 
@@ -104,7 +107,7 @@ def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
 def emulated_freebsd() -> Iterator[None]:
     """Give the FreeBSD shim its own state and the rules of a jail host inside the context."""
     previous_state = os.environ.get(STATE_VARIABLE)
-    os.environ[STATE_VARIABLE] = str(session.run_dir() / SHIM_DIRECTORY)
+    os.environ[STATE_VARIABLE] = str(session.get_run_dir() / SHIM_DIRECTORY)
     try:
         run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
         try:
@@ -151,12 +154,12 @@ class JailZfsWorld:
     def _config(self, name: str, sections: dict[str, Any]) -> Config:
         dataset = f"{self._pool.name}/{name}"
         zfs_core.lzc_create(dataset, mounted=True)
-        state = session.run_dir() / f"jail-{name}"
+        state = session.get_run_dir() / f"jail-{name}"
         state.mkdir(mode=0o711)
         defaults: dict[str, dict[str, Any]] = {
-            "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.cache_dir()},
+            "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.get_cache_dir()},
             "jail_zfs": {"dataset": dataset},
-            "network": session.network(),
+            "network": session.allocate_network(),
         }
         top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
         merged_sections = {

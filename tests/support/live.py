@@ -13,7 +13,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.support.worlds import World
@@ -88,7 +88,7 @@ class Live:
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
-        eventually(lambda: self.engine.prewarm.total().ready == 0)
+        wait_until(lambda: self.engine.prewarm.total().ready == 0)
 
     def sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)

@@ -49,7 +49,7 @@ def play(
 
     ``directory``: where to write the playbook. ``command_prefix``: a command that runs its arguments on that machine.
     """
-    directory = directory or session.run_dir()
+    directory = directory or session.get_run_dir()
     playbook = directory / f"play-{role}.json"
     playbook.write_text(
         json.dumps(

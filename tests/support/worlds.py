@@ -137,7 +137,7 @@ class KvmXfsWorld:
         defaults: dict[str, dict[str, Any]] = {
             "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": self._cache},
             "kvm_xfs": {"uid_base": 700_000},
-            "network": {**session.network(), "pool": 1},
+            "network": {**session.allocate_network(), "pool": 1},
         }
         top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
         merged_sections = {

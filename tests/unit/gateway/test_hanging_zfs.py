@@ -27,7 +27,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_comma
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
 from sandbox_gateway.hosts.threads import run_in_thread
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 _HANGING_ZFS = """#!/bin/sh
 for word; do last=$word; done
@@ -72,7 +72,7 @@ def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Call
     timeouts_before = zfs_core.count_timeouts()
     with ThreadPoolExecutor() as pool:
         call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
-        eventually(list_slow_commands)
+        wait_until(list_slow_commands)
         (command,) = list_slow_commands()
         assert (command.command, command.name, command.was_killed) == ("zfs snapshot", "p/hanging", False)
         assert abs(time.time() - command.started_at) < 30
@@ -96,7 +96,7 @@ def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
     ]
     assert list_slow_commands(thread=threading.get_ident()) == [], "this thread does not wait for them any more"
     unkillable()
-    eventually(lambda: not list_slow_commands())
+    wait_until(lambda: not list_slow_commands())
 
 
 def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(tmp_path: Path, timeout: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_doe
             assert acquired.wait(10)
             waiter = pool.submit(hold_lock, lambda: None)
             hanging_elsewhere = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
-            eventually(list_slow_commands)
+            wait_until(list_slow_commands)
             time.sleep(0.1)
             assert not waiter.done(), "a command that hangs elsewhere does not concern the owner of the lock"
             release.set()
@@ -215,7 +215,7 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
         release.set()
 
     asyncio.run(scenario())
-    eventually(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
+    wait_until(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
 
 
 def test_most_commands_are_slow_after_ten_seconds() -> None:
