@@ -98,9 +98,9 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 class RawService:
     """A service that sends raw bytes. It responds with each of ``replies`` in turn, and then repeats the last one."""
 
-    def __init__(self, *replies: bytes, then: Handler | None = None) -> None:
+    def __init__(self, *replies: bytes, next_handler: Handler | None = None) -> None:
         self.replies = replies or (make_reply(),)
-        self.then = then
+        self.next_handler = next_handler
         """The handler that takes over the connection after each reply."""
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
@@ -123,8 +123,8 @@ class RawService:
                     return
                 writer.write(reply)
                 await writer.drain()
-                if self.then:
-                    await self.then(reader, writer)
+                if self.next_handler:
+                    await self.next_handler(reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError):
             pass  # The peer disconnected. A ValueError means that a chunk never arrived.
         finally:

@@ -38,12 +38,12 @@ from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
-_slots = itertools.count()
+_slot_numbers = itertools.count()
 
 
 def _choose_next_address() -> str:
     """Return a loopback address that no other concurrent test run on this machine uses."""
-    slot, pid = next(_slots), os.getpid()
+    slot, pid = next(_slot_numbers), os.getpid()
     return f"127.{64 + pid % 150}.{(pid // 150 + slot // 250) % 250}.{slot % 250 + 2}"
 
 

@@ -312,7 +312,7 @@ def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
         sandbox,
         response_head + b"%x\r\n%s\r\n" % (len(start_frame), start_frame),
         port=AGENT_PORT,
-        then=hold_connection,
+        next_handler=hold_connection,
     ):
         command = e2b_sandbox.commands.run("sleep 100", background=True)
         assert command.pid == 7

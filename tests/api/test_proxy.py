@@ -388,7 +388,9 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
         "POST /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER, "Transfer-Encoding: chunked", "Trailer: X-Sum"
     )
     with (
-        raw_service(memory_gateway, sandbox, response_head + b"3\r\none\r\n", then=send_second_chunk) as service,
+        raw_service(
+            memory_gateway, sandbox, response_head + b"3\r\none\r\n", next_handler=send_second_chunk
+        ) as service,
         raw_connection(memory_gateway, request) as connection,
     ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
@@ -421,7 +423,7 @@ def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox:
             sent_byte_count += len(piece)
 
     endless_response = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
-    with raw_service(memory_gateway, sandbox, endless_response, then=flood) as service:
+    with raw_service(memory_gateway, sandbox, endless_response, next_handler=flood) as service:
         with raw_connection(
             memory_gateway, make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER)
         ) as connection:
@@ -486,9 +488,9 @@ def test_a_response_before_the_end_of_the_request_body_is_forwarded(
         assert response.status_code == 413 and response.text == "enough"
 
 
-@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("is_half_closed", [True, False])
 def test_a_half_closed_client_counts_as_disconnected(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], half: bool
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], is_half_closed: bool
 ) -> None:
     disconnected = threading.Event()
 
@@ -506,7 +508,7 @@ def test_a_half_closed_client_counts_as_disconnected(
         ) as connection:
             time.sleep(0.1)
             assert not disconnected.is_set()
-            if half:
+            if is_half_closed:
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(4096) == b""
         assert disconnected.wait(5)
@@ -582,7 +584,7 @@ def test_all_connections_are_closed_when_the_machine_stops(
             make_reply(),
             incomplete_response,
             b"HTTP/1.1 100 Continue\r\n\r\n",
-            then=keep_connection_open,
+            next_handler=keep_connection_open,
         ) as service,
         memory_gateway.client(EXEC_KEY) as client,
         raw_connection(memory_gateway, make_request_head("GET /", sandbox_host, KEY_HEADER)) as streaming_connection,

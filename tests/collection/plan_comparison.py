@@ -80,7 +80,7 @@ class PlanComparison:
             values = planned.get(key), actual.get(key)
             if key in RESULT_LIST_KEYS and "outcomes" not in planned and key in planned:
                 # A list of all objects, in the order of their creation, which differs for simultaneous forks.
-                values = _by_name(planned[key], "name"), _by_name(actual[key], "name")
+                values = _sort_by_name(planned[key], "name"), _sort_by_name(actual[key], "name")
             self._check(*values, key, f"{where}: {key}")
         planned_items, actual_items = planned.get("results") or [], actual.get("results") or []
         for number, (planned_item, actual_item) in enumerate(zip(planned_items, actual_items, strict=True)):
@@ -200,23 +200,23 @@ def read_state(client: Client) -> State:
     snapshots = [client.get(f"/snapshots/{each['snapshotID']}") for each in client.list_all("/snapshots")]
     volumes = sorted(client.list_all("/volumes"), key=lambda each: each["name"])
     for snapshot in snapshots:
-        snapshot["users"] = _by_name(snapshot.get("users") or [], "name")
-        snapshot["volumes"] = _by_name(snapshot["volumes"], "name")
+        snapshot["users"] = _sort_by_name(snapshot.get("users") or [], "name")
+        snapshot["volumes"] = _sort_by_name(snapshot["volumes"], "name")
     for volume in volumes:
-        volume["mounts"] = _by_name(volume["mounts"], "sandboxName")
+        volume["mounts"] = _sort_by_name(volume["mounts"], "sandboxName")
     return {
         "sandboxes": sandboxes,
-        "snapshots": _by_name(snapshots, "names"),
-        "templates": _by_name(client.list_all("/templates"), "names"),
+        "snapshots": _sort_by_name(snapshots, "names"),
+        "templates": _sort_by_name(client.list_all("/templates"), "names"),
         "volumes": volumes,
         "volume snapshots": [
             snapshot
             for volume in volumes
-            for snapshot in _by_name(client.list_all(f"/volumes/{volume['name']}/snapshots"), "name")
+            for snapshot in _sort_by_name(client.list_all(f"/volumes/{volume['name']}/snapshots"), "name")
         ],
     }
 
 
-def _by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def _sort_by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Sort objects by name. Those without a name keep their order, which is that of their creation."""
     return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])

@@ -134,7 +134,7 @@ def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[Pla
     return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(play_tasks, min_size=length, max_size=length))
 
 
-def refer_by_id(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the options of a task, with ids instead of the names that have ids in the results of earlier tasks."""
     params = dict(params)
     if params.pop(_BY_ID, False):
@@ -201,7 +201,7 @@ class PlayChecks:
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
             predicted: list[dict[str, Any]] = []
             for kind, params in play:
-                predicted.append(run_task(planner, kind, refer_by_id(params, predicted), check=True))
+                predicted.append(run_task(planner, kind, replace_names_with_ids(params, predicted), check=True))
             entries = make_entries(predicted)
             uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
@@ -279,7 +279,7 @@ def apply_predicted(
     results: list[dict[str, Any]] = []
     state = new_state()
     for number, (kind, named_params) in enumerate(play):
-        params = refer_by_id(named_params, results)
+        params = replace_names_with_ids(named_params, results)
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             results.append(run_task(client, kind, params))
             continue
@@ -291,7 +291,7 @@ def apply_predicted(
     return results
 
 
-def empty(url: str) -> None:
+def empty_gateway(url: str) -> None:
     """Remove all sandboxes, snapshots and volumes of a gateway, and wait until they are gone."""
     client = Client(url)
     try:

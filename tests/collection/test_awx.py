@@ -29,7 +29,7 @@ from tests.collection.recipes import (
     load_plays_by_playbook,
     run_playbook,
 )
-from tests.freebsd_shim.harness import shim_in
+from tests.freebsd_shim.harness import created_shim
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.roles import environment, play
@@ -310,7 +310,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         job: dict[str, Any],
         *options: str,
         command_prefix: tuple[str, ...] = (),
-        fails: bool = False,
+        should_fail: bool = False,
         format_variables: Callable[[Any], str] = json.dumps,
     ) -> tuple[str, Artifacts]:
         playbook = Path(job["playbook"]).stem
@@ -342,7 +342,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         (exit_code_file,) = (directory / "artifacts").glob("*/rc")
         assert int(exit_code_file.read_text()) == result.returncode
         assert ADMIN_KEY not in result.stdout
-        assert (result.returncode != 0) is fails, result.stdout + result.stderr
+        assert (result.returncode != 0) is should_fail, result.stdout + result.stderr
         events = [json.loads(path.read_text()) for path in (directory / "artifacts").glob("*/job_events/*.json")]
         (stats,) = [event["event_data"] for event in events if event["event"] == "playbook_on_stats"]
         for path in (directory / "artifacts").iterdir():
@@ -465,9 +465,9 @@ def gateway(memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
 def run_node(run_job: Callable[..., tuple[str, Artifacts]], gateway: MemoryGateway) -> RunNode:
     """A function that runs a job of a workflow, with its variables in AWX's format."""
 
-    def run_node(job: dict[str, Any], *, fails: bool = False) -> tuple[str, Artifacts]:
+    def run_node(job: dict[str, Any], *, should_fail: bool = False) -> tuple[str, Artifacts]:
         job = {**job, "env": {**job["env"], "SANDBOX_GATEWAY_URL": gateway.url}}
-        output, artifacts = run_job(job, fails=fails, format_variables=format_extra_vars)
+        output, artifacts = run_job(job, should_fail=should_fail, format_variables=format_extra_vars)
         return " ".join(output.split()), artifacts
 
     return run_node
@@ -482,7 +482,7 @@ def list_names(gateway: MemoryGateway) -> dict[str, set[str]]:
         }
 
 
-NOTHING: dict[str, set[str]] = {"sandboxes": set(), "snapshots": set(), "volumes": set()}
+NO_OBJECTS: dict[str, set[str]] = {"sandboxes": set(), "snapshots": set(), "volumes": set()}
 
 
 def test_the_workflow_does_exactly_what_the_approved_plan_says(
@@ -490,7 +490,7 @@ def test_the_workflow_does_exactly_what_the_approved_plan_says(
 ) -> None:
     steps = declaration.awx.run_workflow(WORKFLOW["name"], WORKFLOW_ANSWERS)
     output, artifacts = run_node(next(steps))
-    assert list_names(gateway) == NOTHING
+    assert list_names(gateway) == NO_OBJECTS
     last_lines = output.split("PLAY RECAP", 1)[1]
     assert "+ shop Create the sandbox (plan.yml:" in last_lines and "Plan: 7 to create" in last_lines, last_lines
     with gateway.client(ADMIN_KEY) as api:
@@ -520,7 +520,7 @@ def test_the_workflow_refuses_changes_after_the_approval(
     apply_job = steps.send({})
     with gateway.client() as api:
         api.post("/sandboxes", json={"templateID": "base", "name": "shop"}).raise_for_status()
-    output, _ = run_node(apply_job, fails=True)
+    output, _ = run_node(apply_job, should_fail=True)
     assert "sandbox 'shop' did not exist when the plan was made" in output
     # The tasks before the refused one were part of the plan.
     assert list_names(gateway) == {"sandboxes": {"shop"}, "snapshots": set(), "volumes": {"shop-data"}}
@@ -529,9 +529,9 @@ def test_the_workflow_refuses_changes_after_the_approval(
 def test_the_job_that_applies_a_plan_does_nothing_without_one(
     declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
 ) -> None:
-    output, _ = run_node(declaration.awx.launch(WORKFLOW["apply"], WORKFLOW_ANSWERS), fails=True)
+    output, _ = run_node(declaration.awx.launch(WORKFLOW["apply"], WORKFLOW_ANSWERS), should_fail=True)
     assert "grove_sandbox_plan is empty, so there is no plan to apply" in output
-    assert list_names(gateway) == NOTHING
+    assert list_names(gateway) == NO_OBJECTS
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
@@ -633,7 +633,7 @@ def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: 
 @pytest.fixture
 def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
     """A host with test doubles of FreeBSD's commands, and the command prefix that runs a command on this host."""
-    with pools.pool(f"t{session.get_run_id()}i", session.get_run_dir()) as pool, shim_in(tmp_path) as shim:
+    with pools.pool(f"t{session.get_run_id()}i", session.get_run_dir()) as pool, created_shim(tmp_path) as shim:
         host = Host(install_root, "jail_zfs")
         search_path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
         command_prefix = (

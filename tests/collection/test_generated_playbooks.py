@@ -23,7 +23,7 @@ from tests.collection.plays import PlayTask, make_tasks, read_play_count
 from tests.collection.runner import Result, Target, Task
 from tests.unit.plugins.test_whole_plays import BusyHost
 
-ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+ENABLED_CALLBACKS = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 _SET_UP: tuple[Task, ...] = (
     {"grove.sandbox.sandbox_volume": {"name": ["data", "cache"], "size_mb": 64, "snapshots": ["one"]}},
     {"grove.sandbox.sandbox": {"name": "a", "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}},
@@ -108,7 +108,7 @@ def test_generated_playbooks_run_as_planned(
         play = {**hosts, "tasks": playbook}
         for result in target.play(*_SET_UP):
             assert result["changed"], target.output
-        environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+        environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PlanSessions, "close", _keep_session)  # the callback would end it
             predicted = target.run(play, options=("--check", *_OPTIONS), environment=environment)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.plays import PlayChecks, PlayTask, empty, make_plays, make_tasks, read_play_count
+from tests.collection.plays import PlayChecks, PlayTask, empty_gateway, make_plays, make_tasks, read_play_count
 from tests.engine.conftest import HOST_KINDS
 from tests.support import session
 from tests.support.busy_gateway import BUSY_PROGRAM
@@ -60,7 +60,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
         try:
             checks.check(gateway.url, replace_base(history), replace_base(play), template=template)
         finally:
-            empty(gateway.url)
+            empty_gateway(gateway.url)
 
     check()
     with capsys.disabled():

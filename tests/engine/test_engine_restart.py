@@ -111,7 +111,7 @@ def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any,
     live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
     live.do(engine.snapshots.create("box", name="mark-1"))
 
-    def generations() -> dict[str, int]:
+    def read_generations() -> dict[str, int]:
         return {
             "sandbox": live.sandbox("box").generation,
             "snapshot": engine.snapshots.get("mark-1").generation,
@@ -139,14 +139,14 @@ def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any,
         *prewarm_changes,
     ]
     for change, changed_kind in changes:
-        before = generations()
+        before = read_generations()
         live.do(change())
-        after = generations()
+        after = read_generations()
         assert {kind for kind, value in after.items() if value > before[kind]} == {changed_kind} - {""}
         assert all(value >= before[kind] for kind, value in after.items())
     assert live.sandbox("box").head == engine.snapshots.get("mark-1").id
-    expected = generations()
+    expected = read_generations()
     live.close()
     live = make_live(config=live.config)
     engine = live.engine
-    assert generations() == expected
+    assert read_generations() == expected

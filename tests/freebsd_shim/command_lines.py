@@ -37,16 +37,16 @@ class CommandLine:
             if word == "…":
                 patterns.append(f"(?:{patterns[-1]})*")
             elif word.startswith("["):
-                patterns.append(f"(?:{_word_pattern(word[1:-1])})?")
+                patterns.append(f"(?:{_make_word_pattern(word[1:-1])})?")
             else:
-                patterns.append(_word_pattern(word))
+                patterns.append(_make_word_pattern(word))
         return re.compile("".join(patterns), re.DOTALL)
 
     def matches(self, argv: Sequence[str]) -> bool:
         return bool(self._pattern.fullmatch("".join(f"{word}\0" for word in argv)))
 
 
-def _word_pattern(word: str) -> str:
+def _make_word_pattern(word: str) -> str:
     """Return a pattern for one word. A word that begins with a placeholder does not match options."""
     option_guard = "(?!-)" if re.match("[A-Z]{2}", word) else ""
     return option_guard + "[^\0]+".join(map(re.escape, re.split(r"[A-Z]{2,}", word))) + "\0"

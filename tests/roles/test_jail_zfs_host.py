@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.freebsd_shim.harness import Shim, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.roles import PlayResult, play
@@ -55,7 +55,7 @@ def pool(need_root: None) -> Iterator[pools.Pool]:
 
 @pytest.fixture
 def jail_host(pool: pools.Pool, tmp_path: Path) -> Iterator[JailHost]:
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         yield JailHost(pool, shim, tmp_path)
     if f"{pool.name}/a" in pools.run("zfs", "list", "-H", "-o", "name").stdout.split():
         pools.destroy_all(f"{pool.name}/a")

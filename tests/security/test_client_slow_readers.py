@@ -62,7 +62,9 @@ def test_many_slow_clients_do_not_delay_others(
 
     request = make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY)
     with (
-        raw_service(memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENT_COUNT, make_reply(), then=flood) as service,
+        raw_service(
+            memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENT_COUNT, make_reply(), next_handler=flood
+        ) as service,
         contextlib.ExitStack() as stack,
     ):
         memory_before = measure_memory()
@@ -104,7 +106,7 @@ def test_many_slow_clients_share_the_memory_for_reads(
         return 0 < sent_bytes[0] == sent_bytes_before
 
     with (
-        raw_service(memory_gateway, sandbox, ENDLESS_RESPONSE, then=flood) as service,
+        raw_service(memory_gateway, sandbox, ENDLESS_RESPONSE, next_handler=flood) as service,
         contextlib.ExitStack() as stack,
     ):
         readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
@@ -135,7 +137,10 @@ def test_slow_services_do_not_delay_others(
             await asyncio.sleep(0.2)
 
     request = make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY)
-    with raw_service(memory_gateway, sandbox, b"H", then=send_slowly) as service, contextlib.ExitStack() as stack:
+    with (
+        raw_service(memory_gateway, sandbox, b"H", next_handler=send_slowly) as service,
+        contextlib.ExitStack() as stack,
+    ):
         connections = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
         wait_until(lambda: service.open_connection_count == CLIENT_COUNT)
         with memory_gateway.client(EXEC_KEY) as client:

@@ -197,7 +197,7 @@ def test_a_long_refusal_of_a_handshake_does_not_delay_others(
 
     flood, _ = make_endless_sender(b"1\r\nx\r\n" * 10_000)
     with (
-        raw_service(memory_gateway, sandbox, REFUSAL_HEAD + LONG_REFUSALS[case], then=flood),
+        raw_service(memory_gateway, sandbox, REFUSAL_HEAD + LONG_REFUSALS[case], next_handler=flood),
         LoopMonitor(memory_gateway) as loop_monitor,
     ):
         threads = [threading.Thread(target=open_refused_websocket) for _ in range(10)]

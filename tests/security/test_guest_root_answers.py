@@ -104,7 +104,7 @@ def test_an_invalid_response_fails_only_its_command(
 ) -> None:
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], then=_hang_up),
+        replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], next_handler=_hang_up),
         LoopMonitor(memory_gateway) as loop_monitor,
     ):
         response = check_others_are_served(
@@ -206,7 +206,7 @@ def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: 
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         endless_response = RESPONSE_HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
-        with replaced_agent(memory_gateway, sandbox, endless_response, then=flood):
+        with replaced_agent(memory_gateway, sandbox, endless_response, next_handler=flood):
             tracemalloc.start()
             try:
                 response = check_others_are_served(
@@ -242,7 +242,7 @@ def test_memory_for_endless_service_responses_is_limited(
     statuses: list[int] = []
     with (
         memory_gateway.client() as client,
-        inside.raw_service(memory_gateway, sandbox, status_line + piece, then=flood),
+        inside.raw_service(memory_gateway, sandbox, status_line + piece, next_handler=flood),
     ):
         threads = [threading.Thread(target=attack, args=(statuses,)) for _ in range(10)]
         for thread in threads:
@@ -335,7 +335,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
 
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, incomplete_response, then=wait_for_disconnect),
+        replaced_agent(memory_gateway, sandbox, incomplete_response, next_handler=wait_for_disconnect),
     ):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:

@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.network.epair import Epair
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.records import NetworkPolicy
-from tests.freebsd_shim.harness import Shim, is_supported, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim, is_supported
 from tests.freebsd_shim.test_network import CLIENT_PROGRAM, MAIN_RULES, SERVER_PROGRAM
 from tests.security.test_guest_root_frames import (
     ARP,
@@ -184,7 +184,7 @@ def _wait_until_up(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 async def world(tmp_path: Path) -> AsyncIterator[JailWorld]:
     if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         shim.check_ok("pfctl", "-q", "-f", "-", input=MAIN_RULES)
         shim.check_ok("sysctl", "net.inet.ip.forwarding=1")
         shim.check_ok("jail", "-c", "name=out", f"path={shim.root}", "persist", "vnet=new")

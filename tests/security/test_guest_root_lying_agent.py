@@ -184,11 +184,11 @@ FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
 def test_a_lying_agent_affects_only_its_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
-    response, then = FALSE_RESPONSES[case]
+    response, next_handler = FALSE_RESPONSES[case]
     other_sandbox = create_sandbox(api, name="other")
     agent_requests = AGENT_REQUESTS[2:3] if "without end" in case and "chunks" not in case else AGENT_REQUESTS
     with (
-        raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then) as agent,
+        raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, next_handler=next_handler) as agent,
         Probe(memory_gateway, other_sandbox),
     ):
         for method, path, body in agent_requests:
@@ -208,10 +208,10 @@ def test_a_lying_agent_affects_only_its_sandbox(
 def test_a_lying_service_affects_only_its_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
-    response, then = FALSE_RESPONSES[case]
+    response, next_handler = FALSE_RESPONSES[case]
     other_sandbox = create_sandbox(api, name="other")
     with (
-        raw_service(memory_gateway, sandbox, response, then=then) as service,
+        raw_service(memory_gateway, sandbox, response, next_handler=next_handler) as service,
         Probe(memory_gateway, other_sandbox),
         memory_gateway.client(EXEC_KEY) as client,
     ):
@@ -226,7 +226,7 @@ def test_a_lying_service_affects_only_its_client(
         except (httpx.TransportError, TimeoutError):
             pass
         assert len(service.heads) == 1, "the gateway repeated a request"
-        wait_until(lambda: not service.open_connection_count, seconds=20) if then else None
+        wait_until(lambda: not service.open_connection_count, seconds=20) if next_handler else None
     assert host_service.connection_count == 0
 
 
@@ -246,10 +246,10 @@ def test_repeated_lies_do_not_leak_memory(
 
     def run_rounds(count: int) -> None:
         for case in cases:
-            response, then = FALSE_RESPONSES[case]
+            response, next_handler = FALSE_RESPONSES[case]
             with (
-                raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then),
-                raw_service(memory_gateway, sandbox, response, then=then) as service,
+                raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, next_handler=next_handler),
+                raw_service(memory_gateway, sandbox, response, next_handler=next_handler) as service,
             ):
                 for number in range(count):
                     for method, path, body in AGENT_REQUESTS:
