@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
 from tests.jail_zfs import pools
-from tests.support.jail_world import ShimHost, jail_zfs_world, shim_environment
+from tests.support.jail_world import ShimHost, jail_zfs_world, make_shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -187,7 +187,7 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
 def run_command(argv: tuple[str, ...]) -> str:
     """Run a command and return its standard output. Raises RuntimeError if it fails."""
     lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **shim_environment()}
+    env = {**os.environ, "LC_ALL": "C", **make_shim_environment()}
     with lock:
         result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if result.returncode != 0:

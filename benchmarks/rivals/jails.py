@@ -97,7 +97,7 @@ class HandWrittenPlaybook:
         self._dataset, self._root = dataset, root
         collections = f"{session.COLLECTIONS}:{awx_collection.unpack_collection('community.general')}"
         environment = {"ANSIBLE_TRANSPORT": "local", "ANSIBLE_COLLECTIONS_PATH": collections}
-        self._plays = Plays(scratch, environment | jail_world.shim_environment())
+        self._plays = Plays(scratch, environment | jail_world.make_shim_environment())
         self._numbers = itertools.count()
         self._snapshot = ""
         self._forks: list[dict[str, str]] = []

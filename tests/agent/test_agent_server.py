@@ -111,7 +111,7 @@ def test_the_size_of_a_json_body_is_limited(agent):
         assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_many_connections_are_served_at_once(agent):
+def test_many_connections_are_served_concurrently(agent):
     failures = []
 
     def send_requests() -> None:

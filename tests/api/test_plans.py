@@ -109,7 +109,7 @@ def test_templates_and_volumes_are_planned(
     assert api.delete("/volumes/data").status_code == 204
 
 
-def test_facts_that_only_a_run_knows_are_left_out(sandbox: dict[str, Any], plan: httpx.Client) -> None:
+def test_values_that_only_a_run_can_determine_are_omitted(sandbox: dict[str, Any], plan: httpx.Client) -> None:
     assert plan.get("/sandboxes/one").json()["address"] == sandbox["address"]
     fork = plan.post("/sandboxes/one/clone", json={"name": "a"}).json()
     assert "address" not in fork
@@ -127,7 +127,7 @@ def test_a_session_publishes_no_events_and_counts_no_starts(
     assert read_starts() == starts_before
 
 
-def test_all_tasks_of_a_run_share_a_session_and_runs_do_not(
+def test_all_tasks_of_a_run_share_a_session_but_different_runs_do_not(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], plan: httpx.Client, run: str
 ) -> None:
     plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
@@ -244,7 +244,7 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
         assert client.get(f"/plans/{plan_id}").status_code == 404
 
 
-def test_a_thousand_sessions_at_once_are_limited_and_do_not_affect_others(
+def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[weakref.ref[sessions.PlanSession]] = []

@@ -23,7 +23,7 @@ from sandbox_gateway.hosts.base import Room, SnapshotPart
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.memory_host import MemoryHost, MemorySource
 from tests.support.waiting import wait_until
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, manifest_fields
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def make_foreign_file() -> tuple[bytes, str]:
     """Return a file that another gateway signed, and the fingerprint of the signer."""
     signer = Signer(b"f" * 32)
     encoder = Encoder(signer)
-    head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
+    head = encoder.head(parse_manifest(json.dumps(make_manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
     chunks.insert(2, (2, 0, b'{"color": "green"}'.ljust(4096)))
     return b"".join(
@@ -150,7 +150,7 @@ def test_a_plan_session_exports_nothing_and_predicts_an_import(
     assert api.get("/snapshots/planned").status_code == 404
 
 
-def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[str, Any]) -> None:
+def test_an_unknown_signer_must_be_trusted_explicitly(api: httpx.Client, snapshot: dict[str, Any]) -> None:
     file, fingerprint = make_foreign_file()
     for trust in ((), ("0" * 64,)):
         refused = import_(api, file, trust=trust)
@@ -164,7 +164,7 @@ def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[s
     assert read_color(api, "green") == "green"
 
 
-def test_a_damaged_file_leaves_nothing(
+def test_a_damaged_file_leaves_nothing_behind(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
     file = export(api)
@@ -316,7 +316,9 @@ def test_a_check_run_predicts_transfers_and_makes_none(
     assert len(memory_gateway.host.sources) == sources and api.get("/snapshots/copy").status_code == 404
 
 
-def test_a_module_waits_for_a_place(memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]) -> None:
+def test_a_module_waits_until_another_transfer_ends(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
     pieces: list[bytes] = []
     transfers = memory_gateway.engine.transfers
     transfers._active = 2

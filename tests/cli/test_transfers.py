@@ -64,7 +64,7 @@ def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken: None
     check_succeeded(run("snapshot", "import", "-", "--name", "copy", stdin=exported.stdout))
 
 
-def test_a_large_file_that_is_refused_at_once_gets_its_error(run: Run, tmp_path: Path) -> None:
+def test_the_error_of_a_large_file_that_is_refused_early_is_shown(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(64 << 20)
     refused = run("snapshot", "import", str(tmp_path / "file"))
@@ -94,6 +94,6 @@ def test_an_export_that_fails_leaves_no_file(
     assert run("snapshot", "import", str(tmp_path / "no")).code == 2
 
 
-def test_json_of_an_export(run: Run, taken: None, tmp_path: Path) -> None:
+def test_an_export_prints_json_on_request(run: Run, taken: None, tmp_path: Path) -> None:
     outcome = check_succeeded(run("--json", "snapshot", "export", "taken", str(tmp_path / "file"), "--no-memory"))
     assert json.loads(outcome.out)["bytes"] == (tmp_path / "file").stat().st_size

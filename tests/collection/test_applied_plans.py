@@ -147,7 +147,7 @@ def test_a_change_by_others_stops_the_task_before_it_does_anything(
     assert read_state(plan_gateway) == state
 
 
-def test_a_snapshot_by_others_in_place_of_the_planned_one_stops_the_host(
+def test_a_foreign_snapshot_in_place_of_the_planned_one_stops_the_host(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
 ) -> None:
     """Otherwise the next task would remove a sandbox whose state nobody has approved."""

@@ -106,7 +106,7 @@ def test_a_check_run_without_changes_prints_one_line(target: Target) -> None:
     assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
 
 
-def test_options_come_from_the_configuration_file_too(target: Target, tmp_path: Path) -> None:
+def test_options_can_also_come_from_the_configuration_file(target: Target, tmp_path: Path) -> None:
     (tmp_path / "ansible.cfg").write_text("[grove_sandbox]\nplan_file = from-ini.json\nplan_lifetime = 60\n")
     assert "It can be applied until " in run(target, TASKS[0], ANSIBLE_CONFIG=str(tmp_path / "ansible.cfg"))
     assert (tmp_path / "from-ini.json").exists()
@@ -196,7 +196,7 @@ def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: 
     assert not path.exists()
 
 
-def test_only_a_terminal_and_forced_colours_show_colours(target: Target, tmp_path: Path) -> None:
+def test_colours_are_shown_only_on_a_terminal_or_if_forced(target: Target, tmp_path: Path) -> None:
     log = tmp_path / "log"
     variables = {"ANSIBLE_NOCOLOR": "0", "ANSIBLE_FORCE_COLOR": "1", "ANSIBLE_LOG_PATH": str(log)}
     assert "\033[0;32m+ box\033[0m  Declare box" in run(target, TASKS[0], **variables)

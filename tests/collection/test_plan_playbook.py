@@ -116,7 +116,7 @@ def test_a_run_does_exactly_what_the_published_plan_says(runner: Runner) -> None
     assert runner.check()["entries"] and not any(entry["actions"] for entry in runner.check()["entries"])
 
 
-def test_a_winner_other_than_that_of_the_plan_is_refused(runner: Runner) -> None:
+def test_a_winner_that_differs_from_the_plan_is_refused(runner: Runner) -> None:
     runner.check()
     check_refusal(runner.apply(plan_winner="small"), "this task changed nothing")
     assert runner.read_state()["snapshots"] == ["shop-start"]

@@ -18,7 +18,7 @@ from sandbox_gateway.errors import BackendFailed
 from tests.jail_zfs import pools
 from tests.jail_zfs.alone import _POOL_NAME, _hide_daemon, _kill, _private_pool, _restart_daemon
 from tests.support import session
-from tests.support.jail_world import PF_RULES, JailZfsWorld, open_world, run_shim
+from tests.support.jail_world import PF_RULES, JailZfsWorld, opened_world, run_shim
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -76,7 +76,7 @@ def main(directory: Path) -> None:
     os.environ.pop(session.RUN_VARIABLE, None)
     _hide_daemon()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
-    with _private_pool(directory) as pid_file, open_world(pools.Pool(_POOL_NAME, directory / "mnt")) as world:
+    with _private_pool(directory) as pid_file, opened_world(pools.Pool(_POOL_NAME, directory / "mnt")) as world:
         run_scenario(world, pid_file)
     print('"passed"')
 

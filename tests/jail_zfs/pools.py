@@ -214,7 +214,7 @@ def mounts_kept_in_use() -> Iterator[None]:
         holder.wait(30)
 
 
-def mount_ids(directory: Path) -> dict[str, str]:
+def read_mount_ids(directory: Path) -> dict[str, str]:
     """Return the kernel's ids of the mounts below a directory, by path. Unmounting and mounting again changes an id."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(directory)}

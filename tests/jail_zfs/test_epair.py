@@ -17,7 +17,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_arp, parse_inet
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, run_shim, shim_environment
+from tests.support.jail_world import JailZfsWorld, make_shim_environment, run_shim
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 @pytest.fixture
 def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
     network = session.allocate_network()
-    bridge = Bridge(CommandRunner(shim_environment()), name=f"{network['prefix']}br", **network)
+    bridge = Bridge(CommandRunner(make_shim_environment()), name=f"{network['prefix']}br", **network)
     yield bridge
     if bridge.name in run_shim("ifconfig", "-l").split():
         run_async(bridge.sweep(set()))
@@ -124,7 +124,7 @@ def test_a_failed_step_leaves_nothing_behind(bridge: Bridge, failing_command: st
     run_async(bridge.open())
     prefix = bridge.epair(5).outer.rpartition("-")[0]
     failing_bridge = Bridge(
-        FailingRunner(shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
+        FailingRunner(make_shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
     )
     with pytest.raises(BackendFailed, match="killed"):
         run_async(failing_bridge.create(bridge.epair(5)))

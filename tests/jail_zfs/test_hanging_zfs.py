@@ -26,7 +26,7 @@ exec {zfs} "$@"
 """
 
 
-def test_other_sandboxes_go_on_while_a_command_hangs(
+def test_other_sandboxes_keep_working_while_a_command_hangs(
     jail_zfs_world: JailZfsWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zfs = shutil.which("zfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")

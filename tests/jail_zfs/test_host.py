@@ -23,7 +23,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, debian_tarball, run_shim
+from tests.support.jail_world import JailZfsWorld, get_debian_tarball, run_shim
 from tests.support.live import Live, engines
 from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
@@ -278,10 +278,10 @@ def test_a_restart_does_not_unmount_paused_sandboxes(
     live.do(live.engine.sandboxes.pause("source"))
     live.close()
     sandbox_mount_point = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
-    mount_id_before = pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point]
+    mount_id_before = pools.read_mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point]
     with pools.mounts_kept_in_use():
         live_after_restart = make_live(config=live.config)
-        assert pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point] == mount_id_before
+        assert pools.read_mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point] == mount_id_before
         live_after_restart.do(live_after_restart.engine.sandboxes.resume("source"))
     assert live_after_restart.shell("source", "hostname").strip() == "source"
 
@@ -394,7 +394,9 @@ def test_a_debootstrap_recipe_is_refused(live: Live, jail_zfs_world: JailZfsWorl
 
 def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_path: Path) -> None:
     subprocess.run(
-        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian_tarball()), "--exclude=./dev/*"], check=True, timeout=120
+        ["tar", "-x", "-C", str(tmp_path), "-f", str(get_debian_tarball()), "--exclude=./dev/*"],
+        check=True,
+        timeout=120,
     )
     recipe = Recipe(
         source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
@@ -436,7 +438,7 @@ def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_pa
 @pools.needs_zfs_fuse
 def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
     """The scenario runs in new namespaces with a private zfs-fuse daemon."""
-    tarball, directory = debian_tarball(), session.get_run_dir() / "host-alone"
+    tarball, directory = get_debian_tarball(), session.get_run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
-from tests.support.jail_world import PF_RULES, JailZfsWorld, run_shim, shim_environment
+from tests.support.jail_world import PF_RULES, JailZfsWorld, make_shim_environment, run_shim
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -82,7 +82,7 @@ class OutsideJail:
 
 
 def start_server(argv: list[str]) -> subprocess.Popen[str]:
-    env = {**os.environ, **shim_environment()}
+    env = {**os.environ, **make_shim_environment()}
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
     return server

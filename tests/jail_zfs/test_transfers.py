@@ -138,7 +138,7 @@ def foreign_streams(live: Live) -> dict[str, bytes]:
     return streams
 
 
-def test_foreign_streams_are_refused_and_leave_nothing(live: Live, foreign_streams: dict[str, bytes]) -> None:
+def test_foreign_streams_are_refused_and_leave_nothing_behind(live: Live, foreign_streams: dict[str, bytes]) -> None:
     before = list_objects(live)
     for problem, stream in foreign_streams.items():
         with pytest.raises(Invalid, match=problem):
@@ -146,7 +146,7 @@ def test_foreign_streams_are_refused_and_leave_nothing(live: Live, foreign_strea
         assert list_objects(live) == before
 
 
-def test_a_damaged_stream_is_refused_and_leaves_nothing(live: Live) -> None:
+def test_a_damaged_stream_is_refused_and_leaves_nothing_behind(live: Live) -> None:
     stream = read_stream(live.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
     before = list_objects(live)
     for damaged_stream in (stream[: len(stream) // 2], stream[:5000] + b"x" * 5000 + stream[10000:]):
@@ -155,7 +155,9 @@ def test_a_damaged_stream_is_refused_and_leaves_nothing(live: Live) -> None:
         assert list_objects(live) == before
 
 
-def test_an_import_that_fails_at_its_last_step_leaves_nothing(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_at_its_last_step_leaves_nothing_behind(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = export(live, TEMPLATE)
     before = list_objects(live)
 

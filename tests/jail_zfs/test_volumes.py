@@ -40,7 +40,7 @@ def live(make_live: Callable[..., Live]) -> Live:
     return make_live()
 
 
-def jail_host(live: Live) -> JailZfsHost:
+def get_jail_host(live: Live) -> JailZfsHost:
     assert isinstance(live.engine.host, JailZfsHost)
     return live.engine.host
 
@@ -54,7 +54,7 @@ def create_sandbox(live: Live, name: str, *mounts: tuple[str, str], read_only: b
     return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=mount_specs)))
 
 
-def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
+def get_root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
     return world.mount_point(live.config) / "sandboxes" / live.sandbox(name).instance
 
 
@@ -78,7 +78,7 @@ def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZ
     outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
     sandbox = create_sandbox(live, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
-        live.do(jail_host(live).attach(sandbox, mount))
+        live.do(get_jail_host(live).attach(sandbox, mount))
     live.shell("box", "touch /data/a /data/below/b")
     assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
     live.do(live.engine.sandboxes.delete("box"))
@@ -90,15 +90,17 @@ def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsW
     volume = create_volume(live, name)
     sandbox = create_sandbox(live, "box")
     deep_path = "/srv/" + "/".join(["d" * 120] * 3)
-    live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
     live.shell("box", f"touch {deep_path}/file")
-    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep_path}", volume.id, False) in jail_zfs_world.volume_mounts(
-        live.config
-    )
-    live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    assert (
+        f"{get_root_path(jail_zfs_world, live, 'box')}{deep_path}",
+        volume.id,
+        False,
+    ) in jail_zfs_world.volume_mounts(live.config)
+    live.do(get_jail_host(live).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
     assert live.shell("box", f"ls {deep_path}") == ""
     with pytest.raises(Invalid, match="File name too long"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=f"/srv/{'x' * 300}")))
+        live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path=f"/srv/{'x' * 300}")))
     assert live.shell("box", "ls /srv").split() == ["d" * 120]
 
 
@@ -210,7 +212,7 @@ def test_a_failed_rollback_restores_the_mounts(
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert live.shell("first", "cat /data/first/file").strip() == "new"
     assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
-        f"{root_path(jail_zfs_world, live, 'first')}/data/first"
+        f"{get_root_path(jail_zfs_world, live, 'first')}/data/first"
     }
 
 
@@ -228,7 +230,7 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     expected_mounts = jail_zfs_world.volume_mounts(live.config)
     live.close()
     root, volumes_directory = (
-        root_path(jail_zfs_world, live, "box"),
+        get_root_path(jail_zfs_world, live, "box"),
         jail_zfs_world.mount_point(live.config) / "volumes",
     )
     for name in ("missing", "wrong"):
@@ -340,10 +342,10 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs
     create_sandbox(live, "bystander")
     traces_before = jail_zfs_world.traces(live.config)
     sandbox = create_sandbox(live, "box", ("data", "/data"))
-    node = f"{root_path(jail_zfs_world, live, 'box')}/data"
+    node = f"{get_root_path(jail_zfs_world, live, 'box')}/data"
     run_shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
-        live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
+        live.do(get_jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
     assert live.do(live.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
     live.shell("box", "touch /data/file")
     start_time = time.monotonic()
@@ -363,7 +365,7 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
     traces_before = jail_zfs_world.traces(live.config)
     create_volume(live)
     create_sandbox(live, "box", ("data", "/data"))
-    run_shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
+    run_shim("freebsd-shim", "set", "busy", f"{get_root_path(jail_zfs_world, live, 'box')}/data")
     live.do(live.engine.sandboxes.delete("box"))
     start_time = time.monotonic()
     live.do(live.engine.volumes.delete("data"))
@@ -408,7 +410,7 @@ def test_a_planted_symlink_cannot_redirect_a_volume_mount(
     live.shell("sly", script.format(host_directory=host_directory))
     traces_before = jail_zfs_world.traces(live.config)
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
+        live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
     assert jail_zfs_world.traces(live.config) == traces_before
     assert list(host_directory.iterdir()) == []
     # The same must hold when a fork of the sandbox starts.
@@ -437,7 +439,7 @@ def test_a_symlink_created_after_the_check_is_detected(
 
     monkeypatch.setattr(mount_point, "prepare", prepare_then_swap)
     with pytest.raises(Invalid, match="contains a symbolic link"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
+        live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == traces_before
     assert not os.path.ismount(host_directory)
     live.shell("bystander", "echo mine >/data/file")
@@ -454,7 +456,7 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(host_directory))
     live.shell("sly", swap_script)
-    root, stop_event = root_path(jail_zfs_world, live, "sly"), threading.Event()
+    root, stop_event = get_root_path(jail_zfs_world, live, "sly"), threading.Event()
     (root / "c/data").mkdir(parents=True)
     (host_directory / "data").mkdir()
 
@@ -476,14 +478,14 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
         for attempt in range(12):
             mount = Mount(volume=volume.id, path=("/a/data", "/c/data")[attempt % 2])
             try:
-                live.do(jail_host(live).attach(sandbox, mount))
+                live.do(get_jail_host(live).attach(sandbox, mount))
             except Invalid:
                 outcomes.add("refused")
                 assert jail_zfs_world.volume_mounts(live.config) == set()
                 continue
             outcomes.add("mounted")
             assert jail_zfs_world.volume_mounts(live.config) == {(f"{root}{mount.path}", volume.id, False)}
-            live.do(jail_host(live).detach(sandbox, mount))
+            live.do(get_jail_host(live).detach(sandbox, mount))
             assert jail_zfs_world.volume_mounts(live.config) == set()
     finally:
         stop_event.set()

@@ -200,10 +200,10 @@ def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
     snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
     paths = [str(storage.instances.path(fork.instance)) for fork in forks]
-    mount_ids_before = pools.mount_ids(storage.root.mountpoint)
+    mount_ids_before = pools.read_mount_ids(storage.root.mountpoint)
     assert not storage.instances.discard(source.instance)
     _reopen(storage).scan()
-    mount_ids_after = pools.mount_ids(storage.root.mountpoint)
+    mount_ids_after = pools.read_mount_ids(storage.root.mountpoint)
     assert [mount_ids_after.get(path) for path in paths] == [mount_ids_before[path] for path in paths]
 
 

@@ -36,7 +36,7 @@ class RestartableGateway:
     def root(self) -> Path:
         return self.config.host.state_root
 
-    def quarantine_path(self, kind: str) -> Path:
+    def find_quarantine_path(self, kind: str) -> Path:
         """Return the path of the only quarantined object of a kind."""
         (path,) = (self.root / ".damaged").glob(f"{kind}-*")
         return path
@@ -74,7 +74,7 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     assert read_file(live, "/data/file") == ""
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
-    gateway.quarantine_path("volumes").rename(manifest.parent)
+    gateway.find_quarantine_path("volumes").rename(manifest.parent)
     manifest.write_text(record)
     (gateway.root / "image").rename(image)
     live = gateway.live = gateway.open()
@@ -137,7 +137,7 @@ def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway
     live = gateway.restart()
     assert [each.name for each in live.engine.sandboxes.list()] == []
     live.close()
-    gateway.quarantine_path("sandboxes").rename(manifest.parent)
+    gateway.find_quarantine_path("sandboxes").rename(manifest.parent)
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.resume("box"))

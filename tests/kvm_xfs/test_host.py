@@ -32,13 +32,13 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
         yield make_live()
 
 
-def qemu_pid(live: Live, ref: str) -> int:
+def get_qemu_pid(live: Live, ref: str) -> int:
     return int(live.sandbox(ref).host["pid"])
 
 
 def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    proc_directory = Path(f"/proc/{qemu_pid(live, 'one')}")
+    proc_directory = Path(f"/proc/{get_qemu_pid(live, 'one')}")
     status = dict(
         line.split(":\t", 1) for line in (proc_directory / "status").read_text().splitlines() if ":\t" in line
     )

@@ -92,7 +92,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> MemoryRecorder:
     return MemoryRecorder(monkeypatch)
 
 
-def memory_image_path(live: Live, snapshot: Snapshot) -> Path:
+def get_memory_image_path(live: Live, snapshot: Snapshot) -> Path:
     return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
 
 
@@ -137,7 +137,7 @@ def test_captured_image_equals_the_memory(
         snapshot = capture_source(live)
         has_nothing_to_compare = number == 0 and expected_mode is MemoryMode.COMPARE
         assert snapshot.memory is (MemoryMode.INCREMENTAL if has_nothing_to_compare else expected_mode), snapshot.host
-        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+        assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
         assert "degraded" not in snapshot.host
         live.do(live.engine.snapshots.delete(snapshot.id))
 
@@ -152,7 +152,7 @@ def test_image_of_a_live_capture_equals_the_memory(
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
         assert snapshot.memory is MemoryMode.LIVE, snapshot.host
-        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+        assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
         stop_counts.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
     assert max(stop_counts) >= 2
@@ -223,10 +223,10 @@ def test_capture_after_a_failed_capture_is_complete(
                 capture_source(live)
     snapshot = capture_source(live)
     assert snapshot.memory is MemoryMode.WRITTEN
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
 
 
-def machine_directory(live: Live) -> Path:
+def get_machine_directory(live: Live) -> Path:
     sandbox = live.sandbox("source")
     return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
 
@@ -261,13 +261,13 @@ def test_capture_does_not_use_a_damaged_base(
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
     start_writer(live)
     capture_source(live)
-    damage(machine_directory(live) / "memory.last")
+    damage(get_machine_directory(live) / "memory.last")
     snapshot = capture_source(live)
     assert reason in snapshot.host["degraded"]
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
     next_snapshot = capture_source(live)
     assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (MemoryMode.WRITTEN, False)
-    assert recorder.find_differing_pages(memory_image_path(live, next_snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, next_snapshot)) == []
 
 
 @pytest.mark.parametrize("live", mark_slow_except(("written",), ("written", "compare")), indirect=True)
@@ -278,7 +278,7 @@ def test_a_capture_after_a_new_boot_does_not_use_the_previous_image(
     live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "the test stopped it"))
     live.do(live.engine.sandboxes.resume("source"))
     snapshot = capture_source(live)
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
 
 
 def test_tracked_writes_are_ignored_after_an_interrupted_capture(
@@ -302,7 +302,7 @@ def test_tracked_writes_are_ignored_after_an_interrupted_capture(
         "an earlier capture was interrupted",
     )
     assert (second_snapshot.memory, "degraded" in second_snapshot.host) == (MemoryMode.WRITTEN, False)
-    assert recorder.find_differing_pages(memory_image_path(live, second_snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, second_snapshot)) == []
     live.remove_all()
     live.close()
     kvm_xfs_world.clean_up(config)
@@ -319,4 +319,4 @@ def test_capture_without_a_tracker_uses_the_next_best_mode(
     snapshot = capture_source(live)
     assert snapshot.memory in (MemoryMode.SOFT_DIRTY, MemoryMode.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []

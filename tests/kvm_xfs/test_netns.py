@@ -167,14 +167,14 @@ class Guest(NetworkNamespace):
         super().remove()
 
 
-def outside_block_number() -> int:
+def get_outside_block_number() -> int:
     """Return a number that no concurrent test run uses."""
     return (int(session.get_run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
 
 
-def outside_addresses() -> tuple[str, str]:
+def compute_outside_addresses() -> tuple[str, str]:
     """Return the addresses of the host and of the outside machine on the link between them."""
-    block_number = outside_block_number()
+    block_number = get_outside_block_number()
     first, second = (f"198.18.{block_number // 64}.{block_number % 64 * 4 + host}" for host in (1, 2))
     return first, second
 
@@ -184,7 +184,7 @@ class OutsideMachine(NetworkNamespace):
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
-        self.host_address, self.address = outside_addresses()
+        self.host_address, self.address = compute_outside_addresses()
         host_interface = f"{prefix}o"
         run_ip("link", "add", host_interface, "type", "veth", "peer", "name", "eth0", "netns", self.name)
         run_ip("address", "add", f"{self.host_address}/30", "dev", host_interface)
@@ -192,7 +192,7 @@ class OutsideMachine(NetworkNamespace):
         self.run_ip("link", "set", "eth0", "up")
         self.run_ip("address", "add", f"{self.address}/30", "dev", "eth0")
         # Use a separate table, so that the routes of this machine and of other tests stay unchanged.
-        self._table = str(1000 + outside_block_number())
+        self._table = str(1000 + get_outside_block_number())
         self._rule = ("from", subnet, "lookup", self._table)
         run_ip("rule", "add", *self._rule)
         self._host_interface = host_interface
@@ -251,8 +251,8 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
-    network = Network(**{**session.allocate_network(), "pool": ready, **settings})
+async def world(*, ready_count: int = 0, **settings: Any) -> AsyncIterator[World]:
+    network = Network(**{**session.allocate_network(), "pool": ready_count, **settings})
     pool = SlotPool(network)
     new_world = World(pool, network)
     await pool.open(set())
@@ -564,7 +564,7 @@ async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
 
 
 async def test_taking_a_ready_slot_is_fast() -> None:
-    async with world(ready=2) as w:
+    async with world(ready_count=2) as w:
         await wait_for_ready_slots(w.pool, 2)
         start = time.perf_counter()
         slot = await w.pool.take(OPEN_POLICY)
@@ -588,7 +588,7 @@ async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None
 
 async def test_take_fails_if_all_addresses_are_in_use() -> None:
     subnet = session.allocate_network()["subnet"].split("/")[0] + "/28"
-    async with world(subnet=subnet, ready=1) as w:
+    async with world(subnet=subnet, ready_count=1) as w:
         slots = [await w.pool.take(OPEN_POLICY) for _ in range(2)]
         await wait_for_ready_slots(w.pool, 1)
         slots.append(await w.pool.take(OPEN_POLICY))

@@ -58,7 +58,7 @@ def new_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
 
 
 @pytest.mark.anyio
-async def test_an_import_exists_once_it_is_committed_and_is_sparse(
+async def test_an_import_is_sparse_and_exists_only_after_its_commit(
     store: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced_paths: list[str] = []
@@ -87,7 +87,7 @@ async def test_an_import_exists_once_it_is_committed_and_is_sparse(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_memory_root", [False, True])
-async def test_a_discarded_import_leaves_nothing(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
+async def test_a_discarded_import_leaves_nothing_behind(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
     snapshot = new_snapshot()
     if in_memory_root:
         directory = MemoryDirectory(tmp_path / "root", "gateway")
@@ -101,7 +101,7 @@ async def test_a_discarded_import_leaves_nothing(store: Snapshots, tmp_path: Pat
 
 
 @pytest.mark.anyio
-async def test_without_memory_no_file_of_the_memory_is_created(store: Snapshots) -> None:
+async def test_without_memory_no_memory_file_is_created(store: Snapshots) -> None:
     snapshot = new_snapshot(MemoryMode.NONE)
     await start_import(store, snapshot).commit()
     files = store.files(snapshot)
@@ -109,9 +109,7 @@ async def test_without_memory_no_file_of_the_memory_is_created(store: Snapshots)
     assert "platform" not in store.scan([])[0].host
 
 
-def test_memory_needs_an_equal_platform_and_the_cpu_of_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_requires_the_same_platform_and_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer.find_platform_problem(PLATFORM, PLATFORM) == ""
     for key in PLATFORM:
         problem = transfer.find_platform_problem(PLATFORM, {**PLATFORM, key: "other"})
@@ -135,7 +133,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_cuts(file: bytes) -> None:
+def check_truncated_files(file: bytes) -> None:
     """Check that a file that ends at any edge of a record, one byte beside it, or at a random place is incomplete."""
     edges, position = [0, 21], 21
     while position < len(file):
@@ -191,10 +189,10 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     one.sh("fork", "rm /run/running; while ! [ -s /run/running ]; do sleep 0.1; done")
     assert one.sh("fork", "cat /root/disk /run/running; sha256sum /dev/shm/noise") == expected
     one.call("POST", "/sandboxes/fork/snapshots", {"name": "again"})
-    check_cuts(file)
+    check_truncated_files(file)
 
 
-def test_a_killed_import_leaves_nothing(gateway: Callable[..., Gateway]) -> None:
+def test_a_killed_import_leaves_nothing_behind(gateway: Callable[..., Gateway]) -> None:
     one = gateway()
     file = one.client.get(f"/snapshots/{TEMPLATE}/export", params={"memory": "none"}).content
     templates = one.state_root / "templates"

@@ -173,11 +173,11 @@ def new_sandbox(*mounts: Mount) -> Sandbox:
     return Sandbox(name=f"box{next(_numbers)}", mounts=list(mounts), host={})
 
 
-def image_path(host: VolumeHost, volume: Volume) -> Path:
+def get_image_path(host: VolumeHost, volume: Volume) -> Path:
     return host.layout.volumes / volume.id / "volume.img"
 
 
-def snapshot_image_path(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
+def get_snapshot_image_path(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
     return host.layout.volumes / snapshot.volume / "snapshots" / snapshot.id / "volume.img"
 
 
@@ -226,7 +226,7 @@ async def _wait_until(condition: Callable[[], bool]) -> None:
 async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost) -> None:
     volume = new_volume(size_mb=1024)
     await host.create(volume)
-    path = image_path(host, volume)
+    path = get_image_path(host, volume)
     assert path.stat().st_size == 1024 << 20 and get_size_on_disk(path) < 64 << 20
     assert path.stat().st_mode & 0o777 == 0o600
     assert has_intact_file_system(path)
@@ -239,31 +239,31 @@ async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost)
 async def test_a_snapshot_has_the_contents_of_the_volume(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
+    write_file(get_image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    assert reflink.unique_bytes(snapshot_image_path(host, snapshot)) == 0
-    write_file(image_path(host, volume), "a", "two")
-    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
+    assert reflink.unique_bytes(get_snapshot_image_path(host, snapshot)) == 0
+    write_file(get_image_path(host, volume), "a", "two")
+    assert read_file(get_snapshot_image_path(host, snapshot), "a") == "one"
     assert [operation for operation, _ in host.servers.calls] == ["flush", "freeze", "thaw"]
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
     await host.remove_snapshot(snapshot)
-    assert not snapshot_image_path(host, snapshot).parent.exists() and not list_stray_files(host)
+    assert not get_snapshot_image_path(host, snapshot).parent.exists() and not list_stray_files(host)
 
 
 async def test_a_clone_has_the_contents_of_the_snapshot_and_may_be_larger(host: VolumeHost) -> None:
     volume, clone = new_volume(), new_volume("clone", 2 * SIZE_MB)
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
+    write_file(get_image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
     await host.create(clone, snapshot)
-    assert image_path(host, clone).stat().st_size == 2 * SIZE_MB << 20
-    assert read_file(image_path(host, clone), "a") == "one"
+    assert get_image_path(host, clone).stat().st_size == 2 * SIZE_MB << 20
+    assert read_file(get_image_path(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
     await host.remove(volume)
-    assert read_file(image_path(host, clone), "a") == "one"
+    assert read_file(get_image_path(host, clone), "a") == "one"
 
 
 async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None:
@@ -282,7 +282,7 @@ async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHo
     volume = new_volume()
     await host.create(volume)
     await host.grow(volume, 3 * SIZE_MB)
-    assert volume.size_mb == 3 * SIZE_MB and image_path(host, volume).stat().st_size == 3 * SIZE_MB << 20
+    assert volume.size_mb == 3 * SIZE_MB and get_image_path(host, volume).stat().st_size == 3 * SIZE_MB << 20
     assert host.servers.calls == [("grow", volume.id)]
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
@@ -297,7 +297,7 @@ async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -
     assert volume.size_mb == SIZE_MB
     host.servers.failing_calls.clear()
     await host.grow(volume, 2 * SIZE_MB)
-    assert volume.size_mb == 2 * SIZE_MB and image_path(host, volume).stat().st_size == 2 * SIZE_MB << 20
+    assert volume.size_mb == 2 * SIZE_MB and get_image_path(host, volume).stat().st_size == 2 * SIZE_MB << 20
 
 
 # -- rollback ----------------------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ async def volume_snapshot_and_sandbox(host: VolumeHost) -> tuple[Volume, VolumeS
     """A volume that contains "two", a snapshot of it that contains "one", and a sandbox that mounts the volume."""
     volume = new_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
+    write_file(get_image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image_path(host, volume), "a", "two")
+    write_file(get_image_path(host, volume), "a", "two")
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     await host.start_machine(sandbox, "10.0.0.2")
     host.servers.calls.clear()
@@ -323,11 +323,11 @@ async def test_rollback_restores_the_files_and_the_clients(
 ) -> None:
     volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "one"
+    assert read_file(get_image_path(host, volume), "a") == "one"
     assert host.servers.calls == [("stop", volume.id), ("serve", volume.id)]
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
-    write_file(image_path(host, volume), "a", "three")
-    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
+    write_file(get_image_path(host, volume), "a", "three")
+    assert read_file(get_snapshot_image_path(host, snapshot), "a") == "one"
     assert not list_stray_files(host)
 
 
@@ -337,8 +337,8 @@ async def test_a_grown_volume_keeps_its_size_after_a_rollback(
     volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.grow(volume, 2 * SIZE_MB)
     await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "one"
-    assert (volume.size_mb, image_path(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
+    assert read_file(get_image_path(host, volume), "a") == "one"
+    assert (volume.size_mb, get_image_path(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
@@ -356,7 +356,7 @@ async def test_a_failed_rollback_preserves_the_volume_and_its_clients(
     host.servers.failing_calls = {(failing_operation, volume.id)}
     with pytest.raises(BackendFailed, match=f"{failing_operation} refused"):
         await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "two"
+    assert read_file(get_image_path(host, volume), "a") == "two"
     host.servers.failing_calls.clear()
     await host.wait_for_background_tasks()
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
@@ -375,7 +375,9 @@ async def test_a_rollback_without_space_changes_nothing(
     volume, snapshot, _ = volume_snapshot_and_sandbox
     with pytest.raises(NoSpace, match="no space left"):
         await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "two" and not host.servers.calls and not list_stray_files(host)
+    assert (
+        read_file(get_image_path(host, volume), "a") == "two" and not host.servers.calls and not list_stray_files(host)
+    )
 
 
 # -- several volumes ---------------------------------------------------------------------------------------------------
@@ -453,7 +455,7 @@ async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path
         host = VolumeHost(xfs.mount_point)
         volume = new_volume()
         await host.create(volume)
-        write_file(image_path(host, volume), "a", "one")
+        write_file(get_image_path(host, volume), "a", "one")
         snapshot = new_snapshot(volume)
         await host.capture(snapshot)
         paths_before = sorted(map(str, host.layout.volumes.glob("**/*")))
@@ -467,7 +469,7 @@ async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path
             with pytest.raises(NoSpace, match="no space left"):
                 await operation()
             assert not list_stray_files(host)
-            assert read_file(image_path(host, volume), "a") == "one"
+            assert read_file(get_image_path(host, volume), "a") == "one"
         _, scan = await reopen(host)
         assert volume in scan.volumes and snapshot in scan.volume_snapshots
         filler.unlink()
@@ -501,10 +503,10 @@ async def volume_and_snapshot(host: VolumeHost) -> tuple[Volume, VolumeSnapshot]
     """A volume that contains "two", and a snapshot of it that contains "one"."""
     volume = new_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
+    write_file(get_image_path(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image_path(host, volume), "a", "two")
+    write_file(get_image_path(host, volume), "a", "two")
     return volume, snapshot
 
 
@@ -521,7 +523,7 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    truncate(image_path(host, volume).with_name("manifest.json"))
+    truncate(get_image_path(host, volume).with_name("manifest.json"))
     reopened_host, scan = await reopen(host)
     recreated_volume = get_only_volume(scan)
     assert (recreated_volume.id, recreated_volume.name, recreated_volume.size_mb) == (
@@ -531,7 +533,7 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     )
     assert recreated_volume.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
     assert any(f"record of volume {volume.id} is damaged" in sentence for sentence in scan.repaired)
-    assert read_file(image_path(host, volume), "a") == "two"
+    assert read_file(get_image_path(host, volume), "a") == "two"
     assert list((host.layout.root / ".damaged").iterdir())
     _, scan = await reopen(reopened_host)
     assert scan.volumes == [recreated_volume] and not scan.repaired
@@ -543,15 +545,15 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     if damage == "missing":
-        image_path(host, volume).unlink()
+        get_image_path(host, volume).unlink()
     else:
-        os.truncate(image_path(host, volume), 4096)
+        os.truncate(get_image_path(host, volume), 4096)
     running_sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     host.addresses[running_sandbox.instance] = "10.0.0.6"
     reopened_host, scan = await reopen(host, running_sandbox)
     assert get_only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
-    assert not image_path(host, volume).exists() and ("stop", volume.id) in reopened_host.servers.calls
+    assert not get_image_path(host, volume).exists() and ("stop", volume.id) in reopened_host.servers.calls
 
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
@@ -562,7 +564,7 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     assert "roll the volume back" in (await reopened_host.state(volume)).stuck[0]
     await reopened_host.rollback(volume, snapshot)
     assert not (await reopened_host.state(volume)).stuck
-    assert read_file(image_path(host, volume), "a") == "one"
+    assert read_file(get_image_path(host, volume), "a") == "one"
     _, scan = await reopen(reopened_host)
     assert get_only_volume(scan) == volume and not scan.repaired
 
@@ -572,11 +574,11 @@ async def test_a_volume_without_an_intact_image_or_snapshot_is_quarantined(
 ) -> None:
     damaged_volume = new_volume("other")
     await host.create(damaged_volume)
-    os.truncate(image_path(host, damaged_volume), 4096)
+    os.truncate(get_image_path(host, damaged_volume), 4096)
     _, scan = await reopen(host)
     assert get_only_volume(scan) == volume_and_snapshot[0]
     assert any(f"{damaged_volume.id} is damaged" in sentence for sentence in scan.repaired)
-    assert not image_path(host, damaged_volume).parent.exists()
+    assert not get_image_path(host, damaged_volume).parent.exists()
 
 
 async def test_a_damaged_snapshot_is_quarantined_and_its_volume_remains(
@@ -585,8 +587,8 @@ async def test_a_damaged_snapshot_is_quarantined_and_its_volume_remains(
     volume, snapshot = volume_and_snapshot
     second_snapshot = new_snapshot(volume, "second")
     await host.capture(second_snapshot)
-    truncate(snapshot_image_path(host, snapshot).with_name("manifest.json"))
-    os.truncate(snapshot_image_path(host, second_snapshot), 4096)
+    truncate(get_snapshot_image_path(host, snapshot).with_name("manifest.json"))
+    os.truncate(get_snapshot_image_path(host, second_snapshot), 4096)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and scan.volume_snapshots == []
     assert len(list((host.layout.root / ".damaged").iterdir())) == 2
@@ -601,7 +603,7 @@ async def test_volume_snapshots_of_a_missing_snapshot_are_removed(
     _, scan = await reopen(host, snapshots=(sandbox_snapshot.id,))
     assert {each.id for each in scan.volume_snapshots} == {snapshot.id, volume_snapshot.id}
     _, scan = await reopen(host)
-    assert scan.volume_snapshots == [snapshot] and not snapshot_image_path(host, volume_snapshot).exists()
+    assert scan.volume_snapshots == [snapshot] and not get_snapshot_image_path(host, volume_snapshot).exists()
 
 
 async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
@@ -626,14 +628,14 @@ async def test_foreign_files_among_the_volumes_are_ignored(
     (host.layout.volumes / "foreign" / "file").touch()
     (host.layout.volumes / "empty").mkdir()
     (host.layout.volumes / "note.txt").touch()
-    shutil.rmtree(snapshot_image_path(host, snapshot).parent.parent)
+    shutil.rmtree(get_snapshot_image_path(host, snapshot).parent.parent)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
 async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(host: VolumeHost) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    manifest = image_path(host, volume_two).with_name("manifest.json")
+    manifest = get_image_path(host, volume_two).with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": volume_one.host}))
     _, scan = await reopen(host)
     volumes = {volume.id: volume for volume in scan.volumes}
@@ -721,7 +723,7 @@ async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke
     await _wait_until(lambda: host.servers.calls.count(("stop", volume_two.id)) > 3)
     assert volume_one.id not in host.servers.clients
     state = await host.state(volume_two)
-    assert state.used_bytes == get_size_on_disk(image_path(host, volume_two))
+    assert state.used_bytes == get_size_on_disk(get_image_path(host, volume_two))
     (sentence,) = state.stuck
     assert "stop refused" in sentence and volume_two.id in sentence
     assert not (await host.state(volume_one)).stuck and not releases
@@ -861,10 +863,10 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
         host = VolumeHost(directory)
         volume, snapshot = new_volume(), None
         asyncio.run(host.create(volume))
-        write_file(image_path(host, volume), "a", "one")
+        write_file(get_image_path(host, volume), "a", "one")
         snapshot = new_snapshot(volume)
         asyncio.run(host.capture(snapshot))
-        write_file(image_path(host, volume), "a", "two")
+        write_file(get_image_path(host, volume), "a", "two")
         outcome = run_until_killed(host, OPERATIONS[operation](host, volume, snapshot), fatal_step)
         reopened_host, scan = asyncio.run(reopen(host))
         check_volumes(reopened_host, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
@@ -881,22 +883,22 @@ def check_volumes(
     volumes = {each.name: each for each in scan.volumes}
     snapshots = {each.name: each for each in scan.volume_snapshots}
     for each in scan.volumes:
-        assert has_intact_file_system(image_path(host, each)), when
-        assert image_path(host, each).stat().st_size == each.size_mb << 20, when
+        assert has_intact_file_system(get_image_path(host, each)), when
+        assert get_image_path(host, each).stat().st_size == each.size_mb << 20, when
     for each in scan.volume_snapshots:
-        assert has_intact_file_system(snapshot_image_path(host, each)), when
+        assert has_intact_file_system(get_snapshot_image_path(host, each)), when
     if operation == "remove":
         assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), when
         return
-    text = read_file(image_path(host, volume), "a")
+    text = read_file(get_image_path(host, volume), "a")
     assert text in ("one", "two") if operation == "rollback" else text == "two", when
     assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), when
     if operation != "remove-snapshot":
-        assert read_file(snapshot_image_path(host, snapshots["first"]), "a") == "one", when
+        assert read_file(get_snapshot_image_path(host, snapshots["first"]), "a") == "one", when
     if "new" in volumes:
-        assert read_file(image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
+        assert read_file(get_image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
     if "new" in snapshots:
-        assert read_file(snapshot_image_path(host, snapshots["new"]), "a") == "two", when
+        assert read_file(get_snapshot_image_path(host, snapshots["new"]), "a") == "two", when
 
 
 def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:
@@ -927,4 +929,4 @@ async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: Volum
     await host.create(volume)
     with pytest.raises(GatewayError):
         await host.rollback(volume, new_snapshot(volume))
-    assert has_intact_file_system(image_path(host, volume)) and not list_stray_files(host)
+    assert has_intact_file_system(get_image_path(host, volume)) and not list_stray_files(host)

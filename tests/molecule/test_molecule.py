@@ -98,7 +98,7 @@ def test_scenario_gateway_systemd(run_scenario: RunScenario) -> None:
 def test_scenario_jail_zfs(run_scenario: RunScenario) -> None:
     """Another pool exists throughout, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.get_run_id()}m", session.get_run_dir(), megabytes=128):
-        run_scenario("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
+        run_scenario("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.get_debian_tarball()))
         assert f"molecule-t{session.get_run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
 
 

@@ -67,8 +67,8 @@ def report(line: str) -> None:
 
 
 def run(selected_steps: Sequence[Step]) -> list[Outcome]:
-    """Run the steps in one guest, and return their outcomes. Their files are left in ``results_directory``."""
-    directory, results = session.get_run_dir(), results_directory()
+    """Run the steps in one guest, and return their outcomes. Their files are left in ``get_results_directory``."""
+    directory, results = session.get_run_dir(), get_results_directory()
     guest_image = image.find_or_build(directory, report)
     report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
     accelerator = asyncio.run(accel.probe(KvmXfs(), session.get_cache_dir() / "accel-openzfs.json", guest_image.kernel))
@@ -78,7 +78,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
     report(f"starting the guest; its console is also in {results}/console.log")
-    argv = _qemu_command(guest_image, accelerator, directory)
+    argv = _make_qemu_command(guest_image, accelerator, directory)
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
         statuses = follow(console.read_line, selected_steps, log.write)
     with tarfile.open(directory / _RESULTS_DISK, "r:") as archive:
@@ -91,7 +91,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     ]
 
 
-def results_directory() -> Path:
+def get_results_directory() -> Path:
     return session.get_state_dir() / "openzfs"
 
 
@@ -158,20 +158,20 @@ class Console:
         return line.decode(errors="replace").rstrip("\r")
 
 
-def _qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
+def _make_qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
     config = KvmXfs()
     threads = ",thread=multi,tb-size=256" if accelerator.name == "tcg" else ""
     argv = [config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
     argv += ["-M", config.machine, "-accel", accelerator.name + threads, "-cpu", accelerator.cpu_model]
     argv += ["-smp", str(min(2, os.cpu_count() or 1)), "-m", str(_MEMORY_MB)]
     argv += ["-kernel", str(guest_image.kernel), "-initrd", str(guest_image.initrd), "-append", _KERNEL_ARGUMENTS]
-    argv += _disk_options(guest_image.disk, "snapshot=on")
+    argv += _make_disk_options(guest_image.disk, "snapshot=on")
     for name, options in ((_JOB_DISK, ""), (_ENVIRONMENT_DISK, "readonly=on"), (_RESULTS_DISK, "")):
-        argv += _disk_options(directory / name, options)
+        argv += _make_disk_options(directory / name, options)
     return argv
 
 
-def _disk_options(file: Path, options: str) -> list[str]:
+def _make_disk_options(file: Path, options: str) -> list[str]:
     path = str(file).replace(",", ",,")
     return ["-drive", ",".join(filter(None, ["if=virtio,format=raw,cache=unsafe", options, f"file={path}"]))]
 
@@ -187,7 +187,7 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
     compile_command += ["-p", str(session.REPOSITORY), str(repository / "gateway"), str(repository / "tests")]
     subprocess.run(compile_command, timeout=300, check=True)
     # The guest has no network, and would take long to build the root file system of the jails.
-    tarball = jail_world.debian_tarball()
+    tarball = jail_world.get_debian_tarball()
     shutil.copy(tarball, cache)
     job = {
         "repository": str(session.REPOSITORY),

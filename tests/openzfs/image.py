@@ -49,9 +49,9 @@ class Image:
 
 def find_or_build(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
-    sources = zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
+    sources = make_zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
-    image_directory = session.get_cache_dir() / f"openzfs-{_digest(sources, versions)}"
+    image_directory = session.get_cache_dir() / f"openzfs-{_compute_digest(sources, versions)}"
     if not image_directory.is_dir():
         report(f"building the image with OpenZFS {versions['zfs-dkms']}, which takes 5 to 15 minutes")
         _build(sources, versions, work_directory / "build")
@@ -68,7 +68,7 @@ def _load(directory: Path) -> Image:
     return Image(directory / "disk", directory / "kernel", directory / "initrd", versions)
 
 
-def zfs_sources(sources: str) -> str:
+def make_zfs_sources(sources: str) -> str:
     """Return APT sources in deb822 format with the component that contains ZFS, and with the suite of backports."""
     stanzas = []
     for stanza in sources.strip().split("\n\n"):
@@ -80,7 +80,7 @@ def zfs_sources(sources: str) -> str:
     return "\n\n".join(stanzas) + "\n"
 
 
-def _digest(sources: str, versions: dict[str, str]) -> str:
+def _compute_digest(sources: str, versions: dict[str, str]) -> str:
     files = {str(path.relative_to(FILES)): path.read_text() for path in sorted(FILES.rglob("*")) if path.is_file()}
     command = [word.replace(str(FILES), "") for word in _build_command(Path("tree"), Path("host.sources"))]
     inputs = [sources, versions, files, command]

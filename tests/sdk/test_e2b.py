@@ -20,7 +20,7 @@ from e2b.api.client_sync import get_api_client
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.support import waiting
-from tests.support.images import small_debian_layer, write_layout
+from tests.support.images import make_small_debian_layer, write_layout
 
 CreateSandbox = Callable[..., Sandbox]
 
@@ -410,7 +410,7 @@ def test_the_status_of_a_build_contains_its_log(server):
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
-    layout = write_layout(tmp_path / "layout", [small_debian_layer(tmp_path)], settings)
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], settings)
     template = (
         e2b.Template()
         .from_image(f"oci:{layout}:test")

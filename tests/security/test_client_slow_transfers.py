@@ -64,12 +64,12 @@ async def test_an_export_ends_if_its_client_reads_too_slowly(
     assert export.is_closed and sent_bytes < SIZE // 2
 
 
-async def test_an_export_to_a_slow_but_sufficient_client_is_complete() -> None:
+async def test_an_export_to_a_slow_client_above_the_limit_is_complete() -> None:
     export, sent_bytes = await send_export(0.005)
     assert export.is_closed and sent_bytes == SIZE
 
 
-def arrive(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
+def make_receiver(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
     async def receive() -> Message:
         await asyncio.sleep(seconds_per_piece)
         piece = next(pieces, b"")
@@ -99,8 +99,8 @@ async def import_(receive: Receive) -> int:
 
 async def test_an_import_that_sends_one_byte_at_a_time_ends() -> None:
     with pytest.raises(TooSlow, match=r"server\.stalled_seconds.* arrived at less than 64 KiB per second"):
-        await import_(arrive(iter([b"x"] * 1000), 0.02))
+        await import_(make_receiver(iter([b"x"] * 1000), 0.02))
 
 
-async def test_an_import_from_a_slow_but_sufficient_client_is_complete() -> None:
-    assert await import_(arrive(iter([bytes(1 << 16)] * 64), 0.005)) == SIZE
+async def test_an_import_from_a_slow_client_above_the_limit_is_complete() -> None:
+    assert await import_(make_receiver(iter([bytes(1 << 16)] * 64), 0.005)) == SIZE

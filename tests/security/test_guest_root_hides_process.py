@@ -28,7 +28,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes import server_pool as server_pool_mod
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings, save_settings
 from tests.kvm_xfs.test_volume_server import kill_process, setup
 from tests.security.test_guest_root_disk import find_qemu_pid
-from tests.security.test_host_user_processes import machine_setup, start_process, was_killed
+from tests.security.test_host_user_processes import machine_setup, running_process, was_killed
 from tests.support.gateway import Gateway
 from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
@@ -234,7 +234,7 @@ async def test_a_process_with_the_pid_of_an_ended_server_is_not_killed(
         service: subprocess.Popen[bytes] | None = None
         program = s.root / "ganesha.nfsd"
         shutil.copy("/bin/sleep", program)
-        with start_process(command, program, user=0) as server:
+        with running_process(command, program, user=0) as server:
 
             def end_first(directory: Path) -> None:
                 nonlocal service

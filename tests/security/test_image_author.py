@@ -197,7 +197,7 @@ def test_a_deep_tree_that_does_not_fit_its_disk_is_measured(memory_directory: Pa
     assert disk._measure_tree_size_mb(make_deep_tree(memory_directory / "directory")) >= 1
 
 
-def test_the_removal_of_a_tree_follows_no_link_and_reports_an_entry_that_remains(root: Path, tmp_path: Path) -> None:
+def test_removing_a_tree_follows_no_links_and_reports_remaining_entries(root: Path, tmp_path: Path) -> None:
     (tmp_path / "host/kept").touch()
     for directory in ("a/b/c", "a/b2"):
         (root / directory).mkdir(parents=True)

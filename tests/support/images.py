@@ -26,7 +26,7 @@ from tests.support import session
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
 
 
-def entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
+def make_entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
     """Return an entry of a layer: a file with ``data`` by default. ``fields``: attributes of its TarInfo."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
@@ -36,7 +36,7 @@ def entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo,
     return member, data
 
 
-def layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
+def make_layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
     """Return an uncompressed layer."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -45,7 +45,7 @@ def layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def layer_of_tree(root: Path, paths: Iterable[str]) -> bytes:
+def make_layer_of_tree(root: Path, paths: Iterable[str]) -> bytes:
     """Return an uncompressed layer with files of a directory."""
     argv = ["tar", "--create", "--directory", str(root), "--numeric-owner", *paths]
     return subprocess.run(argv, check=True, capture_output=True, timeout=120).stdout
@@ -60,13 +60,13 @@ _SMALL_DEBIAN = [
 """Files of a Debian tree that make a small image: without Python, systemd, ip, and bash."""
 
 
-def small_debian_layer(directory: Path) -> bytes:
+def make_small_debian_layer(directory: Path) -> bytes:
     """Return a layer with the files of ``_SMALL_DEBIAN``. ``directory``: for temporary files."""
     tree = directory / "debian"
     tree.mkdir()
     asyncio.run(unpack_debian(Recipe(), tree, directory, session.get_cache_dir(), lambda line: None))
     paths = [str(path.relative_to(tree)) for pattern in _SMALL_DEBIAN for path in tree.glob(pattern)]
-    return layer_of_tree(tree, paths)
+    return make_layer_of_tree(tree, paths)
 
 
 def write_layout(

@@ -44,7 +44,7 @@ PF_RULES = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _config_numbers = itertools.count(1)
 
 
-def shim_environment(state: Path | None = None) -> dict[str, str]:
+def make_shim_environment(state: Path | None = None) -> dict[str, str]:
     """Return an environment with the emulated FreeBSD commands first on PATH."""
     return {
         "PATH": f"{BIN_DIRECTORY}:{os.environ['PATH']}:/usr/sbin:/sbin",
@@ -56,18 +56,18 @@ class ShimHost(JailZfsHost):
     """The real host class, which runs the commands of the FreeBSD shim."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, environment=shim_environment())
+        super().__init__(config, environment=make_shim_environment())
 
 
 def run_shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
     """Run an emulated FreeBSD command, and return its standard output."""
-    env = {**os.environ, **shim_environment(state)}
+    env = {**os.environ, **make_shim_environment(state)}
     result = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not check or result.returncode == 0, (argv, result)
     return result.stdout
 
 
-def debian_tarball() -> Path:
+def get_debian_tarball() -> Path:
     """Return the path of a cached tarball of Debian with Python, which is created on first use."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
@@ -92,13 +92,13 @@ def jail_zfs_world() -> Iterator[JailZfsWorld]:
     """Create a world with a private pool and a private state of the FreeBSD shim, and remove both at the end."""
     with (
         pools.pool(f"t{session.get_run_id()}w", session.get_run_dir(), megabytes=6144) as pool,
-        open_world(pool) as world,
+        opened_world(pool) as world,
     ):
         yield world
 
 
 @contextmanager
-def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
+def opened_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
     with emulated_freebsd(), command_lines.checked():
         yield JailZfsWorld(pool)
 
@@ -134,7 +134,7 @@ class JailZfsWorld:
         live = Live(self.host(seed_config), seed_config)
         try:
             recipe = Recipe(
-                source="rootfs", path=str(debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
+                source="rootfs", path=str(get_debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
             )
             build = live.do(live.engine.templates.build(TEMPLATE, recipe))
             lines = live.do(_collect_lines(build.follow()), timeout=900)
@@ -171,7 +171,7 @@ class JailZfsWorld:
         return ShimHost(config)
 
     def environment(self) -> dict[str, str]:
-        return shim_environment()
+        return make_shim_environment()
 
     def clean_up(self, config: Config) -> None:
         self.cut_power(config)

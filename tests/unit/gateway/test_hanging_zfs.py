@@ -54,7 +54,7 @@ def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float]
 
 
 @pytest.fixture
-def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Make processes ignore being killed, as if they hung in the kernel. Returns a function that ends them."""
     processes: list[subprocess.Popen[bytes]] = []
     original_kill = subprocess.Popen.kill
@@ -68,7 +68,7 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     end()
 
 
-def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Callable[[float], None]) -> None:
+def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(timeout: Callable[[float], None]) -> None:
     timeouts_before = zfs_core.count_timeouts()
     with ThreadPoolExecutor() as pool:
         call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
@@ -83,8 +83,8 @@ def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Call
     assert process.execute(("snapshot", "p/other@a")).output == "p/other@a\n"
 
 
-def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
-    timeout: Callable[[float], None], unkillable: Callable[[], None]
+def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends(
+    timeout: Callable[[float], None], end_unkillable_processes: Callable[[], None]
 ) -> None:
     with pytest.raises(ZFSGenericError, match="could not be killed, because it hangs in the kernel"):
         process.execute(("destroy", "p/hanging"))
@@ -95,7 +95,7 @@ def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
         ("zfs send", "p/hanging@a", True),
     ]
     assert list_slow_commands(thread=threading.get_ident()) == [], "this thread does not wait for them any more"
-    unkillable()
+    end_unkillable_processes()
     wait_until(lambda: not list_slow_commands())
 
 

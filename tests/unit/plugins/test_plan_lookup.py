@@ -60,14 +60,14 @@ def test_the_lookup_returns_the_plan_so_far() -> None:
 
 
 def test_the_lifetime_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lifetime(plan: dict[str, Any]) -> float:
+    def compute_lifetime(plan: dict[str, Any]) -> float:
         times = [_plan_file._parse_time(plan[key]) for key in ("created_at", "expires_at")]
         return (times[1] - times[0]).total_seconds()
 
-    assert lifetime(look_up()) == 86400
-    assert lifetime(look_up(plan_lifetime=60)) == 60
+    assert compute_lifetime(look_up()) == 86400
+    assert compute_lifetime(look_up(plan_lifetime=60)) == 60
     monkeypatch.setenv("GROVE_SANDBOX_PLAN_LIFETIME", "3600")
-    assert lifetime(look_up()) == 3600
+    assert compute_lifetime(look_up()) == 3600
     with pytest.raises(AnsibleError, match="plan_lifetime must be from 1 to 31536000 seconds, not 0"):
         look_up(plan_lifetime=0)
 

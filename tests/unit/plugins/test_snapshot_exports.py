@@ -12,9 +12,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
 
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, manifest_fields
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, make_manifest_fields
 
-FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=manifest_fields()["parts"][:3])[0]
+FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=make_manifest_fields()["parts"][:3])[0]
 
 
 @pytest.fixture
