@@ -200,7 +200,7 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
     """Run an engine with a separate pool and a template. Removes everything at the end."""
     ctx.print_progress(f"building the jail's template on a separate pool ({zfs_name()}, FreeBSD's commands emulated)")
     with jail_zfs_world() as world:
-        config: Config = world.config()
+        config: Config = world.make_config()
         host = ShimHost(config)
         live = Live(host, config)
         try:

@@ -574,7 +574,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(awx: Awx) -> Iterator[str]:
+def served(awx: Awx) -> Iterator[str]:
     """Serve ``awx`` on a loopback port. Yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 _BIN_DIR = Path(sys.executable).parent
 _FORK_NAMES = [f"fork-{number}" for number in range(1, 5)]
@@ -106,7 +106,7 @@ def _count_changes(output: str) -> int:
 
 
 def _run(*argv: str | Path, collections: Path | None = None, seconds: float = 120) -> str:
-    variables = environment(session.get_run_dir())
+    variables = make_environment(session.get_run_dir())
     if collections is not None:
         variables["ANSIBLE_COLLECTIONS_PATH"] = str(collections)
     result = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, env=variables, check=False)

@@ -20,7 +20,7 @@ import yaml
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
-from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, serve
+from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, served
 from tests.collection.recipes import (
     TIMEOUT_SECONDS,
     PlaybookRunner,
@@ -32,7 +32,7 @@ from tests.collection.recipes import (
 from tests.freebsd_shim.harness import created_shim
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.roles import environment, play
+from tests.support.roles import make_environment, play
 
 PLAYBOOKS_DIRECTORY = session.REPOSITORY / "playbooks"
 AWX_VARIABLES = yaml.safe_load((PLAYBOOKS_DIRECTORY / "awx" / "vars" / "job_templates.yml").read_text())
@@ -80,7 +80,7 @@ class Declaration:
 @pytest.fixture(scope="module")
 def declaration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Declaration]:
     awx = Awx(session.REPOSITORY)
-    with agents.serve(tmp_path_factory.mktemp("agents")) as gateway, serve(awx) as url:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as gateway, served(awx) as url:
         declaration = Declaration(awx, url, gateway, tmp_path_factory.mktemp("awx"))
         failed, declaration.first_output = declaration.declare()
         assert not failed, declaration.first_output
@@ -332,7 +332,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         program = Path(sys.executable).with_name("ansible-runner")
         result = subprocess.run(
             [*command_prefix, str(program), "run", str(directory), "-p", f"grove.sandbox.{playbook}"],
-            env={name: value for name, value in environment(directory).items() if not name.startswith("SANDBOX_")},
+            env={name: value for name, value in make_environment(directory).items() if not name.startswith("SANDBOX_")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -380,7 +380,7 @@ def test_the_inventory_lists_the_sandboxes(declaration: Declaration, launch: Lau
     program = Path(sys.executable).with_name("ansible-inventory")
     result = subprocess.run(
         [str(program), "-i", str(source_file), "--list", "--export"],
-        env={**os.environ, **environment(declaration.scratch), **env},
+        env={**os.environ, **make_environment(declaration.scratch), **env},
         capture_output=True,
         text=True,
         timeout=60,

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def memory_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as server:
         yield server
 
 

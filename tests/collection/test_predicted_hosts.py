@@ -30,7 +30,7 @@ each_release = pytest.mark.parametrize("core", RELEASES)
 
 @pytest.fixture(scope="module")
 def _gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("predicted"), log={"level": "warning"}) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("predicted"), log={"level": "warning"}) as server:
         yield server
 
 

@@ -20,7 +20,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(scope="session")
 def _shared_live(world: World) -> Iterator[Live]:
-    live = Live(world.host(config := world.config()), config)
+    live = Live(world.make_host(config := world.make_config()), config)
     yield live
     live.remove_all()
     live.close()
@@ -30,11 +30,11 @@ def _shared_live(world: World) -> Iterator[Live]:
 @pytest.fixture
 def live(_shared_live: Live, world: World) -> Iterator[Live]:
     """An engine that all tests share. It is emptied after each test, and the test fails if anything remains."""
-    traces_before = world.traces(_shared_live.config)
+    traces_before = world.read_traces(_shared_live.config)
     yield _shared_live
     _shared_live.remove_all()
     assert (
-        wait_for_traces(lambda: world.traces(_shared_live.config), lambda found: found == traces_before)
+        wait_for_traces(lambda: world.read_traces(_shared_live.config), lambda found: found == traces_before)
         == traces_before
     )
 
@@ -47,7 +47,7 @@ def make_live(world: World) -> Iterator[Callable[..., Live]]:
 
 
 @pytest.fixture
-def with_memory(world: World) -> None:
+def requires_memory_capture(world: World) -> None:
     """Skip tests of captured memory on hosts that do not support it."""
     if not world.abilities.memory:
         pytest.skip(f"{world.kind} declares that it does not capture memory")

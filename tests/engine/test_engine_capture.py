@@ -20,18 +20,18 @@ def source(live: Live) -> str:
 
 
 def test_a_snapshot_names_its_source(live: Live, source: str, world: World) -> None:
-    sandbox = live.sandbox(source)
+    sandbox = live.get_sandbox(source)
     first_snapshot = live.do(live.engine.snapshots.create(source, name="one", description="the first"))
     second_snapshot = live.do(live.engine.snapshots.create(source, name="two"))
     assert first_snapshot.source_sandbox == second_snapshot.source_sandbox == sandbox.id
     assert (first_snapshot.parent, second_snapshot.parent) == (sandbox.template_id, first_snapshot.id)
     assert first_snapshot.origin == second_snapshot.origin == sandbox.template_id
-    assert live.sandbox(source).head == second_snapshot.id
+    assert live.get_sandbox(source).head == second_snapshot.id
     assert (first_snapshot.memory is not MemoryMode.NONE) == world.abilities.memory
     assert live.engine.snapshots.get("one").description == "the first"
 
 
-@pytest.mark.usefixtures("with_memory")
+@pytest.mark.usefixtures("requires_memory_capture")
 def test_only_changed_pages_are_stored(live: Live, source: str) -> None:
     live.shell(source, "head -c 4000000 /dev/urandom >/run/blob")
     snapshot = live.do(live.engine.snapshots.create(source))
@@ -42,11 +42,11 @@ def test_only_changed_pages_are_stored(live: Live, source: str) -> None:
 
 def test_a_taken_name_is_refused_without_side_effects(live: Live, source: str, world: World) -> None:
     live.do(live.engine.snapshots.create(source, name="taken"))
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     for name in ("taken", source, TEMPLATE):
         with pytest.raises(NameTaken):
             live.do(live.engine.snapshots.create(source, name=name))
-    assert world.traces(live.config) == traces_before
+    assert world.read_traces(live.config) == traces_before
 
 
 def test_a_snapshot_outlives_its_source(live: Live, source: str) -> None:
@@ -93,7 +93,7 @@ def test_deleting_a_snapshot_in_use_names_its_users(live: Live, source: str) -> 
 def test_a_snapshot_deleted_when_unused_is_hidden_until_its_last_user_is_removed(
     live: Live, source: str, world: World
 ) -> None:
-    snapshots_before = world.traces(live.config)["snapshots"]
+    snapshots_before = world.read_traces(live.config)["snapshots"]
     live.do(live.engine.snapshots.create(source, name="going"))
     live.do(live.engine.forks.create("going", ForkSpec(names=["user"])))
     assert not live.do(live.engine.snapshots.delete("going", when_unused=True))
@@ -102,7 +102,7 @@ def test_a_snapshot_deleted_when_unused_is_hidden_until_its_last_user_is_removed
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["going"])))
     live.do(live.engine.sandboxes.delete("user"))
     live.do(live.engine.sandboxes.delete(source))
-    assert world.traces(live.config)["snapshots"] == snapshots_before
+    assert world.read_traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_a_template_in_use_cannot_be_deleted(live: Live, source: str) -> None:
@@ -133,14 +133,14 @@ def test_a_paused_sandbox_cannot_be_captured(live: Live, source: str) -> None:
 def test_a_failed_capture_leaves_a_running_source_and_no_files(
     live: Live, source: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head_before = live.sandbox(source).head
-    traces_before = world.traces(live.config)
+    head_before = live.get_sandbox(source).head
+    traces_before = world.read_traces(live.config)
     world.break_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.snapshots.create(source, name="broken"))
     monkeypatch.undo()
-    assert world.traces(live.config) == traces_before
-    assert live.sandbox(source).head == head_before
+    assert world.read_traces(live.config) == traces_before
+    assert live.get_sandbox(source).head == head_before
     assert live.shell(source, "echo alive").strip() == "alive"
     live.do(live.engine.snapshots.create(source, name="broken"))
 

@@ -40,7 +40,7 @@ class Scenario:
         """Create the state unless it exists. After a failure inside the context, the next call creates it again."""
         try:
             if self._config is None:
-                self._config = self.world.config()
+                self._config = self.world.make_config()
                 with self.opened() as live:
                     self._prepare(live)
             yield
@@ -51,7 +51,7 @@ class Scenario:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Live]:
         assert self._config is not None
-        live = Live(self.world.host(self._config), self._config)
+        live = Live(self.world.make_host(self._config), self._config)
         try:
             yield live
         finally:
@@ -186,11 +186,11 @@ def restore_sandboxes(live: Live) -> None:
     for snapshot in engine.snapshots.list():
         if "new" in snapshot.names:
             live.do(engine.snapshots.delete(snapshot.id))
-    if live.sandbox("source").state is SandboxState.PAUSED:
+    if live.get_sandbox("source").state is SandboxState.PAUSED:
         live.do(engine.sandboxes.resume("source"))
     if "spare" not in existing_names:
         live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["spare"])))
-    if live.sandbox("sleeper").state is SandboxState.RUNNING:
+    if live.get_sandbox("sleeper").state is SandboxState.RUNNING:
         live.do(engine.sandboxes.pause("sleeper"))
     if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots.list()):
         live.do(engine.snapshots.create("source", name="spare-mark"))
@@ -246,8 +246,8 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     volumes = {each.name: each for each in engine.volumes.list()}
     volumes_by_id = {each.id: each for each in volumes.values()}
     assert {*MOUNTED_VOLUME_NAMES, "idle"} <= volumes.keys(), when
-    assert live.sandbox("source").state is SandboxState.RUNNING, when
-    mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
+    assert live.get_sandbox("source").state is SandboxState.RUNNING, when
+    mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in live.get_sandbox("source").mounts}
     assert mount_paths.get("one") == "/one" and mount_paths.keys() <= {"one", "two", "idle"}, when
     expected_contents = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mount_paths}
     names = ("one", "two", "idle")
@@ -324,7 +324,7 @@ def restore_volumes(live: Live) -> None:
     if "spare" not in existing_names:
         live.do(engine.volumes.create("spare", 64))
         live.do(engine.volumes.create_snapshot("spare", "before"))
-    mounted_names = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
+    mounted_names = {engine.volumes.get(mount.volume).name for mount in live.get_sandbox("source").mounts}
     if "idle" in mounted_names:
         live.do(engine.attachments.detach("source", "idle"))
     if "two" not in mounted_names:

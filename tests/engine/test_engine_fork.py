@@ -39,8 +39,8 @@ def test_a_created_sandbox_can_be_used_by_its_name(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
     assert live.shell("first", "hostname").strip() == "first"
     assert live.shell(sandbox.id, "id -u").strip() == "0"
-    assert live.sandbox("first").metadata == {"team": "a"}
-    assert live.sandbox("first").template_id == live.engine.templates.get(TEMPLATE).id
+    assert live.get_sandbox("first").metadata == {"team": "a"}
+    assert live.get_sandbox("first").template_id == live.engine.templates.get(TEMPLATE).id
 
 
 def test_the_name_defaults_to_the_id(live: Live) -> None:
@@ -48,7 +48,7 @@ def test_the_name_defaults_to_the_id(live: Live) -> None:
     assert sandbox.name == sandbox.id
 
 
-@pytest.mark.usefixtures("with_memory")
+@pytest.mark.usefixtures("requires_memory_capture")
 def test_forks_continue_from_the_sources_memory_while_it_runs(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", START_COUNTER_COMMAND)
@@ -95,7 +95,7 @@ def test_a_paused_sandbox_starts_at_resume(live: Live) -> None:
     assert live.shell("later", "hostname").strip() == "later"
 
 
-@pytest.mark.usefixtures("with_memory")
+@pytest.mark.usefixtures("requires_memory_capture")
 def test_different_resources_require_a_cold_start(live: Live, world: World) -> None:
     if world.abilities.resize_on_fork:
         pytest.skip(f"{world.kind} declares that forks may have other resources")
@@ -175,13 +175,13 @@ def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     fail_on_nth_fork(live, 7, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.forks.clone("source", ForkSpec(count=10)))
     live.collect()
     assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["source"]
-    assert world.traces(live.config) == traces_before
+    assert world.read_traces(live.config) == traces_before
     assert live.shell("source", "echo alive").strip() == "alive"
 
 
@@ -193,7 +193,7 @@ def test_a_non_atomic_fork_returns_the_successful_forks(live: Live, monkeypatch:
 
 
 def test_a_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
 
     async def cancel_fork() -> None:
         task = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=4)))
@@ -204,20 +204,20 @@ def test_a_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
 
     live.do(cancel_fork())
     assert live.engine.sandboxes.list() == []
-    assert world.traces(live.config) == traces_before
+    assert world.read_traces(live.config) == traces_before
 
 
 def test_a_clones_capture_is_removed_with_the_last_clone(live: Live, world: World) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo now >/root/now")
-    snapshots_before = world.traces(live.config)["snapshots"]
+    snapshots_before = world.read_traces(live.config)["snapshots"]
     clones = live.do(live.engine.forks.clone("source", ForkSpec(count=2)))
     assert [live.shell(clone.id, "cat /root/now").strip() for clone in clones] == ["now", "now"]
-    assert {clone.parent_sandbox for clone in clones} == {live.sandbox("source").id}
+    assert {clone.parent_sandbox for clone in clones} == {live.get_sandbox("source").id}
     live.do(live.engine.sandboxes.delete("source"))
     for clone in clones:
         live.do(live.engine.sandboxes.delete(clone.id))
-    assert world.traces(live.config)["snapshots"] == snapshots_before
+    assert world.read_traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_progress_is_reported(live: Live) -> None:

@@ -14,7 +14,7 @@ _WRITTEN_BYTES = 48 << 20
 
 def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["busy", "idle"])))
-    sandboxes = [live.sandbox("busy"), live.sandbox("idle")]
+    sandboxes = [live.get_sandbox("busy"), live.get_sandbox("idle")]
     loads_before = live.do(live.engine.host.loads(sandboxes))
     assert loads_before.keys() == {sandbox.instance for sandbox in sandboxes}
     for load, sandbox in ((loads_before[each.instance], each) for each in sandboxes):
@@ -38,4 +38,4 @@ def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
     assert all(percent is not None for percent in cpu_percents)
     assert cpu_percents[0] * busy.resources.cpus > 20 and cpu_percents[1] < cpu_percents[0]
     live.do(live.engine.sandboxes.pause("busy", memory=False))
-    assert live.do(live.engine.host.loads([live.sandbox("busy")])) == {}
+    assert live.do(live.engine.host.loads([live.get_sandbox("busy")])) == {}

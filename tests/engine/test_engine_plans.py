@@ -100,7 +100,7 @@ def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
 
 @pytest.fixture
 def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
-    directory, config = session.get_run_dir() / "plans", world.config()
+    directory, config = session.get_run_dir() / "plans", world.make_config()
     directory.mkdir(exist_ok=True)
     with world_gateway(world, directory, config=config) as gateway:
         yield gateway, config
@@ -153,7 +153,7 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
     for result in target.play(*SET_UP):
         assert result["changed"], target.output
     play = make_play(server.url, tmp_path / "web", can_prewarm=world.abilities.prewarm)
-    machines = world.traces(config)["processes"]
+    machines = world.read_traces(config)["processes"]
     assert machines
     with collected_events(server, "volume.grown") as events:
         with stopped(machines):

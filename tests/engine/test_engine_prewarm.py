@@ -18,7 +18,7 @@ from tests.support.worlds import TEMPLATE, World
 
 
 @pytest.fixture
-def with_prewarm(world: World) -> None:
+def requires_prewarming(world: World) -> None:
     if not world.abilities.prewarm:
         pytest.skip(f"{world.kind} declares that it cannot hold machines")
 
@@ -30,7 +30,7 @@ def keep_ready(live: Live, ref: str, count: int) -> None:
     wait_until(lambda: live.engine.prewarm.level(snapshot).ready == count, 120)
 
 
-@pytest.mark.usefixtures("with_prewarm")
+@pytest.mark.usefixtures("requires_prewarming")
 def test_a_prewarmed_fork_of_a_snapshot_is_held_until_it_is_claimed(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", START_COUNTER_COMMAND)
@@ -47,7 +47,7 @@ def test_a_prewarmed_fork_of_a_snapshot_is_held_until_it_is_claimed(live: Live) 
     keep_ready(live, "mark", 0)
 
 
-@pytest.mark.usefixtures("with_prewarm")
+@pytest.mark.usefixtures("requires_prewarming")
 def test_prewarmed_forks_of_a_template_have_distinct_identities(live: Live) -> None:
     keep_ready(live, TEMPLATE, 2)
     claim_count_before = live.engine.machines.starts["prewarmed"]
@@ -60,7 +60,7 @@ def test_prewarmed_forks_of_a_template_have_distinct_identities(live: Live) -> N
     keep_ready(live, TEMPLATE, 0)
 
 
-@pytest.mark.usefixtures("with_prewarm")
+@pytest.mark.usefixtures("requires_prewarming")
 def test_a_rollback_claims_a_prewarmed_machine(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo first >/root/word")
@@ -79,7 +79,7 @@ def test_a_rollback_claims_a_prewarmed_machine(live: Live) -> None:
     keep_ready(live, "mark", 0)
 
 
-@pytest.mark.usefixtures("with_prewarm")
+@pytest.mark.usefixtures("requires_prewarming")
 def test_a_claimed_machine_gets_its_network_policy(live: Live) -> None:
     keep_ready(live, TEMPLATE, 1)
     claim_count_before = live.engine.machines.starts["prewarmed"]
@@ -93,13 +93,13 @@ def test_a_claimed_machine_gets_its_network_policy(live: Live) -> None:
 
 def read_slot_rules(live: Live, ref: str) -> str:
     """Return the firewall rules of a sandbox's network slot, with its name and addresses masked."""
-    namespace = f"{live.config.network.prefix}-{live.sandbox(ref).host['slot']}"
+    namespace = f"{live.config.network.prefix}-{live.get_sandbox(ref).host['slot']}"
     argv = ["ip", "netns", "exec", namespace, "nft", "--stateless", "list", "ruleset"]
     rules = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
     return re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", rules.replace(namespace, "SLOT"))
 
 
-@pytest.mark.usefixtures("with_prewarm")
+@pytest.mark.usefixtures("requires_prewarming")
 def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_live: Callable[..., Live]) -> None:
     live = make_live()
     keep_ready(live, TEMPLATE, 1)
@@ -108,7 +108,7 @@ def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_live: Callab
     live.close()
     reopened_live = make_live(config=live.config)
     assert reopened_live.shell("kept", "cat /run/kept").strip() == "here"
-    assert reopened_live.sandbox("kept").instance == sandbox.instance
+    assert reopened_live.get_sandbox("kept").instance == sandbox.instance
     template = reopened_live.engine.snapshots.get(TEMPLATE)
     wait_until(lambda: reopened_live.engine.prewarm.level(template).ready == 1, 120)
     keep_ready(reopened_live, TEMPLATE, 0)

@@ -140,11 +140,11 @@ def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost,
 
 def test_a_stopped_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
     host.broken = True
-    live.call(host._exit, live.sandbox("box").instance)
-    _wait_until(lambda: live.sandbox("box").state is SandboxState.PAUSED)
+    live.call(host._exit, live.get_sandbox("box").instance)
+    _wait_until(lambda: live.get_sandbox("box").state is SandboxState.PAUSED)
     host.broken = False
     live.do(live.engine.sandboxes.update("box", metadata={"a": "b"}))
-    record = host.saved[live.sandbox("box").id]
+    record = host.saved[live.get_sandbox("box").id]
     assert record.state is SandboxState.PAUSED and record.state_reason, "the next save does not include the stop"
 
 

@@ -23,7 +23,7 @@ def source(live: Live) -> str:
 
 
 def test_rollback_restores_files_and_keeps_the_id(live: Live, source: str) -> None:
-    source_id = live.sandbox(source).id
+    source_id = live.get_sandbox(source).id
     live.shell(source, "echo good >/root/state")
     live.do(live.engine.snapshots.create(source, name="good"))
     assert not live.do(live.engine.sandboxes.has_diverged(source))
@@ -33,19 +33,19 @@ def test_rollback_restores_files_and_keeps_the_id(live: Live, source: str) -> No
     assert sandbox.id == source_id
     assert live.shell(source, "cat /root/state").strip() == "good"
     assert live.shell(source, "hostname").strip() == source
-    assert live.sandbox(source).head == live.engine.snapshots.get("good").id
+    assert live.get_sandbox(source).head == live.engine.snapshots.get("good").id
     assert not live.do(live.engine.sandboxes.has_diverged(source))
 
 
 def test_a_sandbox_removed_during_a_lookup_causes_no_internal_error(live: Live, source: str) -> None:
-    engine, sandbox = live.engine, live.sandbox(source)
+    engine, sandbox = live.engine, live.get_sandbox(source)
     live.do(engine.sandboxes.delete(source))
     for lookup in (engine.host.has_diverged(sandbox, engine.snapshots.get(sandbox.head)), engine.host.usage(sandbox)):
         with pytest.raises(GatewayError):
             live.do(lookup)
 
 
-@pytest.mark.usefixtures("with_memory")
+@pytest.mark.usefixtures("requires_memory_capture")
 def test_rollback_restores_memory(live: Live, source: str) -> None:
     live.shell(source, START_COUNTER_COMMAND)
     live.do(live.engine.snapshots.create(source, name="early"))
@@ -90,7 +90,7 @@ def test_a_failed_rollback_leaves_the_old_machine_running(
 ) -> None:
     live.do(live.engine.snapshots.create(source, name="mark"))
     live.shell(source, "echo later >/root/later")
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
 
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
@@ -101,11 +101,11 @@ def test_a_failed_rollback_leaves_the_old_machine_running(
             live.do(live.engine.sandboxes.rollback(source, "mark"))
         monkeypatch.undo()
         assert live.shell(source, "cat /root/later").strip() == "later"
-        assert world.traces(live.config) == traces_before
+        assert world.read_traces(live.config) == traces_before
 
 
 def test_promote_replaces_the_source_with_its_fork(live: Live, source: str) -> None:
-    source_id = live.sandbox(source).id
+    source_id = live.get_sandbox(source).id
     (fork,) = live.do(live.engine.forks.clone(source, ForkSpec(names=["winner"])))
     live.shell(fork.id, "echo won >/root/result")
     source_sandbox = live.do(live.engine.sandboxes.promote("winner"))
@@ -124,10 +124,10 @@ def test_a_paused_sandbox_can_be_resumed(live: Live, source: str, world: World) 
     if world.abilities.memory:
         live.shell(source, START_COUNTER_COMMAND)
     live.do(live.engine.sandboxes.pause(source))
-    assert live.sandbox(source).state is SandboxState.PAUSED
+    assert live.get_sandbox(source).state is SandboxState.PAUSED
     with pytest.raises(Conflict):
         live.do(live.engine.sandboxes.pause(source))
-    assert not world.traces(live.config)["processes"]
+    assert not world.read_traces(live.config)["processes"]
     live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"
     if world.abilities.memory:
@@ -144,10 +144,10 @@ def test_a_sandbox_paused_without_memory_boots_from_its_disk(live: Live, source:
 
 
 def test_killing_a_paused_sandbox_removes_its_capture(live: Live, source: str, world: World) -> None:
-    snapshots_before = world.traces(live.config)["snapshots"]
+    snapshots_before = world.read_traces(live.config)["snapshots"]
     live.do(live.engine.sandboxes.pause(source))
     live.do(live.engine.sandboxes.delete(source))
-    assert world.traces(live.config)["snapshots"] == snapshots_before
+    assert world.read_traces(live.config)["snapshots"] == snapshots_before
 
 
 def test_an_expired_sandbox_is_killed_or_paused(live: Live) -> None:
@@ -156,9 +156,9 @@ def test_an_expired_sandbox_is_killed_or_paused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
     live.do(live.engine.sandboxes.set_timeout("stays", None))
     wait_until(lambda: {each.name for each in live.engine.sandboxes.list()} == {"sleeps", "stays"})
-    wait_until(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    wait_until(lambda: live.get_sandbox("sleeps").state is SandboxState.PAUSED)
     assert live.do(live.engine.sandboxes.resume("sleeps")).end_at is not None, "its timeout did not start again"
-    wait_until(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    wait_until(lambda: live.get_sandbox("sleeps").state is SandboxState.PAUSED)
     live.do(live.engine.sandboxes.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
 
@@ -170,9 +170,9 @@ def test_a_negative_timeout_is_refused(live: Live) -> None:
 
 def test_the_name_and_metadata_can_be_changed(live: Live, source: str) -> None:
     live.do(live.engine.sandboxes.update(source, name="renamed", metadata={"a": "b"}))
-    assert live.sandbox("renamed").metadata == {"a": "b"}
+    assert live.get_sandbox("renamed").metadata == {"a": "b"}
     with pytest.raises(NotFound):
-        live.sandbox(source)
+        live.get_sandbox(source)
 
 
 def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk(
@@ -180,8 +180,8 @@ def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk
 ) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
     live.shell(source, f"(sleep 0.2; {world.halt_command}) >/dev/null 2>&1 &")
-    wait_until(lambda: live.sandbox(source).state is SandboxState.PAUSED)
-    assert "ended" in live.sandbox(source).state_reason
+    wait_until(lambda: live.get_sandbox(source).state is SandboxState.PAUSED)
+    assert "ended" in live.get_sandbox(source).state_reason
     live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"
 
@@ -199,4 +199,4 @@ def test_a_network_policy_survives_a_rollback(live: Live, source: str) -> None:
     live.do(live.engine.snapshots.create(source, name="mark"))
     live.do(live.engine.sandboxes.set_network(source, NetworkPolicy(allow_internet=False)))
     live.do(live.engine.sandboxes.rollback(source, "mark"))
-    assert not live.sandbox(source).network.allow_internet
+    assert not live.get_sandbox(source).network.allow_internet

@@ -23,13 +23,13 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, wo
     live.do(live.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
     live.do(live.engine.sandboxes.pause("f2"))
     sandboxes, lineage = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     live.close()
 
     live_after_restart = make_live(config=live.config)
     assert live_after_restart.engine.sandboxes.list() == sandboxes
     assert live_after_restart.engine.snapshots.lineage() == lineage
-    assert world.traces(live_after_restart.config) == traces_before
+    assert world.read_traces(live_after_restart.config) == traces_before
     assert live_after_restart.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
         assert read_counter(live_after_restart, "source") > 0
@@ -54,10 +54,10 @@ def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any
     world.cut_power(live.config)
     live_after_restart = make_live(config=live.config)
     if policy == "start":
-        wait_until(lambda: live_after_restart.sandbox("victim").state is SandboxState.RUNNING, 120)
+        wait_until(lambda: live_after_restart.get_sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
-        assert live_after_restart.sandbox("victim").state is SandboxState.PAUSED
-        assert "host went down" in live_after_restart.sandbox("victim").state_reason
+        assert live_after_restart.get_sandbox("victim").state is SandboxState.PAUSED
+        assert "host went down" in live_after_restart.get_sandbox("victim").state_reason
         live_after_restart.do(live_after_restart.engine.sandboxes.resume("victim"))
     assert live_after_restart.shell("victim", "cat /root/kept").strip() == "kept"
 
@@ -113,7 +113,7 @@ def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any,
 
     def read_generations() -> dict[str, int]:
         return {
-            "sandbox": live.sandbox("box").generation,
+            "sandbox": live.get_sandbox("box").generation,
             "snapshot": engine.snapshots.get("mark-1").generation,
             "template": engine.templates.get(TEMPLATE).generation,
             "volume": engine.volumes.get("data").generation,
@@ -144,7 +144,7 @@ def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any,
         after = read_generations()
         assert {kind for kind, value in after.items() if value > before[kind]} == {changed_kind} - {""}
         assert all(value >= before[kind] for kind, value in after.items())
-    assert live.sandbox("box").head == engine.snapshots.get("mark-1").id
+    assert live.get_sandbox("box").head == engine.snapshots.get("mark-1").id
     expected = read_generations()
     live.close()
     live = make_live(config=live.config)

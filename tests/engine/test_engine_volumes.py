@@ -42,7 +42,7 @@ def create_volume(live: Live, name: str, **options: Any) -> str:
 
 def get_volume_names_by_path(live: Live, ref: str) -> dict[str, str]:
     """Return the names of the volumes that a sandbox mounts, by path."""
-    return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.sandbox(ref).mounts}
+    return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.get_sandbox(ref).mounts}
 
 
 def read_file(live: Live, ref: str, path: str) -> str:
@@ -190,7 +190,7 @@ def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(li
     live.do(live.engine.volumes.grow("data", 96))
     with pytest.raises(InUse, match=r"1 read-write mount \(writer\)") as refusal:
         live.do(live.engine.volumes.rollback("data", "mark"))
-    assert refusal.value.blockers == [live.sandbox("writer").id]
+    assert refusal.value.blockers == [live.get_sandbox("writer").id]
     live.do(live.engine.sandboxes.pause("writer"))
     with pytest.raises(InUse, match=r"1 read-write mount \(writer\)"):
         live.do(live.engine.volumes.rollback("data", "mark"))
@@ -217,7 +217,7 @@ def test_deleting_a_volume_in_use_lists_its_users(live: Live) -> None:
     live.do(live.engine.sandboxes.pause("sleeps"))
     snapshot = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
     volume_snapshot = live.do(live.engine.volumes.create_snapshot("data", "own"))
-    sandbox_ids = [live.sandbox(name).id for name in ("runs", "sleeps")]
+    sandbox_ids = [live.get_sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
     ) as refusal:
@@ -406,11 +406,11 @@ def test_a_failed_attach_leaves_nothing_behind(live: Live, world: World, monkeyp
     create_volume(live, "data")
     create_sandbox(live, "box")
     live.shell("box", "touch /root/file")
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     with pytest.raises(GatewayError):
         live.do(live.engine.attachments.attach("box", MountSpec("data", "/root/file/below")))
-    assert live.sandbox("box").mounts == []
-    wait_until(lambda: world.traces(live.config) == traces_before)
+    assert live.get_sandbox("box").mounts == []
+    wait_until(lambda: world.read_traces(live.config) == traces_before)
 
     async def fail(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
@@ -420,8 +420,8 @@ def test_a_failed_attach_leaves_nothing_behind(live: Live, world: World, monkeyp
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
         monkeypatch.undo()
-        assert live.sandbox("box").mounts == []
-        wait_until(lambda: world.traces(live.config) == traces_before)
+        assert live.get_sandbox("box").mounts == []
+        wait_until(lambda: world.read_traces(live.config) == traces_before)
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo works >/data/file")
 
@@ -459,11 +459,11 @@ def test_a_failed_mount_fails_the_fork(live: Live, world: World) -> None:
     create_sandbox(live, "source")
     live.shell("source", "touch /root/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark"))
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     spec = ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/root/file/below")])
     with pytest.raises(GatewayError):
         live.do(live.engine.forks.fork("mark", spec))
-    wait_until(lambda: world.traces(live.config) == traces_before)
+    wait_until(lambda: world.read_traces(live.config) == traces_before)
     for invalid_mounts, error in (
         ([MountSpec("data", "/a"), MountSpec("data", "/b")], Invalid),
         ([MountSpec("data", "/proc/x")], Invalid),
@@ -484,7 +484,7 @@ def test_each_fork_has_its_own_volume_clone(live: Live) -> None:
     spec = ForkSpec(names=["one", "two"], mounts=[MountSpec("data", "/data", clone=True)])
     live.do(live.engine.forks.fork("mark", spec))
     assert list_volume_names(live) == {"data", "one-data", "two-data"}
-    assert live.engine.volumes.get("one-data").owner == live.sandbox("one").id
+    assert live.engine.volumes.get("one-data").owner == live.get_sandbox("one").id
     assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["common", "common", "later"]
     live.shell("one", "echo own >/data/file && sync")
     assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["own", "common", "later"]
@@ -519,7 +519,7 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
     create_volume(live, "data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     clone_mounts = [MountSpec("data", "/data", clone=True)]
     owners = {"identify": live.engine.agents, "create_clones": live.engine.forks._mount_planner}
     original_methods = {name: getattr(owner, name) for name, owner in owners.items()}
@@ -540,7 +540,7 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts)))
         assert list_volume_names(live) == {"data"}, step
-        wait_until(lambda: world.traces(live.config) == traces_before)
+        wait_until(lambda: world.read_traces(live.config) == traces_before)
         monkeypatch.setattr(owners[step], step, make_failing_step(step))
         results = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone_mounts, atomic=False)))
         (fork,) = (result for result in results if isinstance(result, Sandbox))
@@ -716,7 +716,7 @@ while True:
 """
 
 
-@pytest.mark.usefixtures("with_memory")
+@pytest.mark.usefixtures("requires_memory_capture")
 def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
@@ -788,12 +788,12 @@ def test_a_failed_capture_of_the_second_volume_leaves_nothing_behind(
         live.do(live.engine.snapshots.create("source", volumes=["a", "c"]))
     with pytest.raises(NotFound, match="nothing"):
         live.do(live.engine.snapshots.create("source", volumes=["a", "nothing"]))
-    traces_before = world.traces(live.config)
+    traces_before = world.read_traces(live.config)
     world.break_volume_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     monkeypatch.undo()
-    assert world.traces(live.config) == traces_before
+    assert world.read_traces(live.config) == traces_before
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.snapshots.list()
     live.shell("source", "echo on >/a/file && echo on >/b/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
@@ -811,7 +811,7 @@ def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: W
     """Either the request fails or the volume is mounted inside the sandbox; nothing outside it is affected."""
     volume_id = live.engine.volumes.get(create_volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
-    writable_directory = world.writable_directory(live.config)
+    writable_directory = world.get_writable_directory(live.config)
     for target in ("/etc", "../../../../../../../../etc", str(writable_directory)):
         create_sandbox(live, "box")
         live.shell("box", f"rm -rf {link} && mkdir -p $(dirname {link}) && ln -s {target} {link} && sync")
@@ -869,7 +869,7 @@ def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: Wor
     live.close()
     world.cut_power(live.config)
     live_after_restart = make_live(config=live.config)
-    wait_until(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 120)
+    wait_until(lambda: live_after_restart.get_sandbox("box").state is SandboxState.RUNNING, 120)
     assert read_file(live_after_restart, "box", "/data/file") == "kept"
     live_after_restart.shell("box", "echo more >/data/file")
 

@@ -44,8 +44,8 @@ def assert_fails_without_daemon(live: Live, operation: Coroutine[Any, Any, Any])
 
 
 def run_scenario(world: JailZfsWorld, pid_file: Path) -> None:
-    config = world.config()
-    live = Live(world.host(config), config)
+    config = world.make_config()
+    live = Live(world.make_host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.do(live.engine.snapshots.create("one", name="mark"))
     resources_before = collect_resources(world, live)
@@ -61,7 +61,7 @@ def run_scenario(world: JailZfsWorld, pid_file: Path) -> None:
     run_shim("freebsd-shim", "purge")
     run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
     _restart_daemon(pid_file, pid_file.parent)
-    live_after_restart = Live(world.host(config), config)
+    live_after_restart = Live(world.make_host(config), config)
     snapshot_names = [name for snapshot in live_after_restart.engine.snapshots.list() for name in snapshot.names]
     assert snapshot_names == ["mark"], snapshot_names
     fork = live_after_restart.do(live_after_restart.engine.forks.create("mark", ForkSpec()))

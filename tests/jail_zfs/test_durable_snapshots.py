@@ -66,7 +66,7 @@ class JailGateway(Gateway):
 @pytest.fixture
 def gateway(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
     """Start a gateway on its own dataset, with a sandbox `source` whose word file contains "first"."""
-    settings = jail_zfs_world.config()
+    settings = jail_zfs_world.make_config()
     gateway = JailGateway(tmp_path, settings)
     try:
         gateway.start()

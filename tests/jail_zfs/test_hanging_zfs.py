@@ -41,7 +41,7 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
             live.do(engine.forks.create(TEMPLATE, ForkSpec(names=[name])))
         monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
         monkeypatch.setattr(process, "TIMEOUT_SECONDS", 4.0)
-        flag.write_text(live.sandbox("one").instance)
+        flag.write_text(live.get_sandbox("one").instance)
         timeouts_before = zfs_core.count_timeouts()
         errors: list[Exception] = []
 
@@ -55,7 +55,7 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
         thread.start()
         wait_until(lambda: engine.host.storage_commands().slow)
         (command,) = engine.host.storage_commands().slow
-        assert command.command == "zfs snapshot" and live.sandbox("one").instance in command.dataset
+        assert command.command == "zfs snapshot" and live.get_sandbox("one").instance in command.dataset
         snapshot = live.do(engine.snapshots.create("two", name="s2"))
         live.do(engine.snapshots.delete(snapshot.id))
         live.do(engine.sandboxes.delete("two"))

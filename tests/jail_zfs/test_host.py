@@ -57,18 +57,18 @@ def set_knob() -> Iterator[Callable[[str, str], None]]:
 
 def test_deleting_many_sandboxes_leaves_no_resources(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     for count in (8, 8):
         forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
-        assert len(jail_zfs_world.traces(live.config)["jails"]) == count + 1
+        assert len(jail_zfs_world.read_traces(live.config)["jails"]) == count + 1
         for fork in forks:
             live.do(live.engine.sandboxes.delete(fork.id))
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
 
 
 def test_jails_have_restrictive_parameters(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    jail_name = live.sandbox("one").host["jail"]
+    jail_name = live.get_sandbox("one").host["jail"]
     output = run_shim(
         "jls", "-j", jail_name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets"
     )
@@ -81,7 +81,7 @@ def test_jails_have_restrictive_parameters(live: Live) -> None:
 
 def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
-    jail_name = live.sandbox("small").host["jail"]
+    jail_name = live.get_sandbox("small").host["jail"]
     rules = {line for line in run_shim("rctl").split() if f":{jail_name}:" in line}
     assert rules == {
         f"jail:{jail_name}:maxproc:deny=1000",
@@ -140,7 +140,7 @@ def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Liv
 def test_a_fork_can_raise_the_disk_quota(live: Live) -> None:
     template_disk_mb = live.engine.templates.get(TEMPLATE).resources.disk_mb
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=template_disk_mb + 512)))
-    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
+    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.get_sandbox('big').instance}"
     assert zfs_core.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (template_disk_mb + 512) << 20
 
 
@@ -162,7 +162,7 @@ def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[...
 def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: Callable[..., Live]) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
-    sandbox = live.sandbox("box")
+    sandbox = live.get_sandbox("box")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     live.close()
     record = zfs_core.local_props(dataset)[HEAD]
@@ -172,8 +172,8 @@ def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: 
     assert QUARANTINE not in zfs_core.local_props(dataset)
     zfs_core.lzc_set_prop(dataset, HEAD, record)
     live_after_restart = make_live(config=live.config)
-    assert live_after_restart.sandbox("box").state is SandboxState.RUNNING
-    assert live_after_restart.sandbox("box").instance == sandbox.instance
+    assert live_after_restart.get_sandbox("box").state is SandboxState.RUNNING
+    assert live_after_restart.get_sandbox("box").instance == sandbox.instance
     assert live_after_restart.shell("box", "echo alive").strip() == "alive"
 
 
@@ -201,22 +201,22 @@ def test_a_failed_rollback_keeps_the_old_jail_running(
     live.shell("victim", "echo now >/root/now")
     live.shell("broken", "rm -r /opt/sandbox_agent")
     live.do(live.engine.snapshots.create("broken", name="no-agent"))
-    instance, traces_before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
+    instance, traces_before = live.get_sandbox("victim").instance, jail_zfs_world.read_traces(live.config)
     start_time = time.monotonic()
     with pytest.raises(BackendFailed, match="its jail ended together with the agent"):
         live.do(live.engine.sandboxes.rollback("victim", "no-agent"))
     assert time.monotonic() - start_time < 10
-    assert live.sandbox("victim").instance == instance
+    assert live.get_sandbox("victim").instance == instance
     assert live.shell("victim", "cat /root/now").strip() == "now"
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
 
 
 def test_a_killed_jail_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
-    jail_name = live.sandbox("gone").host["jail"]
+    jail_name = live.get_sandbox("gone").host["jail"]
     run_shim("pkill", "-KILL", "-j", jail_name)
-    wait_until(lambda: live.sandbox("gone").state_reason != "", 20)
-    assert "its jail ended" in live.sandbox("gone").state_reason
+    wait_until(lambda: live.get_sandbox("gone").state_reason != "", 20)
+    assert "its jail ended" in live.get_sandbox("gone").state_reason
     live.do(live.engine.sandboxes.resume("gone"))
     assert live.shell("gone", "hostname").strip() == "gone"
 
@@ -228,14 +228,14 @@ def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: J
         BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox was lost"
     ):
         live.shell("headless", "kill -KILL -1; sleep 100")
-    wait_until(lambda: live.sandbox("headless").state_reason != "", 20)
-    assert jail_zfs_world.traces(live.config)["processes"] == set()
+    wait_until(lambda: live.get_sandbox("headless").state_reason != "", 20)
+    assert jail_zfs_world.read_traces(live.config)["processes"] == set()
 
 
 def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
     live: Live, jail_zfs_world: JailZfsWorld, set_knob: Callable[[str, str], None]
 ) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     set_knob("dying", "forever")
     start_time = time.monotonic()
@@ -243,7 +243,7 @@ def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
     assert time.monotonic() - start_time < 10
     assert live.engine.sandboxes.list() == []
     set_knob("dying", "0")
-    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.read_traces(live.config) == traces_before, 20)
 
 
 def test_resume_chooses_another_name_while_the_old_jail_is_dying(
@@ -251,13 +251,13 @@ def test_resume_chooses_another_name_while_the_old_jail_is_dying(
 ) -> None:
     live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
-    first_jail_name = live.sandbox("slow").host["jail"]
+    first_jail_name = live.get_sandbox("slow").host["jail"]
     live.shell("slow", "echo kept >/root/kept")
     set_knob("dying", "forever")
     live.do(live.engine.sandboxes.pause("slow"))
     live.do(live.engine.sandboxes.resume("slow"))
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
-    assert live.sandbox("slow").host["jail"] == f"{first_jail_name}-2"
+    assert live.get_sandbox("slow").host["jail"] == f"{first_jail_name}-2"
     live.close()
     live_after_restart = make_live(config=live.config)
     assert live_after_restart.shell("slow", "cat /root/kept").strip() == "kept"
@@ -277,11 +277,13 @@ def test_a_restart_does_not_unmount_paused_sandboxes(
     live.do(live.engine.sandboxes.rollback("source", "mark"))
     live.do(live.engine.sandboxes.pause("source"))
     live.close()
-    sandbox_mount_point = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
-    mount_id_before = pools.read_mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point]
+    sandbox_mount_point = str(
+        jail_zfs_world.get_mount_point(live.config) / "sandboxes" / live.get_sandbox("source").instance
+    )
+    mount_id_before = pools.read_mount_ids(jail_zfs_world.get_mount_point(live.config))[sandbox_mount_point]
     with pools.mounts_kept_in_use():
         live_after_restart = make_live(config=live.config)
-        assert pools.read_mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point] == mount_id_before
+        assert pools.read_mount_ids(jail_zfs_world.get_mount_point(live.config))[sandbox_mount_point] == mount_id_before
         live_after_restart.do(live_after_restart.engine.sandboxes.resume("source"))
     assert live_after_restart.shell("source", "hostname").strip() == "source"
 
@@ -295,15 +297,15 @@ def test_a_mount_error_lists_the_holder(
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    sandbox = live.sandbox("held")
+    sandbox = live.get_sandbox("held")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     set_knob("dying", "forever")
     live.do(live.engine.sandboxes.pause("held"))
-    run_shim("umount", "-f", str(jail_zfs_world.mount_point(live.config) / "sandboxes" / sandbox.instance))
-    with pytest.raises(Busy) as caught:
+    run_shim("umount", "-f", str(jail_zfs_world.get_mount_point(live.config) / "sandboxes" / sandbox.instance))
+    with pytest.raises(Busy) as error_info:
         live.do(live.engine.sandboxes.resume("held"))
     holder = f"the dying jail {sandbox.host['jail']}"
-    assert f"({dataset}) cannot be mounted: it is in use by {holder}." in caught.value.message
+    assert f"({dataset}) cannot be mounted: it is in use by {holder}." in error_info.value.message
     set_knob("dying", "0")
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))
@@ -321,9 +323,9 @@ def test_a_mount_error_lists_the_holder(
 def test_a_removal_warning_lists_the_holder(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("held").instance
+    root_path = jail_zfs_world.get_mount_point(live.config) / "sandboxes" / live.get_sandbox("held").instance
     with subprocess.Popen(["sleep", "infinity"], cwd=root_path) as holder:
         live.do(live.engine.sandboxes.delete("held"))
         holder.kill()
@@ -333,7 +335,7 @@ def test_a_removal_warning_lists_the_holder(
         if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
     ]
     assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
-    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.read_traces(live.config) == traces_before, 20)
 
 
 def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
@@ -342,7 +344,7 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
     """A gateway that is killed while it creates a jail leaves an epair, limits, rules, a clone and mounts behind."""
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     live.close()
     prefix, root_dataset = live.config.network.prefix, live.config.jail_zfs.dataset
     run_shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
@@ -353,12 +355,12 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
     zfs_core.lzc_clone(
         f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"], mounted=True
     )
-    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
+    root_path = jail_zfs_world.get_mount_point(live.config) / "sandboxes/0123456789ab"
     run_shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
     run_shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
-    assert jail_zfs_world.traces(live.config) != traces_before
+    assert jail_zfs_world.read_traces(live.config) != traces_before
     live_after_restart = make_live(config=live.config)
-    assert jail_zfs_world.traces(live_after_restart.config) == traces_before
+    assert jail_zfs_world.read_traces(live_after_restart.config) == traces_before
     assert live_after_restart.shell("fine", "echo alive").strip() == "alive"
 
 
@@ -366,8 +368,8 @@ def test_memory_snapshots_are_refused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="files"))
     for operation in (
-        live.engine.host.fork(snapshot, live.sandbox("one"), with_memory=True),
-        live.engine.host.capture(live.sandbox("one"), snapshot, memory=True),
+        live.engine.host.fork(snapshot, live.get_sandbox("one"), with_memory=True),
+        live.engine.host.capture(live.get_sandbox("one"), snapshot, memory=True),
     ):
         with pytest.raises(Unsupported, match="files, not memory"):
             live.do(operation)
@@ -385,11 +387,11 @@ def build_recipe(live: Live, recipe: Recipe) -> Any:
 
 
 def test_a_debootstrap_recipe_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     build = build_recipe(live, Recipe())
     assert build.status == "error"
     assert "cannot build templates with debootstrap" in build.reason and "base.txz" in build.reason
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
 
 
 def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_path: Path) -> None:
@@ -420,10 +422,10 @@ def test_an_unusable_root_file_system_is_refused_and_removed(
         if name != missing:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
     assert build.status == "error" and message in build.reason
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
 
 
 def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def outside_jail(jail_zfs_world: JailZfsWorld) -> Iterator[OutsideJail]:
 
 @pytest.fixture
 def live(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[Live]:
-    config = jail_zfs_world.config(jail_zfs={"egress": outside_jail.interface}, network={"dns": ["9.9.9.9"]})
-    live = Live(jail_zfs_world.host(config), config)
+    config = jail_zfs_world.make_config(jail_zfs={"egress": outside_jail.interface}, network={"dns": ["9.9.9.9"]})
+    live = Live(jail_zfs_world.make_host(config), config)
     yield live
     live.remove_all()
     live.close()
@@ -112,7 +112,7 @@ def request_from(live: Live, ref: str, address: str) -> str:
 
 def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
-    other_address = live.sandbox("b").host["address"]
+    other_address = live.get_sandbox("b").host["address"]
     gateway_address = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
     live.shell("b", f'python3 -c "{SERVER_PROGRAM}" </dev/null >/dev/null 2>&1 &')
     host_server = start_server(["/usr/bin/python3", "-c", SERVER_PROGRAM])
@@ -149,8 +149,8 @@ def test_a_policy_also_applies_to_open_connections(live: Live, outside_jail: Out
 def test_packets_with_a_spoofed_address_are_dropped(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, interface = (
-        live.sandbox("liar").host["number"],
-        f"{live.config.network.prefix}-{live.sandbox('liar').host['number']}b",
+        live.get_sandbox("liar").host["number"],
+        f"{live.config.network.prefix}-{live.get_sandbox('liar').host['number']}b",
     )
     network = ipaddress.IPv4Network(live.config.network.subnet)
     live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {interface}")
@@ -173,24 +173,24 @@ def test_an_invalid_address_is_refused(live: Live) -> None:
     [("pass\n", 'no `anchor "sbx/\\*"`'), ('anchor "sbx/*"\n', 'no `nat-anchor "sbx/\\*"`')],
 )
 def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, message: str) -> None:
-    config = jail_zfs_world.config()
+    config = jail_zfs_world.make_config()
     run_shim("pfctl", "-q", "-f", "-", input=rules)
     try:
         with pytest.raises(BackendFailed, match=message):
-            Live(jail_zfs_world.host(config), config)
+            Live(jail_zfs_world.make_host(config), config)
     finally:
         run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
-    Live(jail_zfs_world.host(config), config).close()
+    Live(jail_zfs_world.make_host(config), config).close()
     jail_zfs_world.clean_up(config)
 
 
 def test_disabled_pf_is_refused_at_startup(jail_zfs_world: JailZfsWorld) -> None:
-    config = jail_zfs_world.config()
+    config = jail_zfs_world.make_config()
     run_shim("pfctl", "-q", "-d")
     with contextlib.ExitStack() as stack:
         stack.callback(run_shim, "pfctl", "-q", "-e")
         with pytest.raises(BackendFailed, match=r"pf is not enabled.*service pf start"):
-            Live(jail_zfs_world.host(config), config)
+            Live(jail_zfs_world.make_host(config), config)
     jail_zfs_world.clean_up(config)
 
 

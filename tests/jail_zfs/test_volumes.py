@@ -55,7 +55,7 @@ def create_sandbox(live: Live, name: str, *mounts: tuple[str, str], read_only: b
 
 
 def get_root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
-    return world.mount_point(live.config) / "sandboxes" / live.sandbox(name).instance
+    return world.get_mount_point(live.config) / "sandboxes" / live.get_sandbox(name).instance
 
 
 def list_startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -82,7 +82,7 @@ def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZ
     live.shell("box", "touch /data/a /data/below/b")
     assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
     live.do(live.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(live.config) == set()
+    assert jail_zfs_world.list_volume_mounts(live.config) == set()
 
 
 def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -96,7 +96,7 @@ def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsW
         f"{get_root_path(jail_zfs_world, live, 'box')}{deep_path}",
         volume.id,
         False,
-    ) in jail_zfs_world.volume_mounts(live.config)
+    ) in jail_zfs_world.list_volume_mounts(live.config)
     live.do(get_jail_host(live).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
     assert live.shell("box", f"ls {deep_path}") == ""
     with pytest.raises(Invalid, match="File name too long"):
@@ -158,7 +158,7 @@ def test_all_writers_are_stopped_during_a_capture(
 def read_process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
     """Return the states of a jail's processes, as `ps` prints them."""
     states = set()
-    for pid in run_shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
+    for pid in run_shim("pgrep", "-j", live.get_sandbox(name).host["jail"], check=False).split():
         try:
             states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
         except OSError:
@@ -196,7 +196,7 @@ def test_a_failed_rollback_restores_the_mounts(
     live.shell("first", "echo old >/data/first/file")
     live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
-    mounts_and_traces_before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
+    mounts_and_traces_before = jail_zfs_world.list_volume_mounts(live.config), jail_zfs_world.read_traces(live.config)
     commit_method_name = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
 
     def fail(*args: Any) -> None:
@@ -205,13 +205,16 @@ def test_a_failed_rollback_restores_the_mounts(
     with monkeypatch.context() as patch, pytest.raises(BackendFailed, match="forced"):
         patch.setattr(commit_method_name, fail)
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == mounts_and_traces_before
+    assert (
+        jail_zfs_world.list_volume_mounts(live.config),
+        jail_zfs_world.read_traces(live.config),
+    ) == mounts_and_traces_before
     # Root in a jail may remove the mount point, which does not affect other jails.
     live.shell("second", "mv /data /gone; ln -s /etc /data")
     with pytest.raises(Invalid, match="symbolic link"):
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert live.shell("first", "cat /data/first/file").strip() == "new"
-    assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
+    assert {node for node, *_ in jail_zfs_world.list_volume_mounts(live.config)} == {
         f"{get_root_path(jail_zfs_world, live, 'first')}/data/first"
     }
 
@@ -227,11 +230,11 @@ def test_a_restart_corrects_mounts_to_match_the_records(
         create_volume(live, name)
     sandbox = create_sandbox(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
-    expected_mounts = jail_zfs_world.volume_mounts(live.config)
+    expected_mounts = jail_zfs_world.list_volume_mounts(live.config)
     live.close()
     root, volumes_directory = (
         get_root_path(jail_zfs_world, live, "box"),
-        jail_zfs_world.mount_point(live.config) / "volumes",
+        jail_zfs_world.get_mount_point(live.config) / "volumes",
     )
     for name in ("missing", "wrong"):
         run_shim("umount", f"{root}/{name}")
@@ -260,7 +263,7 @@ def test_a_restart_corrects_mounts_to_match_the_records(
         f"resumed the jail {sandbox.host['jail']}",
     ):
         assert any(expected_text in sentence for sentence in repairs), repairs
-    assert jail_zfs_world.volume_mounts(live_after_restart.config) == expected_mounts
+    assert jail_zfs_world.list_volume_mounts(live_after_restart.config) == expected_mounts
     assert live_after_restart.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
     live_after_restart.shell("box", "echo works >/wrong/file")
     live_after_restart.close()
@@ -268,7 +271,7 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     live_after_second_restart = make_live(live.config)
     assert list_startup_repairs(caplog) == [], "the second start repaired something"
     live_after_second_restart.do(live_after_second_restart.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(live_after_second_restart.config) == set()
+    assert jail_zfs_world.list_volume_mounts(live_after_second_restart.config) == set()
 
 
 def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
@@ -277,9 +280,9 @@ def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jai
     create_sandbox(live, "box", ("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.close()
-    run_shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
+    run_shim("pkill", "-KILL", "-j", live.get_sandbox("box").host["jail"])
     live_after_restart = make_live(live.config)
-    wait_until(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 60)
+    wait_until(lambda: live_after_restart.get_sandbox("box").state is SandboxState.RUNNING, 60)
     assert live_after_restart.shell("box", "cat /data/file").strip() == "kept"
     live_after_restart.wait_for(
         jail_zfs_world.check_no_strays, live_after_restart.engine, live_after_restart.config, "after the resume"
@@ -303,11 +306,11 @@ def test_a_sandbox_starts_without_a_volume_destroyed_with_zfs(
         in repairs
     ), repairs
     assert [each.id for each in live_after_restart.engine.volumes.list()] == [kept_volume.id]
-    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/lost", "/kept"]
+    assert [each.path for each in live_after_restart.get_sandbox("box").mounts] == ["/lost", "/kept"]
     live_after_restart.do(live_after_restart.engine.sandboxes.resume("box"))
     live_after_restart.shell("box", "touch /kept/file")
     live_after_restart.do(live_after_restart.engine.attachments.detach("box", lost_volume.id))
-    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/kept"]
+    assert [each.path for each in live_after_restart.get_sandbox("box").mounts] == ["/kept"]
 
 
 def test_damaged_volume_records_do_not_prevent_startup(
@@ -330,7 +333,7 @@ def test_damaged_volume_records_do_not_prevent_startup(
     zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
     live_after_second_restart = make_live(live.config)
     assert [each.name for each in live_after_second_restart.engine.volumes.list()] == ["torn"]
-    assert [each.path for each in live_after_second_restart.sandbox("box").mounts] == ["/torn"]
+    assert [each.path for each in live_after_second_restart.get_sandbox("box").mounts] == ["/torn"]
     assert live_after_second_restart.shell("box", "cat /torn/file").strip() == "kept"
 
 
@@ -340,7 +343,7 @@ def test_damaged_volume_records_do_not_prevent_startup(
 def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     volume = create_volume(live)
     create_sandbox(live, "bystander")
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     sandbox = create_sandbox(live, "box", ("data", "/data"))
     node = f"{get_root_path(jail_zfs_world, live, 'box')}/data"
     run_shim("freebsd-shim", "set", "busy", node)
@@ -354,15 +357,15 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs
     assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
     (sentence,) = live.do(live.engine.volumes.state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
-    assert jail_zfs_world.traces(live.config) != traces_before, "the files were removed although a mount is stuck"
+    assert jail_zfs_world.read_traces(live.config) != traces_before, "the files were removed although a mount is stuck"
     run_shim("freebsd-shim", "set", "busy", "")
-    wait_until(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
+    wait_until(lambda: jail_zfs_world.read_traces(live.config) == traces_before, 40)
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
 def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     live = make_live()
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     create_volume(live)
     create_sandbox(live, "box", ("data", "/data"))
     run_shim("freebsd-shim", "set", "busy", f"{get_root_path(jail_zfs_world, live, 'box')}/data")
@@ -374,10 +377,10 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
     live_after_restart = make_live(live.config)
     assert live_after_restart.engine.volumes.list() == [], "a volume that is being removed is still listed"
     run_shim("freebsd-shim", "set", "busy", "")
-    wait_until(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
+    wait_until(lambda: jail_zfs_world.list_volume_mounts(live.config) == set(), 40)
     live_after_restart.close()
     live_after_second_restart = make_live(live.config)
-    assert jail_zfs_world.traces(live_after_second_restart.config) == traces_before
+    assert jail_zfs_world.read_traces(live_after_second_restart.config) == traces_before
 
 
 # -- malicious jails --------------------------------------------------------------------------------------------------
@@ -408,17 +411,17 @@ def test_a_planted_symlink_cannot_redirect_a_volume_mount(
     volume = create_volume(live)
     sandbox = create_sandbox(live, "sly")
     live.shell("sly", script.format(host_directory=host_directory))
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
     assert list(host_directory.iterdir()) == []
     # The same must hold when a fork of the sandbox starts.
     live.do(live.engine.snapshots.create("sly", name="mark"))
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
     live.do(live.engine.snapshots.delete("mark"))
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
     assert live.shell("sly", "echo alive").strip() == "alive"
 
 
@@ -429,7 +432,7 @@ def test_a_symlink_created_after_the_check_is_detected(
     volume = create_volume(live)
     bystander = create_sandbox(live, "bystander", ("data", "/data"))
     sandbox = create_sandbox(live, "sly")
-    traces_before = jail_zfs_world.traces(live.config)
+    traces_before = jail_zfs_world.read_traces(live.config)
     original_prepare = mount_point.prepare
 
     def prepare_then_swap(root: Path, path: str) -> None:
@@ -440,7 +443,7 @@ def test_a_symlink_created_after_the_check_is_detected(
     monkeypatch.setattr(mount_point, "prepare", prepare_then_swap)
     with pytest.raises(Invalid, match="contains a symbolic link"):
         live.do(get_jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(live.config) == traces_before
     assert not os.path.ismount(host_directory)
     live.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == volume.id
@@ -481,12 +484,12 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
                 live.do(get_jail_host(live).attach(sandbox, mount))
             except Invalid:
                 outcomes.add("refused")
-                assert jail_zfs_world.volume_mounts(live.config) == set()
+                assert jail_zfs_world.list_volume_mounts(live.config) == set()
                 continue
             outcomes.add("mounted")
-            assert jail_zfs_world.volume_mounts(live.config) == {(f"{root}{mount.path}", volume.id, False)}
+            assert jail_zfs_world.list_volume_mounts(live.config) == {(f"{root}{mount.path}", volume.id, False)}
             live.do(get_jail_host(live).detach(sandbox, mount))
-            assert jail_zfs_world.volume_mounts(live.config) == set()
+            assert jail_zfs_world.list_volume_mounts(live.config) == set()
     finally:
         stop_event.set()
         thread.join()

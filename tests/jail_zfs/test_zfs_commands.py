@@ -19,9 +19,9 @@ from tests.jail_zfs import pools
 
 
 def _catch_error(function: Callable[..., object], *args: object) -> lzc_exc.ZFSError:
-    with pytest.raises(lzc_exc.ZFSError) as caught:
+    with pytest.raises(lzc_exc.ZFSError) as error_info:
         function(*args)
-    return caught.value
+    return error_info.value
 
 
 def _get_single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:

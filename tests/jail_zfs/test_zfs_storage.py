@@ -93,10 +93,10 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
 
     fork = _create_sandbox(storage, snapshot, "fork")
     assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
-    with pytest.raises(InUseExternally) as caught:
+    with pytest.raises(InUseExternally) as error_info:
         storage.snapshots.destroy(snapshot.id)
-    assert caught.value.users == {"ZFS clone": {fork.id: "fork"}}
-    assert caught.value.blockers == [fork.id]
+    assert error_info.value.users == {"ZFS clone": {fork.id: "fork"}}
+    assert error_info.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
     assert _list_dataset_names(storage, "filesystem") == sorted([*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}"])
@@ -108,18 +108,18 @@ def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None
     base = _create_base(storage)
     forks = [_create_sandbox(storage, base, f"web-{n}") for n in range(3)]
     storage.instances.clone(base.id, uncommitted_instance := new_id())
-    with pytest.raises(InUseExternally) as caught:
+    with pytest.raises(InUseExternally) as error_info:
         storage.snapshots.destroy(base.id)
     fork_names = {fork.id: fork.name for fork in forks}
-    assert set(caught.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
-    assert all(name in caught.value.message for name in fork_names.values())
+    assert set(error_info.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
+    assert all(name in error_info.value.message for name in fork_names.values())
     zfs_core.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted_instance)
-    with pytest.raises(InUseExternally, match="@") as caught:
+    with pytest.raises(InUseExternally, match="@") as error_info:
         storage.snapshots.destroy(base.id)
-    assert list(caught.value.users) == ["hold"]
+    assert list(error_info.value.users) == ["hold"]
     zfs_core.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 

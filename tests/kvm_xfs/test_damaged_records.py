@@ -21,7 +21,7 @@ class RestartableGateway:
 
     def __init__(self, world: KvmXfsWorld) -> None:
         self._world = world
-        self.config: Config = world.config()
+        self.config: Config = world.make_config()
         self.live = self.open()
 
     def restart(self) -> Live:
@@ -30,7 +30,7 @@ class RestartableGateway:
         return self.live
 
     def open(self) -> Live:
-        return Live(self._world.host(self.config), self.config)
+        return Live(self._world.make_host(self.config), self.config)
 
     @property
     def root(self) -> Path:
@@ -78,7 +78,7 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     manifest.write_text(record)
     (gateway.root / "image").rename(image)
     live = gateway.live = gateway.open()
-    assert [(each.volume, each.path) for each in live.sandbox("box").mounts] == [(volume.id, "/data")]
+    assert [(each.volume, each.path) for each in live.get_sandbox("box").mounts] == [(volume.id, "/data")]
     live.do(live.engine.sandboxes.resume("box"))
     assert read_file(live, "/data/file") == "kept"
 
@@ -99,7 +99,7 @@ def test_a_gateway_that_refuses_newer_records_keeps_its_machines_running(gateway
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     assert not (gateway.root / "snapshots" / ".partial-0").exists()
-    assert live.sandbox("box").state is SandboxState.RUNNING
+    assert live.get_sandbox("box").state is SandboxState.RUNNING
     assert live.shell("box", "echo alive").strip() == "alive"
 
 
@@ -113,8 +113,8 @@ def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) 
         path.unlink()
     live = gateway.live = gateway.open()
     live.do(live.engine.attachments.detach("box", volume.id))
-    assert live.sandbox("box").mounts == []
-    assert gateway.restart().sandbox("box").mounts == []
+    assert live.get_sandbox("box").mounts == []
+    assert gateway.restart().get_sandbox("box").mounts == []
 
 
 def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway: RestartableGateway) -> None:
@@ -141,5 +141,5 @@ def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.resume("box"))
-    wait_until(lambda: live.sandbox("box").state is SandboxState.RUNNING)
+    wait_until(lambda: live.get_sandbox("box").state is SandboxState.RUNNING)
     assert read_file(live, "/own/file") == "kept"

@@ -33,7 +33,7 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 
 def get_qemu_pid(live: Live, ref: str) -> int:
-    return int(live.sandbox(ref).host["pid"])
+    return int(live.get_sandbox(ref).host["pid"])
 
 
 def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> None:
@@ -79,12 +79,12 @@ def test_a_capture_without_a_pagemap_copies_all_memory(live: Live, monkeypatch: 
 
 
 def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    traces_before = kvm_xfs_world.traces(live.config)
+    traces_before = kvm_xfs_world.read_traces(live.config)
     build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
     lines = live.do(collect_lines(build.follow()), timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
-    assert kvm_xfs_world.traces(live.config) == traces_before
+    assert kvm_xfs_world.read_traces(live.config) == traces_before
     with pytest.raises(GatewayError, match="not found"):
         live.engine.templates.get("broken")
 
@@ -104,7 +104,7 @@ def start_and_stop(config: Config) -> None:
 
 
 def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> None:
-    config = kvm_xfs_world.config(kvm_xfs={"qemu": "/nowhere/qemu"})
+    config = kvm_xfs_world.make_config(kvm_xfs={"qemu": "/nowhere/qemu"})
     with pytest.raises(BackendFailed, match="not installed"):
         start_and_stop(config)
     shutil.rmtree(config.host.state_root)
@@ -122,7 +122,7 @@ def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Pa
 @pytest.fixture
 def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
     """A gateway whose file system has space for the template and little else."""
-    original_config = kvm_xfs_world.config()
+    original_config = kvm_xfs_world.make_config()
     with LoopXfs(session.get_run_dir() / "small.xfs", session.get_run_dir() / "small", size_mb=1400) as xfs:
         root = xfs.mount_point / "state"
         root.mkdir(mode=0o711)
@@ -154,7 +154,7 @@ def fill(root: Path, free_bytes: int) -> None:
 
 
 def test_a_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    other_config = kvm_xfs_world.config(network=live.config.network.model_dump())
+    other_config = kvm_xfs_world.make_config(network=live.config.network.model_dump())
     with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
         start_and_stop(other_config)
     shutil.rmtree(other_config.host.state_root)
@@ -164,11 +164,11 @@ def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, 
     small_gateway.do(small_gateway.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = small_gateway.config.host.state_root
-    traces_before = kvm_xfs_world.traces(small_gateway.config)
+    traces_before = kvm_xfs_world.read_traces(small_gateway.config)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
-    assert kvm_xfs_world.traces(small_gateway.config) == traces_before
+    assert kvm_xfs_world.read_traces(small_gateway.config) == traces_before
     assert small_gateway.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
@@ -180,13 +180,13 @@ def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gate
     root = live.config.host.state_root
     fill(root, 8 << 20)
     live.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
-    wait_until(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
+    wait_until(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.get_sandbox("one")))
     report = live.do(live.engine.room.report())
-    assert report.stalled == [live.sandbox("one").id] and report.room.disk_free < 64 << 20
+    assert report.stalled == [live.get_sandbox("one").id] and report.room.disk_free < 64 << 20
     (root / "filler").unlink()
-    wait_until(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
+    wait_until(lambda: live.call(live.engine.room.stall_reason, live.get_sandbox("one")) == "")
     wait_until(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
-    assert live.sandbox("one").state is SandboxState.RUNNING
+    assert live.get_sandbox("one").state is SandboxState.RUNNING
 
 
 def test_operations_that_would_use_the_disk_reserve_are_refused(
@@ -199,7 +199,7 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
     limits = {**config.limits.model_dump(), "free_disk_mb": 100}
     strict_gateway = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
     try:
-        traces_before = kvm_xfs_world.traces(config)
+        traces_before = kvm_xfs_world.read_traces(config)
         fill(config.host.state_root, 90 << 20)
         for operation in (
             strict_gateway.engine.forks.create(TEMPLATE, ForkSpec()),
@@ -208,7 +208,7 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
         ):
             with pytest.raises(NoSpace, match=r"less than 100 MiB of disk space free: the host has [89]"):
                 strict_gateway.do(operation)
-        assert kvm_xfs_world.traces(config) == traces_before
+        assert kvm_xfs_world.read_traces(config) == traces_before
     finally:
         (config.host.state_root / "filler").unlink(missing_ok=True)
         strict_gateway.remove_all()
@@ -218,6 +218,6 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
 def test_a_reboot_of_the_guest_pauses_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
-    wait_until(lambda: live.sandbox("one").state is SandboxState.PAUSED)
-    manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"
+    wait_until(lambda: live.get_sandbox("one").state is SandboxState.PAUSED)
+    manifest = live.config.host.state_root / "sandboxes" / live.get_sandbox("one").id / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "paused"

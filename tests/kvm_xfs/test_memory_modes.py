@@ -48,8 +48,8 @@ while True:
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator[Live]:
     mode = getattr(request, "param", "auto")
-    config = kvm_xfs_world.config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
-    live = Live(kvm_xfs_world.host(config), config)
+    config = kvm_xfs_world.make_config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
+    live = Live(kvm_xfs_world.make_host(config), config)
     yield live
     live.remove_all()
     live.close()
@@ -227,7 +227,7 @@ def test_capture_after_a_failed_capture_is_complete(
 
 
 def get_machine_directory(live: Live) -> Path:
-    sandbox = live.sandbox("source")
+    sandbox = live.get_sandbox("source")
     return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
 
 
@@ -275,7 +275,7 @@ def test_a_capture_after_a_new_boot_does_not_use_the_previous_image(
     live: Live, source: str, recorder: MemoryRecorder
 ) -> None:
     capture_source(live)
-    live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "the test stopped it"))
+    live.do(live.engine.machines.mark_stopped(live.get_sandbox("source"), "the test stopped it"))
     live.do(live.engine.sandboxes.resume("source"))
     snapshot = capture_source(live)
     assert recorder.find_differing_pages(get_memory_image_path(live, snapshot)) == []
@@ -285,8 +285,8 @@ def test_tracked_writes_are_ignored_after_an_interrupted_capture(
     kvm_xfs_world: KvmXfsWorld, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
+    config = kvm_xfs_world.make_config()
+    live = Live(kvm_xfs_world.make_host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     start_writer(live)
     capture_source(live)
@@ -295,7 +295,7 @@ def test_tracked_writes_are_ignored_after_an_interrupted_capture(
         with pytest.raises(GatewayError):
             capture_source(live)
     live.close()
-    live = Live(kvm_xfs_world.host(config), config)
+    live = Live(kvm_xfs_world.make_host(config), config)
     first_snapshot, second_snapshot = capture_source(live), capture_source(live)
     assert (first_snapshot.memory, first_snapshot.host["degraded"]) == (
         MemoryMode.COMPARE,

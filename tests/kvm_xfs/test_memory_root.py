@@ -141,7 +141,7 @@ def test_forks_start_cold_while_the_root_is_unmounted_and_warm_after_it_is_remou
             with pytest.raises(Conflict, match=r"the memory root .* is not available: .*snapshot without memory"):
                 live.do(live.engine.snapshots.create(cold_fork.id))
             live.do(live.engine.snapshots.create(cold_fork.id, name="disk", memory="none"))
-            assert live.sandbox(cold_fork.id).state is SandboxState.RUNNING
+            assert live.get_sandbox(cold_fork.id).state is SandboxState.RUNNING
             live.do(live.engine.sandboxes.delete(cold_fork.id))
             live.do(live.engine.snapshots.delete("disk"))
             assert list(root.mount_point.iterdir()) == [], "a file was created below the mount point"
@@ -167,7 +167,7 @@ def test_a_running_machine_survives_the_loss_of_its_root(live: Live, root: LoopX
         assert read_digest(live, "source") == digest
         with pytest.raises(Conflict, match=r"image of the running machine is not available: .*Mount"):
             capture_source(live, "refused")
-        assert live.sandbox("source").state is SandboxState.RUNNING
+        assert live.get_sandbox("source").state is SandboxState.RUNNING
         live.do(live.engine.snapshots.create("source", name="disk", memory="none"))
         live.do(live.engine.sandboxes.delete("source"))
     finally:
@@ -224,7 +224,7 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
     root.unmount()
     try:
         live = make_live(config=live.config)
-        wait_until(lambda: live.sandbox("source").state is SandboxState.RUNNING, 120)
+        wait_until(lambda: live.get_sandbox("source").state is SandboxState.RUNNING, 120)
         assert live.shell("source", "cat /root/kept").strip() == "kept"
         assert "is not mounted" in find_memory_problem(live, "mark")
     finally:
@@ -239,7 +239,7 @@ def test_a_capture_after_a_new_boot_does_not_use_images_of_the_previous_run(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_source(live, "before")
-    live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "test"))
+    live.do(live.engine.machines.mark_stopped(live.get_sandbox("source"), "test"))
     live.do(live.engine.sandboxes.resume("source"))
     recorder = MemoryRecorder(monkeypatch)
     snapshot = capture_source(live, "after")

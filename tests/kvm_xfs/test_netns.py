@@ -479,7 +479,7 @@ def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
     subprocess.run(["nft", nft_command], check=True, timeout=20)
 
 
-def serve(w: World, port: int) -> socket.socket:
+def listen_for_volume(w: World, port: int) -> socket.socket:
     server = run_inside(volume_namespace(w.network), lambda: socket.create_server((volume_address(w.network), port)))
     server.settimeout(20)
     return w.close_at_end(server)
@@ -491,7 +491,7 @@ async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolic
         slot, other_slot = await w.pool.take(policy), await w.pool.take(OPEN_POLICY)
         guest, other_guest = w.add_guest(slot), w.add_guest(other_slot)
         port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
-        server, _ = serve(w, port), serve(w, next_port)
+        server, _ = listen_for_volume(w, port), listen_for_volume(w, next_port)
         change_access(w.network, "add", slot, port)
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, port))
         accepted_socket, peer = server.accept()
@@ -509,7 +509,7 @@ async def test_revoking_volume_access_disconnects_the_sandbox_immediately() -> N
     async with world() as w:
         slot = await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(slot)
-        server = serve(w, VOLUME_PORTS[0])
+        server = listen_for_volume(w, VOLUME_PORTS[0])
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
         accepted_socket = w.close_at_end(server.accept()[0])
@@ -527,7 +527,7 @@ async def test_a_fork_reconnects_to_its_volume() -> None:
     async with world() as w:
         source_slot, fork_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(source_slot)
-        server = serve(w, VOLUME_PORTS[0])
+        server = listen_for_volume(w, VOLUME_PORTS[0])
         for slot in (source_slot, fork_slot):
             change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
@@ -548,7 +548,7 @@ async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
     async with world() as w:
         outside_machine = w.add_outside_machine()
         address = volume_address(w.network)
-        serve(w, VOLUME_PORTS[0])
+        listen_for_volume(w, VOLUME_PORTS[0])
         outside_machine.run_ip("route", "add", f"{address}/32", "via", outside_machine.host_address)
         w.close_at_end(listen(48125))
         assert outside_machine.can_reach(outside_machine.host_address, 48125, timeout=20), (

@@ -286,9 +286,9 @@ def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Pa
         Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
     ):
         build(create_recipe(tree), tmp_path)
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid) as error_info:
         build(create_recipe(tree), tmp_path)
-    match = re.search(r"set diskSizeMB to (\d+)", caught.value.message)
+    match = re.search(r"set diskSizeMB to (\d+)", error_info.value.message)
     assert match
     build(create_recipe(tree, int(match[1])), tmp_path)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 _MOLECULE_COMMAND = Path(sys.executable).with_name("molecule")
 _SCENARIO_DIRECTORY = session.REPOSITORY / "molecule"
@@ -32,7 +32,7 @@ def run_scenario(need_root: None) -> Iterator[RunScenario]:
     def run_scenario(scenario: str, **variables: str) -> str:
         network = session.allocate_network()
         env = {
-            **environment(state_directory),
+            **make_environment(state_directory),
             "GROVE_MOLECULE_CACHE": str(session.get_cache_dir()),
             "GROVE_MOLECULE_PREFIX": network["prefix"],
             "GROVE_MOLECULE_STATE": str(state_directory),

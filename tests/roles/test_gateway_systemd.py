@@ -20,7 +20,7 @@ import yaml
 from tests.roles.upgrade import NEWER_VERSION, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.roles import PlayResult, environment, play
+from tests.support.roles import PlayResult, make_environment, play
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.in_order
@@ -121,7 +121,7 @@ class Container:
             capture_output=True,
             text=True,
             timeout=300,
-            env=environment(session.get_run_dir()),
+            env=make_environment(session.get_run_dir()),
             check=False,
         )
         assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.read_journal()}"

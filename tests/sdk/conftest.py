@@ -66,7 +66,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture
-def needs_memory(server: Server) -> None:
+def requires_memory(server: Server) -> None:
     """Skip the test on hosts whose snapshots do not contain memory."""
     if not server.abilities.memory:
         pytest.skip("the host's snapshots contain only the file system")

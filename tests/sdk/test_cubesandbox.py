@@ -370,7 +370,7 @@ def test_templates_can_be_listed_and_renamed(server, create_sandbox):
     assert error_info.value.status_code == 409
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="`image`, `cpu_count` and `memory_mb`; the image's entry point is started")
 @covers("Template.rebuild", note="builds only if the image has changed")
 def test_a_template_is_built_from_an_image(server, create_sandbox, tmp_path):

@@ -55,7 +55,7 @@ def test_every_client_has_an_example():
         assert re.search(rf"^from {client} import", source, re.MULTILINE), client
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @pytest.mark.parametrize(
     ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in find_examples()]
 )

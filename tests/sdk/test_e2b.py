@@ -405,7 +405,7 @@ def test_the_status_of_a_build_contains_its_log(server):
     assert [entry.message for entry in status.log_entries] == status.logs
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="from images, without `copy`, tags and credentials; each call builds completely")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):

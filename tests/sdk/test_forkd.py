@@ -84,7 +84,7 @@ def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn):
     assert "not found" in check_refused(404, controller.get_sandbox, sandbox_ids[0])
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn):
     assert "256 MiB of memory" in check_refused(400, spawn, memory_limit_mib=512)
 
@@ -210,7 +210,7 @@ def test_branch_numbers_survive_a_restart(server, controller, spawn):
     assert controller.ping_sandbox(source)["pong"] is True
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 def test_grandchildren_keep_the_interpreters_state(controller, spawn):
     (source,) = spawn()
     controller.eval_code(source, "import random; secret = random.random(); generation = 1")

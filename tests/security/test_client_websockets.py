@@ -39,7 +39,7 @@ def _daemon_and_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 @contextlib.contextmanager
-def open_websockets(
+def opened_websockets(
     daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
 ) -> Iterator[DaemonAndClients]:
     """Open CLIENT_COUNT connections to a service in a sandbox. The service runs ``handler`` for each connection."""
@@ -97,7 +97,7 @@ FLOODS = {
 def test_memory_use_is_limited_when_a_client_floods(
     _daemon_and_sandbox: tuple[Daemon, dict[str, Any]], flood: str, handler: Handler
 ) -> None:
-    with open_websockets(_daemon_and_sandbox, handler) as (daemon, clients):
+    with opened_websockets(_daemon_and_sandbox, handler) as (daemon, clients):
         memory_before = daemon.measure_memory()
         peak_memory = send_to_all(daemon, clients, FLOODS[flood])
         assert peak_memory - memory_before < MAX_GROWTH_BYTES
@@ -122,7 +122,7 @@ def test_memory_use_is_limited_when_a_guest_floods(
         flood_count += 1
         await asyncio.Event().wait()
 
-    with open_websockets(_daemon_and_sandbox, flood) as (daemon, _):
+    with opened_websockets(_daemon_and_sandbox, flood) as (daemon, _):
         memory_before = daemon.measure_memory()
         wait_until(lambda: flood_count == CLIENT_COUNT, seconds=60)
         # The gateway does not report when it stops reading, so measure for a while.
@@ -156,7 +156,7 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon_and_sandbox: 
             await connection.send(message)
             connection.transport.write(b"\x8a\x00" * 5000)
 
-    with open_websockets(_daemon_and_sandbox, echo) as (daemon, clients):
+    with opened_websockets(_daemon_and_sandbox, echo) as (daemon, clients):
         for client in clients:
             client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + trailing_pongs)
         for client in clients:

@@ -216,7 +216,7 @@ def test_a_host_user_cannot_run_a_jails_programs(
     live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, spec))
     for directory in ("/srv", "/data"):
         live_engine.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
-    root_directory = jail_zfs_world.mount_point(live_engine.config)
+    root_directory = jail_zfs_world.get_mount_point(live_engine.config)
     programs = [*root_directory.glob("sandboxes/*/srv/planted"), *root_directory.glob("volumes/*/planted")]
     assert len(programs) == 2
     for program in programs:

@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name
 
 from requirements import sbom
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 GATEWAY_DIRECTORY = session.REPOSITORY / "gateway"
 PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
@@ -256,7 +256,7 @@ class Host:
         variables_file.write_text(json.dumps(self.variables))
         ansible_playbook = Path(sys.executable).parent / "ansible-playbook"
         argv = [str(ansible_playbook), "-i", "localhost,", "-e", f"@{variables_file}", str(playbook)]
-        return _run_installer(argv, environment(self.directory))
+        return _run_installer(argv, make_environment(self.directory))
 
     def has_program(self, program: str) -> bool:
         return (self.install_directory / "venv" / "bin" / program).exists()

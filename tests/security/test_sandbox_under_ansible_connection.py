@@ -31,13 +31,13 @@ PING_TASK: dict[str, Any] = {"ansible.builtin.ping": None}
 @pytest.fixture
 def attacker_server() -> Iterator[FakeGateway]:
     """The server to which the sandbox tries to redirect requests."""
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 

@@ -26,13 +26,13 @@ REFUSAL_MESSAGE = "is not sent there"
 @pytest.fixture
 def attacker_server() -> Iterator[FakeGateway]:
     """The server to which the sandbox tries to redirect the key."""
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
@@ -126,7 +126,7 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
     core: str, gateway: FakeGateway, tmp_path: Path
 ) -> None:
     """An address in the environment is trusted, even if another variable has the same value."""
-    with FakeGateway().serve() as other_gateway:
+    with FakeGateway().running() as other_gateway:
         tasks = [
             make_task(),
             {"ansible.builtin.set_fact": {"got": gateway.url}},

@@ -130,8 +130,8 @@ class JailZfsWorld:
 
     def __init__(self, pool: pools.Pool) -> None:
         self._pool = pool
-        seed_config = self._config("seed", {})
-        live = Live(self.host(seed_config), seed_config)
+        seed_config = self._make_config("seed", {})
+        live = Live(self.make_host(seed_config), seed_config)
         try:
             recipe = Recipe(
                 source="rootfs", path=str(get_debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
@@ -143,15 +143,15 @@ class JailZfsWorld:
         finally:
             live.close()
 
-    def config(self, **sections: Any) -> Config:
-        config = self._config(f"w{next(_config_numbers)}", sections)
+    def make_config(self, **sections: Any) -> Config:
+        config = self._make_config(f"w{next(_config_numbers)}", sections)
         dataset = f"{config.jail_zfs.dataset}/_template-{self._template.id}"
         record = self._template.model_copy(update={"host": {}})
         zfs_core.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
         zfs_core.lzc_snapshot([f"{dataset}@base"], encode(record, 1))
         return config
 
-    def _config(self, name: str, sections: dict[str, Any]) -> Config:
+    def _make_config(self, name: str, sections: dict[str, Any]) -> Config:
         dataset = f"{self._pool.name}/{name}"
         zfs_core.lzc_create(dataset, mounted=True)
         state = session.get_run_dir() / f"jail-{name}"
@@ -167,10 +167,10 @@ class JailZfsWorld:
         }
         return Config.model_validate(merged_sections | top_level_values)
 
-    def host(self, config: Config) -> Host:
+    def make_host(self, config: Config) -> Host:
         return ShimHost(config)
 
-    def environment(self) -> dict[str, str]:
+    def get_environment(self) -> dict[str, str]:
         return make_shim_environment()
 
     def clean_up(self, config: Config) -> None:
@@ -187,11 +187,11 @@ class JailZfsWorld:
 
     # -- observation ------------------------------------------------------------------------------------------------
 
-    def mount_point(self, config: Config) -> Path:
+    def get_mount_point(self, config: Config) -> Path:
         return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
-        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.mount_point(config)
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
+        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.get_mount_point(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         properties_by_name = zfs_core.get_tree(root, ("defer_destroy", "type"))
         # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
@@ -228,39 +228,41 @@ class JailZfsWorld:
         return [line for line in output.stdout.splitlines() if line.split("\t")[1] != "available"]
 
     def list_jail_names(self, config: Config) -> list[str]:
-        mount_point = str(self.mount_point(config))
+        mount_point = str(self.get_mount_point(config))
         rows = json.loads(run_shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
         return [row["name"] for row in rows if row["path"].startswith(f"{mount_point}/")]
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         sandboxes = list(engine.index.sandboxes.values())
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         instance_datasets = {f"/sandboxes/{each.instance}" for each in sandboxes}
-        mounted_names = {name for name in traces["datasets"] if f"{self.mount_point(config)}{name}" in traces["mounts"]}
+        mounted_names = {
+            name for name in traces["datasets"] if f"{self.get_mount_point(config)}{name}" in traces["mounts"]
+        }
         assert {name for name in mounted_names if name.startswith("/sandboxes/")} == instance_datasets, when
         volume_datasets = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
         assert {name for name in mounted_names if name.startswith("/volumes/")} == volume_datasets, when
         expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
         expected_mounts = {
-            (f"{self.mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
+            (f"{self.get_mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running_sandboxes
             for mount in sandbox.mounts
         }
-        mounts = self.volume_mounts(config)
+        mounts = self.list_volume_mounts(config)
         assert mounts == expected_mounts, (when, mounts, expected_mounts)
         for kind in ("jails", "epairs", "anchors", "identities"):
             assert len(traces[kind]) == len(running_sandboxes), (when, kind, traces[kind])
         assert len(traces["limits"]) == 5 * len(running_sandboxes), (when, traces["limits"])
 
-    def writable_directory(self, config: Config) -> Path:
-        return self.mount_point(config)
+    def get_writable_directory(self, config: Config) -> Path:
+        return self.get_mount_point(config)
 
-    def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
+    def list_volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
         """Return ``(path, volume id, whether read-only)`` for each volume that is mounted in a jail."""
         rows = json.loads(run_shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
-        volume_prefix = f"{self.mount_point(config)}/volumes/"
+        volume_prefix = f"{self.get_mount_point(config)}/volumes/"
         return {
             (row["node"], row["special"].removeprefix(volume_prefix).partition(".")[0], "read-only" in row["opts"])
             for row in rows
@@ -290,7 +292,7 @@ class JailZfsWorld:
 
     def cut_power(self, config: Config) -> None:
         prefix = config.network.prefix
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         for name in traces["jails"]:
             run_shim("pkill", "-KILL", "-j", name, check=False)
             run_shim("jail", "-R", name, check=False)
@@ -300,8 +302,8 @@ class JailZfsWorld:
             run_shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
         for name in traces["anchors"]:
             run_shim("pfctl", "-q", "-a", name, "-F", "all")
-        dataset_mounts = {f"{self.mount_point(config)}{name}" for name in traces["datasets"]}
-        for node in sorted(self.traces(config)["mounts"], reverse=True):
+        dataset_mounts = {f"{self.get_mount_point(config)}{name}" for name in traces["datasets"]}
+        for node in sorted(self.read_traces(config)["mounts"], reverse=True):
             if node not in dataset_mounts and not node.endswith("/dev/pts"):
                 run_shim("umount", "-f", node)
         for name in traces["datasets"]:

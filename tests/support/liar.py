@@ -68,7 +68,7 @@ class FakeGateway:
         }
 
     @contextlib.contextmanager
-    def serve(self) -> Iterator[FakeGateway]:
+    def running(self) -> Iterator[FakeGateway]:
         """Run the HTTP server on a free loopback port, and set ``url`` to its address."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"gateway": self}))
         server.daemon_threads = True

@@ -90,7 +90,7 @@ class Live:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
         wait_until(lambda: self.engine.prewarm.total().ready == 0)
 
-    def sandbox(self, ref: str) -> Sandbox:
+    def get_sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)
 
     def close(self) -> None:
@@ -113,8 +113,8 @@ def engines(world: World) -> Iterator[Callable[..., Live]]:
     opened_engines: list[Live] = []
 
     def make_live(config: Config | None = None, **sections: Any) -> Live:
-        config = config or world.config(**sections)
-        opened_engines.append(Live(world.host(config), config))
+        config = config or world.make_config(**sections)
+        opened_engines.append(Live(world.make_host(config), config))
         return opened_engines[-1]
 
     yield make_live
@@ -124,7 +124,7 @@ def engines(world: World) -> Iterator[Callable[..., Live]]:
             live.close()
     for live in latest_by_root.values():
         if live.is_closed:
-            live = Live(world.host(live.config), live.config)
+            live = Live(world.make_host(live.config), live.config)
         live.remove_all()
         live.close()
         world.clean_up(live.config)

@@ -60,15 +60,15 @@ class World(Protocol):
     halt_command: str
     """A command that stops the machine from inside."""
 
-    def config(self, **sections: Any) -> Config:
+    def make_config(self, **sections: Any) -> Config:
         """Return a configuration with its own state root, which already contains the template TEMPLATE."""
 
-    def host(self, config: Config) -> Host: ...
+    def make_host(self, config: Config) -> Host: ...
 
-    def environment(self) -> dict[str, str]:
+    def get_environment(self) -> dict[str, str]:
         """Return the variables that a gateway process needs on this host."""
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
         """Return the objects on the machine that belong to the gateway of ``config``, by kind (files, processes, …)."""
 
     def read_properties(self, config: Config) -> list[str]:
@@ -86,7 +86,7 @@ class World(Protocol):
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make the next captures fail ("forced") after the first volume has been captured, but before the second."""
 
-    def writable_directory(self, config: Config) -> Path:
+    def get_writable_directory(self, config: Config) -> Path:
         """Return the directory in which the gateway of ``config`` may write and mount file systems."""
 
     def cut_power(self, config: Config) -> None:
@@ -113,7 +113,7 @@ class KvmXfsWorld:
         self._seed_root = xfs / "engine-seed"
         self._seed_root.mkdir(mode=0o711)
         templates.copy_cached_template(self._seed_root, TEMPLATE)
-        live = Live(self.host(seed_config := self._config(self._seed_root, {})), seed_config)
+        live = Live(self.make_host(seed_config := self._make_config(self._seed_root, {})), seed_config)
         try:
             build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
             lines = live.do(_collect_lines(build.follow()), timeout=900)
@@ -123,7 +123,7 @@ class KvmXfsWorld:
             live.close()
             asyncio.run(SlotPool(seed_config.network).destroy())
 
-    def config(self, **sections: Any) -> Config:
+    def make_config(self, **sections: Any) -> Config:
         root = self._xfs / f"engine-{next(_config_numbers)}"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
@@ -131,9 +131,9 @@ class KvmXfsWorld:
                 subprocess.run(
                     ["cp", "-a", "--reflink=always", str(self._seed_root / name), str(root)], check=True, timeout=60
                 )
-        return self._config(root, sections)
+        return self._make_config(root, sections)
 
-    def _config(self, root: Path, sections: dict[str, Any]) -> Config:
+    def _make_config(self, root: Path, sections: dict[str, Any]) -> Config:
         defaults: dict[str, dict[str, Any]] = {
             "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": self._cache},
             "kvm_xfs": {"uid_base": 700_000},
@@ -145,10 +145,10 @@ class KvmXfsWorld:
         }
         return Config.model_validate(merged_sections | top_level_values)
 
-    def host(self, config: Config) -> KvmXfsHost:
+    def make_host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
 
-    def environment(self) -> dict[str, str]:
+    def get_environment(self) -> dict[str, str]:
         return {}
 
     def read_properties(self, config: Config) -> list[str]:
@@ -163,7 +163,7 @@ class KvmXfsWorld:
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         mounted_volumes = {mount.volume for sandbox in running_sandboxes for mount in sandbox.mounts}
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
         assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
         template_kinds = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
@@ -205,7 +205,7 @@ class KvmXfsWorld:
 
         monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_second)
 
-    def writable_directory(self, config: Config) -> Path:
+    def get_writable_directory(self, config: Config) -> Path:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
@@ -232,7 +232,7 @@ class KvmXfsWorld:
         manifest_path = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
         manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | fields))
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix = config.host.state_root, config.network.prefix
         servers = {
             process: names[0]

@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -34,7 +34,7 @@ class _Host(MemoryHost):
 def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             host.gate = Gate()
             update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
@@ -55,7 +55,7 @@ def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.gate = Gate()
             update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.errors import InUse, NoSpace
 from sandbox_gateway.records import OnTimeout, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ class _Host(MemoryHost):
 def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             ids_before = set(engine.index.snapshots)
             host.is_full = True
@@ -64,7 +64,7 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
 def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             ids_before = set(engine.index.snapshots)
             original_capture = host.capture
@@ -85,7 +85,7 @@ def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None
 def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a", timeout=0, on_timeout=OnTimeout.PAUSE)
             ids_before = set(engine.index.snapshots)
             host.is_full = True
@@ -103,7 +103,7 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error
     async def scenario() -> None:
         host = _Host()
         host.removal_error = error
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.refuses_removal = True
             await engine.snapshots.create("a", name="locked", expires_in=0)
@@ -121,7 +121,7 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error
 def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="locked")
             await engine.snapshots.create("a", name="child")

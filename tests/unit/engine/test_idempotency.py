@@ -12,7 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 
 async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
@@ -27,7 +27,7 @@ async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayErr
 def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
     async def scenario() -> None:
         host = MemoryHost()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.fork_seconds = 0.05
             results = await asyncio.gather(*(_run_operation(engine, verb) for _ in range(3)))

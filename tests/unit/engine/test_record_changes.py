@@ -11,7 +11,7 @@ from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -42,7 +42,7 @@ class _Host(MemoryHost):
 def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="head")
             host.removal_gate = Gate()
@@ -61,7 +61,7 @@ def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Pat
 def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
@@ -86,7 +86,7 @@ def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> No
 def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             gate = Gate()

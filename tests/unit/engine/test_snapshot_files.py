@@ -139,9 +139,9 @@ def test_any_changed_byte_is_detected() -> None:
 def test_random_bytes_are_refused_with_a_message(noise: bytes, start: int) -> None:
     if start == len(FILE) and not noise:
         return
-    with pytest.raises(GatewayError) as caught:
+    with pytest.raises(GatewayError) as error_info:
         decode(FILE[:start] + noise)
-    assert caught.value.kind in ("invalid", "unsupported") and len(caught.value.message) < 700
+    assert error_info.value.kind in ("invalid", "unsupported") and len(error_info.value.message) < 700
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,7 +12,7 @@ from sandbox_gateway.errors import NameTaken, NoSpace
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import build, create, open_engine, wait_until
+from tests.support.memory_engine import build, create, opened_engine, wait_until
 
 
 class _Host(MemoryHost):
@@ -28,7 +28,7 @@ class _Host(MemoryHost):
 
 def test_concurrent_aliases_of_one_template_are_all_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with open_engine(tmp_path, _Host()) as engine:
+        async with opened_engine(tmp_path, _Host()) as engine:
             await asyncio.gather(*(engine.templates.set_alias("t", name) for name in ("x", "y", "z")))
             (template,) = engine.templates.list()
             assert sorted(template.names) == ["t", "x", "y", "z"]
@@ -39,7 +39,7 @@ def test_concurrent_aliases_of_one_template_are_all_kept(tmp_path: Path) -> None
 
 def test_concurrent_requests_give_an_alias_to_only_one_template(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with open_engine(tmp_path, _Host()) as engine:
+        async with opened_engine(tmp_path, _Host()) as engine:
             await build(engine, "u", "curl")
             await build(engine, "v", "wget")
             await asyncio.gather(*(engine.templates.set_alias(name, "x") for name in ("t", "u", "v")))
@@ -51,7 +51,7 @@ def test_concurrent_requests_give_an_alias_to_only_one_template(tmp_path: Path) 
 @pytest.mark.parametrize("former_owner", ["", "u"])
 def test_a_sandbox_cannot_take_an_alias_that_is_being_assigned(tmp_path: Path, former_owner: str) -> None:
     async def scenario() -> None:
-        async with open_engine(tmp_path, _Host()) as engine:
+        async with opened_engine(tmp_path, _Host()) as engine:
             await build(engine, "u", "curl")
             if former_owner:
                 await engine.templates.set_alias("u", "x")
@@ -68,7 +68,7 @@ def test_a_sandbox_cannot_take_an_alias_that_is_being_assigned(tmp_path: Path, f
 def test_a_name_stays_with_its_template_if_the_move_fails(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await build(engine, "u", "curl")
             template_before = engine.templates.get("u")
             host.failure_count = 1
@@ -82,7 +82,7 @@ def test_a_name_stays_with_its_template_if_the_move_fails(tmp_path: Path) -> Non
 def test_concurrent_builds_with_one_name_leave_one_template(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host, limits={"builds": 4}) as engine:
+        async with opened_engine(tmp_path, host, limits={"builds": 4}) as engine:
             await asyncio.gather(*(build(engine, "u", package) for package in ("curl", "wget", "git")))
             assert sorted(name for template in engine.templates.list() for name in template.names) == ["t", "u"]
             assert len(engine.templates.list()) == 2
@@ -93,7 +93,7 @@ def test_concurrent_builds_with_one_name_leave_one_template(tmp_path: Path) -> N
 def test_a_build_that_cannot_be_named_leaves_no_template(tmp_path: Path) -> None:
     async def scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             host.build_seconds = 0.05
             template_build = await engine.templates.build("u", Recipe(packages=["curl"]))
             await engine.forks.fork("t", ForkSpec(names=["u"]))

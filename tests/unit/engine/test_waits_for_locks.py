@@ -10,12 +10,12 @@ import pytest
 from sandbox_gateway.errors import InUse, NotFound
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine, wait_until
+from tests.support.memory_engine import Gate, create, opened_engine, wait_until
 
 
 def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with open_engine(tmp_path) as engine:
+        async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             async with engine.sandboxes._locking.sandbox("a"):
@@ -41,7 +41,7 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
 
     async def scenario() -> None:
         host = Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox_before = await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
@@ -58,7 +58,7 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
 
 def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with open_engine(tmp_path) as engine:
+        async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "f", "s")

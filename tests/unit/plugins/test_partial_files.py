@@ -134,10 +134,10 @@ def test_a_full_disk_is_not_reported_as_an_error_of_the_gateway(
 
     with served(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(FILE) + FILE) as url:
         monkeypatch.setattr(os, "write", fail)
-        with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as caught:
+        with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as error_info:
             export(url, str(path))
         monkeypatch.undo()
-    assert getattr(caught.value, "kind", "invalid") == "invalid"
+    assert getattr(error_info.value, "kind", "invalid") == "invalid"
     assert [*path.parent.iterdir()] == []
 
 
