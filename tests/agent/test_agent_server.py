@@ -138,7 +138,7 @@ def test_threads_end_with_their_connections(agent, wait_until):
         return count_threads()
 
     initial_count = count_threads()
-    while (count := count_threads_after(0.5)) < initial_count:  # connections of earlier tests are still ending
+    while (count := count_threads_after(0.5)) < initial_count:  # connections of earlier tests may still be closing
         initial_count = count
     sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
     wait_until(lambda: count_threads() >= initial_count + 10)

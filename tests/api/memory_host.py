@@ -1,6 +1,6 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
+A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` supports `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
 the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available once
 the agent has mounted it, and only while the host grants the machine access to it.

@@ -34,7 +34,7 @@ def start_plan(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[st
     """A function that opens a plan session with a key, and returns a client whose requests belong to it."""
     with contextlib.ExitStack() as stack:
 
-        def open_plan(key: str | None) -> httpx.Client:
+        def open_session(key: str | None) -> httpx.Client:
             client, plan_client = (stack.enter_context(memory_gateway.client(key)) for _ in range(2))
             response = client.post("/plans", json={"run": run})
             assert response.status_code == 200, response.text
@@ -43,7 +43,7 @@ def start_plan(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[st
             plan_client.base_url = plan_client.base_url.copy_with(path=plan_path)
             return plan_client
 
-        yield open_plan
+        yield open_session
 
 
 @pytest.fixture
@@ -79,7 +79,9 @@ def test_later_requests_see_what_earlier_ones_planned(
     assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use"), refusal.text
     assert plan.delete("/sandboxes/b").status_code == 204
     assert {each["name"] for each in plan.get("/sandboxes").json()} == {"one", "a", "c"}
-    assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), "planned ids can be told from real ones"
+    assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), (
+        "planned ids can be distinguished from real ones"
+    )
     assert list_everything(api) == everything_before
     assert memory_gateway.host.fork_count == fork_count
     assert plan.post("/sandboxes/one/pause").is_success and plan.post("/sandboxes/a/pause").is_success

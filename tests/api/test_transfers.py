@@ -1,4 +1,4 @@
-"""Export and import of snapshots over HTTP: who may do it, what an import returns, and what a refused one leaves."""
+"""Export and import of snapshots over HTTP: permissions, the results of imports, and what a refused import leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that `sandboxctl plan` judges plan files like Ansible's plugins, and describes them in the same sentences."""
+"""Test that `sandboxctl plan` accepts the same plan files as Ansible's plugins, with the same error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sandboxctl snapshot export` and `import`: files are complete or not there, and only their owner can read them."""
+"""`sandboxctl snapshot export` and `import`: files are complete or absent, and only their owner can read them."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Awx:
         self.writes: list[tuple[str, str]] = []
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
-        # The objects of a new AWX, and a credential that was created by hand.
+        # The objects of a new installation of AWX, and a credential that was created by hand.
         self._store("organizations", {"name": "Default"})
         machine_credential_type = self._store(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}

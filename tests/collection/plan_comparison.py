@@ -26,7 +26,7 @@ _MEASURED_KEYS = (
     # How many forks are ready: the gateway starts them in the background, after the task.
     "ready",
 )
-# The host chooses them by its own state: an address from its pool, and names that contain ids.
+# The host chooses them depending on its own state: an address from its pool, and names that contain ids.
 _HOST_KEYS = ("address", "dataset", "zfssnapshot")
 UNKNOWN_KEYS = frozenset((*_TIME_KEYS, *_MEASURED_KEYS, *_HOST_KEYS))
 """The only keys that may have unknown values, apart from ids and `diverged`. In lower case, without underscores."""
@@ -60,7 +60,7 @@ class Counts:
 class PlanComparison:
     """The comparison of one play. All of its checks use the same mapping of planned to real ids, which is one to one.
 
-    ``opened_at``: when the plan session began, in the gateway's notation.
+    ``opened_at``: the time at which the plan session began, in the gateway's format.
     """
 
     def __init__(self, opened_at: str, result_counts: Counts, state_counts: Counts) -> None:

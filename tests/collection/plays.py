@@ -135,7 +135,7 @@ def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[Pla
 
 
 def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the options of a task, with ids instead of the names that have ids in the results of earlier tasks."""
+    """Return the options of a task, with ids instead of names if the results of earlier tasks contain the ids."""
     params = dict(params)
     if params.pop(_BY_ID, False):
         objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]

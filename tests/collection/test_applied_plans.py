@@ -287,7 +287,7 @@ def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_pat
             f"{checkout}/plays/site.yml", {"tasks": [{"ansible.builtin.import_tasks": "../tasks/cat.yml"}]}
         )
     for path in plan_target.scratch.rglob("*.yml"):
-        # ansible-core 2.16 does not know the places of tasks in JSON.
+        # ansible-core 2.16 does not record the line numbers of tasks in JSON files.
         path.write_text(f"---\n{path.read_text()}")
     environment = {
         "ANSIBLE_ROLES_PATH": str(plan_target.scratch / "shared"),

@@ -1,6 +1,6 @@
 """Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted, and run as planned.
 
-The playbooks run on one host or on two, which declare the same objects, all at once or one after the other (`serial`).
+The playbooks run on one host or on two, which declare the same objects, in parallel or one after the other (`serial`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_ansible_task(task: PlayTask) -> Task:
 
 
 def make_loop(task: PlayTask) -> Task:
-    """Return a task that does the same for each of its names, one after the other."""
+    """Return a task that loops over its list of names or, without such a list, runs twice."""
     kind, params = task
     key = next((key for key in ("name", "names", "sandbox") if isinstance(params.get(key), list)), None)
     if key is None:

@@ -138,7 +138,7 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
 def test_the_lookup_knows_the_failures_of_earlier_plays(
     target: Target, tmp_path: Path, core: str, strategy: str
 ) -> None:
-    """Each host of the first plays ends differently. The last play publishes the plan, and has none of these hosts."""
+    """Each host of the first plays ends differently. The last play publishes the plan, and runs on another host."""
 
     def run_only_on(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}

@@ -135,7 +135,7 @@ def test_without_a_winner_the_forks_remain(runner: Runner) -> None:
     assert runner.read_state() == state
     check_success(runner.run())
     assert runner.read_state()["sandboxes"] == {"shop": {"variant": "large"}}
-    # A later winner gets a fork of the sandbox as it is now.
+    # A winner that is chosen later is forked from the current state of the sandbox.
     check_success(runner.run(plan_winner="small"))
     assert runner.read_state()["sandboxes"] == {"shop": {"variant": "small"}}
 

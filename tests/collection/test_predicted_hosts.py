@@ -374,7 +374,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
 def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_in_the_meantime(
     gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the check of the connection plugin, the sandbox looks like one that a request would not resume."""
+    """To the connection plugin, it looks as if a request would not resume the sandbox."""
     original_shape = shapes.LifecycleShape
     monkeypatch.setattr(shapes, "LifecycleShape", lambda **fields: original_shape(**{**fields, "auto_resume": False}))
     create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})

@@ -168,7 +168,7 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
         }
         assert planned_verbs - {"prewarm"} == VERBS
         assert ("prewarm" in planned_verbs) is world.abilities.prewarm
-        # The same comparison sees what a run changes.
+        # The same comparison detects what a run changes.
         for result in target.play(
             make_task("sandbox", name="box", state="running"), make_task("sandbox_volume", name="data", size_mb=128)
         ):

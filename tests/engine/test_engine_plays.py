@@ -51,7 +51,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     @settings(
         max_examples=read_play_count(1, long_run_count=40),
         deadline=None,
-        phases=[Phase.generate],  # no attempts to find a shorter play, which would take hours
+        phases=[Phase.generate],  # do not shrink failing plays, which would take hours
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )

@@ -1,4 +1,4 @@
-"""Test that volumes are shared, limited in size, captured with sandboxes, cloned for forks, and protected in use."""
+"""Test that volumes are shared, limited in size, captured with sandboxes, cloned for forks, and protected if in use."""
 
 from __future__ import annotations
 
@@ -735,7 +735,7 @@ def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
 
     first_counts = read_counts()
     wait_until(
-        lambda: all(now > then for now, then in zip(read_counts(), first_counts, strict=True)),
+        lambda: all(count > first_count for count, first_count in zip(read_counts(), first_counts, strict=True)),
         VISIBILITY_TIMEOUT_SECONDS,
     )
 

@@ -1,4 +1,4 @@
-"""The command lines that the jail host issues, and the manual pages of FreeBSD 14 that allow them.
+"""The command lines that the jail host issues, and the manual pages of FreeBSD 14 that document them.
 
 While tests run jails, `checked` compares each command line with this list. docs/jail_zfs.md contains it as a table.
 """
@@ -19,10 +19,10 @@ from zfs_core import process
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A form of command lines, with words in capitals for what varies.
+    """A form of command lines, with placeholders in capitals.
 
     A word in brackets is optional, and `…` stands for more words like the last one. ``page`` and ``section`` say where
-    FreeBSD's manual describes the form. ``is_rare``: the form is only used after a failure or on a real FreeBSD.
+    FreeBSD's manual describes the form. ``is_rare``: the form is only used after a failure or on a real FreeBSD host.
     """
 
     form: str
@@ -194,7 +194,7 @@ def checked() -> Iterator[None]:
     with recorded() as recording:
         yield
     assert not recording.unknown, (
-        f"add these command lines to {__name__} with the manual page that allows them: {recording.unknown[:5]}"
+        f"add these command lines to {__name__} with the manual page that documents them: {recording.unknown[:5]}"
     )
 
 

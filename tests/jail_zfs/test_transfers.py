@@ -124,7 +124,7 @@ def read_stream(*arguments: str) -> bytes:
 
 @pytest.fixture
 def foreign_streams(live: Live) -> dict[str, bytes]:
-    """Streams that are not those of one whole snapshot, by the problem that an error must name."""
+    """Streams that do not contain exactly one complete snapshot, by the problem that the error must name."""
     dataset = f"{live.config.jail_zfs.dataset}/foreign"
     zfs_core.lzc_create(dataset)
     for name in ("a", "b"):

@@ -121,7 +121,7 @@ def test_large_images_are_refused_before_they_are_unpacked(tmp_path: Path) -> No
 def test_a_tree_that_outgrows_the_disk_despite_the_check_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if umoci read a layer unlike the checker. Each file is small enough for the limit of umoci's files."""
+    """Simulate that umoci reads a layer differently from the checker. Each file is within the limit for one file."""
     checker = tmp_path / "checker.py"
     checker.write_text("""print('{"problem": ""}')""")
     monkeypatch.setattr(layers.check_layers, "__file__", str(checker))
@@ -285,7 +285,7 @@ async def test_a_cancelled_copy_leaves_no_process(tmp_path: Path) -> None:
             if not list_processes(registry):
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError(f"skopeo still runs: {list_processes(registry)}")
+        raise AssertionError(f"skopeo is still running: {list_processes(registry)}")
 
 
 def list_processes(text: str) -> list[str]:

@@ -134,7 +134,7 @@ def digest(path: Path) -> str:
 
 
 def check_truncated_files(file: bytes) -> None:
-    """Check that a file that ends at any edge of a record, one byte beside it, or at a random place is incomplete."""
+    """Check that a file is incomplete if it is cut at the boundary of a record, a byte beside it, or anywhere else."""
     edges, position = [0, 21], 21
     while position < len(file):
         position += 5 + int.from_bytes(file[position + 1 : position + 5], "big")

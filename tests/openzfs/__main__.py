@@ -98,7 +98,7 @@ def get_results_directory() -> Path:
 def follow(
     read_line: Callable[[float], str | None], selected_steps: Sequence[Step], write: Callable[[str], object]
 ) -> dict[str, tuple[int | None, float]]:
-    """Report what the guest prints until it turns itself off. Returns the status and duration of each ended step.
+    """Report what the guest prints until it turns itself off. Returns the status and duration of each finished step.
 
     ``read_line`` takes a deadline, and returns None at the end of the output. It raises TimeoutError.
     """
@@ -121,7 +121,7 @@ def follow(
 
 
 class Console:
-    """A running guest. The context ends it."""
+    """A context manager that starts a guest, and kills it at the end."""
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
         self._argv = argv
@@ -186,7 +186,7 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
     compile_command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", str(repository)]
     compile_command += ["-p", str(session.REPOSITORY), str(repository / "gateway"), str(repository / "tests")]
     subprocess.run(compile_command, timeout=300, check=True)
-    # The guest has no network, and would take long to build the root file system of the jails.
+    # The guest has no network, and would take a long time to build the root file system of the jails.
     tarball = jail_world.get_debian_tarball()
     shutil.copy(tarball, cache)
     job = {

@@ -145,7 +145,7 @@ def _build_command(tree: Path, sources_file: Path) -> list[str]:
         f'--customize-hook=install -m 755 {FILES}/init "$1"/usr/local/sbin/openzfs-init',
         '--customize-hook=mkdir -p "$1"/job',
         f"--customize-hook={in_tree} sh -c 'modinfo -F version -k \"$(ls /lib/modules)\" zfs'",
-        # Compilers and sources are no longer needed: they are three quarters of the image.
+        # Compilers and sources are no longer needed: they make up three quarters of the image.
         f"--customize-hook={in_tree} sh -c 'rm -rf /usr/src/* /var/lib/dkms /usr/lib/gcc*'",
         *("--", SUITE, str(tree), str(sources_file)),
     ]

@@ -76,7 +76,7 @@ def select(names: list[str]) -> list[Step]:
 
 
 def count_results(file: Path) -> dict[str, int]:
-    """Return the number of tests with each outcome. {}: the file is missing, because the step ended before."""
+    """Return the number of tests with each outcome. {}: the file is missing, because the step ended too early."""
     if not file.is_file():
         return {}
     return _count_junit(file) if file.suffix == ".xml" else _count_json(file)

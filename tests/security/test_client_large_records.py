@@ -116,7 +116,7 @@ def test_memory_for_all_plan_sessions_is_limited(
             for _ in range(3):
                 _, refusal = fill_next(key)
         check_busy(refusal, "the plan sessions of this gateway")
-        # A session that is idle ends if another one needs its place.
+        # An idle session ends if a new one needs its share of the limit.
         monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
         with opened_plan(memory_gateway, ADMIN_KEY) as plan:
             check_over_quota(fill_session(plan, *growth), "split the play")

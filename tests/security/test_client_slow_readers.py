@@ -259,7 +259,7 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
         with memory_gateway.client(READ_KEY) as client:
             assert client.get("/volumes").status_code == 200
         assert len(api.get("/sandboxes").content) > RESPONSE_BYTES
-        # A client that reads its response receives all of it, and then a next one.
+        # A client that reads its response receives all of it, and then the next one.
         for connection in [unread[0]] * 2:
             status, entries = read_response(connection)
             assert status == 200 and len(json.dumps(entries)) > RESPONSE_BYTES

@@ -1,4 +1,4 @@
-"""A client that stalls an export or an import does not hold a place in `limits.transfers` forever."""
+"""A client that stalls an export or an import does not count towards `limits.transfers` forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 STALLED_SECONDS = 0.2
 SIZE = 4 << 20
-"""A sufficient client needs longer than one period for this much."""
+"""A client that is fast enough takes longer than one period for this many bytes."""
 
 
 class FakeExport:
@@ -33,7 +33,7 @@ class FakeExport:
 
 
 async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
-    """Send an export to a client that takes this long for each piece. Return it and the bytes that were sent."""
+    """Send an export to a client that takes ``seconds_per_piece``. Return it and the number of bytes sent."""
     export, sent_bytes = FakeExport(), 0
 
     async def send(message: Message) -> None:

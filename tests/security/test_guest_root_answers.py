@@ -312,7 +312,7 @@ def _check_printable(text: str) -> None:
 def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. Each response almost reaches its size limit, and then stalls."""
+    """Eight commands run simultaneously. Each response almost reaches its size limit, and then stalls."""
     response_bytes = guest_json.MAX_BYTES - 1000
     incomplete_response = (
         RESPONSE_HEAD

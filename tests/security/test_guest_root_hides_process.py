@@ -1,7 +1,7 @@
 """Root in a sandbox has taken over QEMU or a volume server, and hides the process from the next gateway.
 
-The process can do without privileges everything that these tests do to it: it can write to its own memory, close its
-files and end its main thread.
+Everything that these tests do to the process, it can also do itself without privileges: write to its own memory, close
+its files and end its main thread.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def pw_calls(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 async def test_a_link_at_the_accounts_of_a_jail_does_not_add_a_user_to_the_host(
     root: Path, pw_calls: list[Sequence[str]], name: str
 ) -> None:
-    """pw follows links as on the host. This one leads to the same file in the tree, so that both can read it."""
+    """pw resolves links as on the host, not inside the tree. This relative link has the same target either way."""
     for file in ("master.passwd", "group"):
         (root / "etc" / file).write_text("root:x:0:\n")
     path, target = root / name, root / "target"

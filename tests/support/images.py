@@ -147,7 +147,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
-        except urllib.error.HTTPError:  # It asks for a password.
+        except urllib.error.HTTPError:  # The registry asks for a password.
             return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:

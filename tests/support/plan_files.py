@@ -1,4 +1,4 @@
-"""Plan files, valid and invalid, that all readers must judge alike and describe in the same sentence."""
+"""Valid and invalid plan files, which all readers must accept or refuse alike, with the same message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sign(document: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """``sentence``: why the file cannot be applied, in which PLAN stands for the file; "" if it can be applied."""
+    """``sentence``: why the file cannot be applied, with PLAN in place of the file; "" if it can be applied."""
 
     name: str
     content: Callable[[], bytes]

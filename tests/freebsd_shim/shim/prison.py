@@ -168,7 +168,7 @@ def load_state() -> dict:  # type: ignore[type-arg]
 
 
 def compute_end_of_dying() -> str:
-    """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed at once."""
+    """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed immediately."""
     duration = base.read_knob("dying")
     return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 

@@ -67,7 +67,7 @@ async def import_copy(engine: Engine) -> None:
         await export.close()
 
 
-# In the order of their execution. Each entry names the method, and the operation and memory mode under which it counts.
+# In the order of execution. Each entry names the method, and the operation and memory mode under which it is counted.
 _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Forks.create", "sandbox.create", "incremental", lambda e: create(e, "a")),
     ("Sandboxes.update", "sandbox.update", "", lambda e: e.sandboxes.update("a", metadata={"k": "v"})),

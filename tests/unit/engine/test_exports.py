@@ -1,4 +1,4 @@
-"""Exports read and compress several chunks at once."""
+"""Exports read and compress several chunks concurrently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot file is read completely or refused with a clear sentence, whatever its bytes are."""
+"""A snapshot file is read completely or refused with a clear message, whatever bytes it contains."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CHUNKS = [
 
 
 def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> tuple[bytes, list[int]]:
-    """Return a file, and the offsets of the edges of its records."""
+    """Return a file, and the offsets of the boundaries of its records."""
     encoder = Encoder(SIGNER)
     records = [
         encoder.head(make_manifest(**changes)),
@@ -146,11 +146,11 @@ def test_random_bytes_are_refused_with_a_message(noise: bytes, start: int) -> No
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(CHUNKS)), st.integers(0, len(CHUNKS)))
-def test_missing_duplicate_and_moved_records_are_refused(one: int, other: int) -> None:
+def test_missing_duplicate_and_moved_records_are_refused(first: int, second: int) -> None:
     records = [FILE[start:end] for start, end in pairwise(EDGES)]
     moved = [*records]
-    moved[one], moved[other] = moved[other], moved[one]
-    for changed in ([*records[:one], *records[one + 1 :]], [*records[: one + 1], *records[one:]], moved):
+    moved[first], moved[second] = moved[second], moved[first]
+    for changed in ([*records[:first], *records[first + 1 :]], [*records[: first + 1], *records[first:]], moved):
         if changed != records:
             with pytest.raises(Invalid):
                 decode(b"".join(changed))
@@ -172,7 +172,7 @@ def test_a_file_of_another_format_is_refused_immediately() -> None:
         decode(b"PK\x03\x04")
 
 
-# -- files by a signer with bad intentions: the signature is valid, the contents are not -------------------------------
+# -- files from a malicious signer: the signature is valid, but the contents are not ----------------------------------
 
 
 def sign(records: list[bytes]) -> bytes:
@@ -258,7 +258,7 @@ def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
 def test_chunks_that_take_more_disk_than_announced_are_refused(
     chunk: tuple[int, int, bytes],
 ) -> None:
-    """One byte in every second block takes the blocks: a file that announces 10 MB would write 40 GB."""
+    """A single byte occupies a whole block, so a file that announces 10 MB could occupy 40 GB."""
     with pytest.raises(Invalid, match="does not consist of whole blocks"):
         decode(make_file([chunk])[0])
 

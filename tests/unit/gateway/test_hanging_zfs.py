@@ -1,4 +1,4 @@
-"""Commands of ZFS that never return: they end within their bound, are reported, and block no other work."""
+"""Commands of ZFS that never return: they end at their timeout, are reported, and block no other work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ echo "$last"
 
 @pytest.fixture
 def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the bound of commands."""
+    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the timeout."""
     program = tmp_path / "bin/zfs"
     program.parent.mkdir()
     program.write_text(_HANGING_ZFS)

@@ -37,7 +37,7 @@ IMAGE = parse_image_reference("docker://registry.example/app:1")
 def check(
     tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100, is_gzip: bool | None = None
 ) -> str:
-    """``is_gzip``: as the media types say; by default, as the layers are."""
+    """Check layers. ``is_gzip``: whether the media types say so; by default, they match the layers."""
     paths = [tmp_path / str(number) for number in range(len(layers))]
     for path, data in zip(paths, layers, strict=True):
         path.write_bytes(data)
@@ -190,7 +190,7 @@ HIDING_PLACES = {
 
 @pytest.mark.parametrize("place", HIDING_PLACES)
 def test_an_entry_that_only_another_program_reads_is_refused(tmp_path: Path, place: str) -> None:
-    """umoci is written in Go, whose archive/tar understands some headers unlike Python's tarfile."""
+    """umoci is written in Go, whose archive/tar interprets some headers differently from Python's tarfile."""
     whole = make_layer(make_entry("good"))[:512] + HIDING_PLACES[place]
     assert check(tmp_path, whole + END).startswith("layer 1 of 1 ")
     hostile = gzip.compress(whole)
@@ -214,7 +214,7 @@ def test_headers_of_common_programs_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_path: Path) -> None:
-    """umoci decides by the media type. A file can be a compressed layer and another, uncompressed layer."""
+    """umoci relies on the media type. A file can be valid both as a compressed and as an uncompressed layer."""
     problem = "layer 1 of 1 is not compressed as its media type says"
     assert check(tmp_path, gzip.compress(make_layer(make_entry("a"))), is_gzip=False).startswith(problem)
     assert check(tmp_path, make_layer(make_entry("a")), is_gzip=True).startswith(problem)
@@ -223,7 +223,7 @@ def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_pa
 async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program stands for an umoci that reads a layer unlike the checker. It writes many small files, or zeros."""
+    """The program simulates an umoci that reads a layer differently. It writes many small files, or zeros."""
     monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
     for number, loop in enumerate(("> $((i++))", "head -c 100000 /dev/zero >> zeros")):
         tree = tmp_path / str(number) / "tree"
@@ -233,7 +233,7 @@ async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
         with pytest.raises(Invalid, match="unpacks to more than fits on the template's disk of 1 MiB"):
             await run_measured(program, lambda tree=tree: check_tree_size(tree, 1))
         sizes = [await measuring.measure_file_sizes(tree) + await measuring.count_inodes(tree) for _ in range(2)]
-        assert sizes[0] == sizes[1], "the program still runs"
+        assert sizes[0] == sizes[1], "the program is still running"
 
 
 def test_a_jail_host_refuses_images() -> None:
@@ -251,7 +251,7 @@ def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -
 
 @pytest.fixture
 def skopeo_output(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The output of skopeo, which asks no registry."""
+    """The output of skopeo, which contacts no registry."""
     output = [b""]
 
     async def run_skopeo(*args: Any) -> bytes:

@@ -59,7 +59,7 @@ def export(request: pytest.FixtureRequest) -> Export:
 
 @contextlib.contextmanager
 def served(response: bytes) -> Iterator[str]:
-    """Answer one request with these bytes, and yield the URL."""
+    """Answer one request with ``response``, and yield the URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -114,7 +114,7 @@ def test_a_planted_partial_file_neither_receives_secrets_nor_damages_others(
 
 
 def test_a_file_that_a_proxy_truncates_does_not_get_its_final_name(path: Path, export: Export) -> None:
-    """With HTTP/1.0, the end of the connection is that of the response."""
+    """With HTTP/1.0, a response ends when its connection is closed."""
     with (
         served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE[:-1]) as url,
         pytest.raises(FAILURES, match=r"was lost before all of .* had arrived"),

@@ -1,4 +1,4 @@
-"""Test how a plan looks as a table."""
+"""Test how a plan is formatted as a table."""
 
 from __future__ import annotations
 

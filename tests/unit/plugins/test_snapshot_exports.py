@@ -28,7 +28,7 @@ def write(path: Path, contents: bytes, mode: int = 0o600) -> None:
 
 
 def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
-    """Plan to export the snapshot in FILE, which has this ``memory``."""
+    """Return the planned actions to export the snapshot in FILE, whose memory mode is ``memory``, to ``path``."""
     snapshot: dict[str, Any] = {
         "id": "0123456789ab",
         "name": "golden",
@@ -41,9 +41,9 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    want = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
-    have = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
-    plan = _snapshot.plan(want, have)
+    desired = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    current = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
+    plan = _snapshot.plan(desired, current)
     assert not plan.failures
     return tuple(plan.actions)
 

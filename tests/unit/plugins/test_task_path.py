@@ -15,7 +15,7 @@ ROLE_FILE = "tasks/main.yml"
 
 @pytest.fixture
 def shared_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory outside of the checkouts, with the roles path and a collection."""
+    """A directory outside the checkouts, with the roles path and a collection."""
     for name in ("roles/mk", "vendor/mk", "vendor/other", "linked"):
         (tmp_path / "shared" / name / "tasks").mkdir(parents=True)
     (tmp_path / "shared" / "roles" / "alias").symlink_to(tmp_path / "shared" / "linked")
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path, shared_directory: Path, request: pytest.FixtureRequ
 
 
 def name_role_file(checkout: Path, role: Path, name: str = "") -> str:
-    """Return the name of a role's file. Ansible gives paths of roles without links."""
+    """Return the name of a role's file. Ansible resolves the links in the paths of roles."""
     role_path = role.resolve()
     return portable_path(
         str(role_path / ROLE_FILE), [str(checkout / "plays/site.yml")], name or role.name, str(role_path)
