@@ -169,11 +169,11 @@ def test_a_request_to_a_closed_port_fails(api: httpx.Client, sandbox: dict[str, 
 
 
 def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    def chunks() -> Iterator[bytes]:
+    def generate_chunks() -> Iterator[bytes]:
         for _ in range(80):
             yield b"x" * 100_000
 
-    echoed_request = api.post("/echo", content=chunks(), headers=make_port_headers(sandbox)).json()
+    echoed_request = api.post("/echo", content=generate_chunks(), headers=make_port_headers(sandbox)).json()
     assert echoed_request["length"] == 8_000_000 and echoed_request["headers"]["transfer-encoding"] == "chunked"
 
 

@@ -1,4 +1,4 @@
-"""Export and import of snapshots over HTTP: permissions, results of imports, and what a refused import leaves behind."""
+"""Export and import of snapshots over HTTP: permissions, results, and what a refused import leaves behind."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
 from tests.support.waiting import wait_until
 from tests.unit.plugins import test_plans
-from tests.unit.plugins.test_plans import SANDBOXES, attachments, task_options, volumes
+from tests.unit.plugins.test_plans import SANDBOXES, attachments, make_mount_lists, task_options
 
 PLAYS_VARIABLE = "GROVE_PLAYS"
 """The environment variable for the number of generated plays; see ``read_play_count``."""
@@ -41,7 +41,7 @@ _likely_options = {
             "state": st.sampled_from(["present", "running", "paused", "absent"]),
             "metadata": st.none() | st.just({"k": "1"}),
             "timeout": st.sampled_from([None, 3600]),
-            "volumes": volumes(),
+            "volumes": make_mount_lists(),
             "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}]),
             "disk_mb": st.sampled_from([None, None, None, 4096]),
         }

@@ -120,7 +120,7 @@ def test_generated_playbooks_run_as_planned(
             assert len(predicted) == len(actual), target.output
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
                 comparison.check_result(prediction, result, f"result {number}")
-                outcomes[describe(result)] += 1
+                outcomes[describe_result(result)] += 1
             for run in client.get("/applied-runs"):  # none if the run had nothing to apply
                 client.run_id = run["runID"]
             comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
@@ -151,5 +151,5 @@ def find_session(url: str) -> Client:
     return client
 
 
-def describe(result: Result) -> str:
+def describe_result(result: Result) -> str:
     return "failed" if result.get("failed") else "changed" if result["changed"] else "ok"

@@ -160,7 +160,7 @@ def fail_on_nth_fork(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> N
     original_fork = live.engine.host.fork
     call_count = 0
 
-    async def failing_fork(*args: Any, **kwargs: Any) -> None:
+    async def fail_on_nth_call(*args: Any, **kwargs: Any) -> None:
         nonlocal call_count
         call_count += 1
         call_number = call_count
@@ -168,7 +168,7 @@ def fail_on_nth_fork(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> N
         if call_number == nth:
             raise BackendFailed("forced")
 
-    monkeypatch.setattr(live.engine.host, "fork", failing_fork)
+    monkeypatch.setattr(live.engine.host, "fork", fail_on_nth_call)
 
 
 def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(

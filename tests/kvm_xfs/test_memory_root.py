@@ -64,7 +64,7 @@ def capture_source(live: Live, name: str) -> Snapshot:
     return live.do(live.engine.snapshots.create("source", name=name))
 
 
-def image_path_of(live: Live, snapshot: Snapshot) -> Path:
+def get_image_path(live: Live, snapshot: Snapshot) -> Path:
     return Path(live.engine.snapshots.files_of(snapshot.id)["memory"])
 
 
@@ -84,7 +84,7 @@ def test_a_captured_image_in_the_root_equals_the_memory(
     for number in range(3):
         live.shell("source", f"head -c 3000000 /dev/urandom >/dev/shm/more-{number}")
         snapshot = capture_source(live, f"s{number}")
-        image = image_path_of(live, snapshot)
+        image = get_image_path(live, snapshot)
         assert image.is_relative_to(root.mount_point)
         assert recorder.find_differing_pages(image) == []
         assert "degraded" not in snapshot.host
@@ -190,16 +190,16 @@ def test_snapshots_and_machines_survive_changes_of_the_memory_root(
     live = reopen(make_live, live, memory_root=None)
     new_snapshot = capture_source(live, "new")
     fork_snapshot = live.do(live.engine.snapshots.create("fork", name="of-fork"))
-    assert image_path_of(live, old_snapshot).is_relative_to(root.mount_point)
+    assert get_image_path(live, old_snapshot).is_relative_to(root.mount_point)
     for snapshot in (new_snapshot, fork_snapshot):
-        assert image_path_of(live, snapshot).is_relative_to(live.config.host.state_root)
+        assert get_image_path(live, snapshot).is_relative_to(live.config.host.state_root)
     for name in ("old", "new", "of-fork"):
         fork = live.do(live.engine.forks.create(name, ForkSpec()))
         assert read_digest(live, fork.id) == digest
         live.do(live.engine.sandboxes.delete(fork.id))
     live = reopen(make_live, live, memory_root=root.mount_point)
     last_snapshot = capture_source(live, "back")
-    assert image_path_of(live, last_snapshot).is_relative_to(root.mount_point)
+    assert get_image_path(live, last_snapshot).is_relative_to(root.mount_point)
     fork = live.do(live.engine.forks.create("back", ForkSpec()))
     assert read_digest(live, fork.id) == digest
 
@@ -243,7 +243,7 @@ def test_a_capture_after_a_new_boot_does_not_use_images_of_the_previous_run(
     live.do(live.engine.sandboxes.resume("source"))
     recorder = MemoryRecorder(monkeypatch)
     snapshot = capture_source(live, "after")
-    assert recorder.find_differing_pages(image_path_of(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_image_path(live, snapshot)) == []
 
 
 def test_a_capture_to_a_full_root_fails_and_leaves_no_image(root: LoopXfs, make_live: MakeLive) -> None:

@@ -53,7 +53,7 @@ def start_import(store: Snapshots, snapshot: Snapshot) -> transfer.SnapshotFileT
     return target
 
 
-def new_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
+def make_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
     return Snapshot(memory=memory, resources=Resources(memory_mb=64))
 
 
@@ -66,7 +66,7 @@ async def test_an_import_is_sparse_and_exists_only_after_its_commit(
     monkeypatch.setattr(
         commit_protocol, "sync_files", lambda paths: [synced_paths.extend(p.name for p in paths), sync_files(paths)]
     )
-    snapshot = new_snapshot()
+    snapshot = make_snapshot()
     target = start_import(store, snapshot)
     assert store.scan([]) == []
     await target.commit()
@@ -88,7 +88,7 @@ async def test_an_import_is_sparse_and_exists_only_after_its_commit(
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_memory_root", [False, True])
 async def test_a_discarded_import_leaves_nothing_behind(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
-    snapshot = new_snapshot()
+    snapshot = make_snapshot()
     if in_memory_root:
         directory = MemoryDirectory(tmp_path / "root", "gateway")
         directory.snapshots.mkdir(parents=True)
@@ -102,7 +102,7 @@ async def test_a_discarded_import_leaves_nothing_behind(store: Snapshots, tmp_pa
 
 @pytest.mark.anyio
 async def test_without_memory_no_memory_file_is_created(store: Snapshots) -> None:
-    snapshot = new_snapshot(MemoryMode.NONE)
+    snapshot = make_snapshot(MemoryMode.NONE)
     await start_import(store, snapshot).commit()
     files = store.files(snapshot)
     assert not files.memory.exists() and not files.device_state.exists()
@@ -128,7 +128,7 @@ def test_memory_requires_the_same_platform_and_cpu(tmp_path: Path, monkeypatch: 
     assert "cpu model" in transfer.find_platform_problem(host, host)
 
 
-def digest(path: Path) -> str:
+def compute_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -173,7 +173,7 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     file = response.content
     directory = one.state_root / "snapshots" / original["snapshotID"]
     names = ("rootfs.img", "memory.img", "device.state", "kernel", "initrd")
-    digests = [digest(directory / name) for name in names]
+    digests = [compute_digest(directory / name) for name in names]
     one.call("DELETE", "/sandboxes/source")
     one.call("DELETE", "/snapshots/taken")
     assert not directory.exists()
@@ -182,7 +182,7 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     imported = response.json()
     assert (imported["memory"], imported["imported"]["omittedMemory"]) == ("full", "")
     directory = one.state_root / "snapshots" / imported["snapshotID"]
-    assert [digest(directory / name) for name in names] == digests
+    assert [compute_digest(directory / name) for name in names] == digests
     assert (directory / "memory.img").stat().st_blocks * 512 < 256 * MIB
     one.restart()
     one.call("POST", "/snapshots/taken/fork", {"name": "fork"})

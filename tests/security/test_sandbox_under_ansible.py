@@ -562,5 +562,5 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
             core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
         )
     assert "ok=1" in output, output
-    assert fake_gateway.received_keys() == {key}, "the gateway did not receive the key"
+    assert fake_gateway.list_received_keys() == {key}, "the gateway did not receive the key"
     assert fake_gateway.bodies and not any(key.encode() in body for body in fake_gateway.bodies)

@@ -59,7 +59,7 @@ class FakeGateway:
         self.sent_bytes: dict[str, int] = {}
         self.url = ""
 
-    def received_keys(self) -> set[str]:
+    def list_received_keys(self) -> set[str]:
         """Return all API keys that the requests contained."""
         authorizations = [headers.get("Authorization", "").partition(" ") for headers in self.request_headers]
         # The other scheme, Basic, contains the name of the user who runs a command.

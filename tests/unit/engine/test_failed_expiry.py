@@ -45,7 +45,7 @@ class _Host(MemoryHost):
 
 
 def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -58,11 +58,11 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
             await engine.sandboxes.pause("a")
             await engine.sandboxes.resume("a")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
@@ -79,11 +79,11 @@ def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None
                 await engine.sandboxes.pause("a")
             assert set(engine.index.snapshots) == ids_before
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a", timeout=0, on_timeout=OnTimeout.PAUSE)
@@ -95,12 +95,12 @@ def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> Non
             host.is_full = False
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("error", [InUse("it is locked"), RuntimeError("a bug")])
 def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error: Exception) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         host.removal_error = error
         async with opened_engine(tmp_path, host) as engine:
@@ -115,11 +115,11 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error
             host.refuses_removal = False
             await wait_until(lambda: not engine.snapshots.list())
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -140,7 +140,7 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
             await wait_until(lambda: len(engine.index.snapshots) == 2)
             await wait_until(lambda: engine.sandboxes._collector._backoff.list_due() == [])
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_each_failure_doubles_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:

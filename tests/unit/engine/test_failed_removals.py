@@ -35,7 +35,7 @@ class _Host(MemoryHost):
 
 @pytest.mark.parametrize("error", [BackendFailed, NoSpace])
 def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         host.failing_names = {"three"} if error is BackendFailed else set()
         async with opened_engine(tmp_path, host) as engine:
@@ -44,11 +44,11 @@ def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Pat
             assert engine.sandboxes.list() == [] and len(host.machines) == 1
             assert "two" not in {sandbox.name for sandbox in host.saved.values()}
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = MemoryHost()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -65,4 +65,4 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
             with pytest.raises(NoSpace):
                 await engine.sandboxes.rollback("a", "s")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

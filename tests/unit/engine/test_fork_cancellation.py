@@ -48,7 +48,7 @@ async def _cancel_during_commit(engine: Engine, host: _Host, task: asyncio.Task[
 
 
 def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
@@ -60,11 +60,11 @@ def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
                 (mount,) = engine.sandboxes.get(name).mounts
                 assert mount.volume in engine.index.volumes and mount.volume in host.volumes
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             source = await create(engine, "a")
@@ -76,11 +76,11 @@ def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
                 "the head differs from that after a completed clone"
             )
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             host.fork_seconds = 60
@@ -99,4 +99,4 @@ def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -
             host.fork_seconds = 0
             await create(engine, "c")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

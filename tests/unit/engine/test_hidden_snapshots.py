@@ -28,7 +28,7 @@ class _Host(MemoryHost):
 
 
 def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -44,12 +44,12 @@ def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_remov
             await sandbox_deletion_task
             assert [each.id for each in engine.index.snapshots.values() if each.doomed] == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("verb", ["fork", "rollback"])
 def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path, verb: str) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -63,11 +63,11 @@ def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path,
                 await task
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_hidden_snapshot_is_removed_with_the_last_volume_created_from_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         async with opened_engine(tmp_path, _Host()) as engine:
             await engine.volumes.create("v", 64)
             await create(engine, "a", mounts=[MountSpec("v", "/data")])
@@ -77,4 +77,4 @@ def test_a_hidden_snapshot_is_removed_with_the_last_volume_created_from_it(tmp_p
             await engine.volumes.delete("w")
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -25,7 +25,7 @@ async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayErr
 
 @pytest.mark.parametrize("verb", ["create", "fork", "clone"])
 def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = MemoryHost()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -39,4 +39,4 @@ def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> N
                 await engine.sandboxes.delete("c")
                 assert await _run_operation(engine, verb) == [engine.sandboxes.get("b")]
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -30,7 +30,7 @@ class _Host(MemoryHost):
 
 
 def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
@@ -46,11 +46,11 @@ def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> N
             snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
             assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -62,4 +62,4 @@ def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_p
                 assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
             assert engine.sandboxes.list() == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -40,7 +40,7 @@ class _Host(MemoryHost):
 
 
 def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -55,11 +55,11 @@ def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Pat
             assert engine.sandboxes.list() == [] and host.saved == {}
             assert engine.snapshots.list() == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
@@ -80,11 +80,11 @@ def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> No
                 await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
             assert host.saved == {} and snapshot.id not in host.stored_ids
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -106,4 +106,4 @@ def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
             await asyncio.gather(save_task, removal_task)
             assert snapshot.id not in host.stored_ids
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

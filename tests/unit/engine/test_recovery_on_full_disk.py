@@ -42,7 +42,7 @@ class _Host(MemoryHost):
 
 
 def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
         orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
         host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
@@ -58,11 +58,11 @@ def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> N
         finally:
             await engine.close()
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
@@ -73,4 +73,4 @@ def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path
             host.is_full = False
             await engine.sandboxes.resume("a")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

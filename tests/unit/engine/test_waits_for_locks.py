@@ -14,7 +14,7 @@ from tests.support.memory_engine import Gate, create, opened_engine, wait_until
 
 
 def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
@@ -27,7 +27,7 @@ def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> 
             assert snapshot.id in engine.index.snapshots
             await engine.snapshots.delete("s")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
                 await self.removal_gate()
             await super().remove_snapshot(snapshot)
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = Host()
         async with opened_engine(tmp_path, host) as engine:
             sandbox_before = await create(engine, "a")
@@ -53,11 +53,11 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
             await removal_task
             assert engine.sandboxes.get("a").instance == sandbox_before.instance
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
@@ -70,4 +70,4 @@ def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> 
                 await engine.sandboxes._collector.collect()
             assert (await promotion_task).head in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -37,7 +37,7 @@ echo "$last"
 
 
 @pytest.fixture
-def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def set_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the timeout."""
     program = tmp_path / "bin/zfs"
     program.parent.mkdir()
@@ -68,7 +68,7 @@ def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     end()
 
 
-def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(timeout: Callable[[float], None]) -> None:
+def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(set_timeout: Callable[[float], None]) -> None:
     timeouts_before = zfs_core.count_timeouts()
     with ThreadPoolExecutor() as pool:
         call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
@@ -84,7 +84,7 @@ def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(timeout: Callab
 
 
 def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends(
-    timeout: Callable[[float], None], end_unkillable_processes: Callable[[], None]
+    set_timeout: Callable[[float], None], end_unkillable_processes: Callable[[], None]
 ) -> None:
     with pytest.raises(ZFSGenericError, match="could not be killed, because it hangs in the kernel"):
         process.execute(("destroy", "p/hanging"))
@@ -99,13 +99,15 @@ def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends
     wait_until(lambda: not list_slow_commands())
 
 
-def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(tmp_path: Path, timeout: Any) -> None:
+def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(
+    tmp_path: Path, set_timeout: Any
+) -> None:
     assert process.read_first_bytes("send", "p/a@b", count=3) == (b"p/a", None)
     data, outcome = process.read_first_bytes("send", "p/a@b", count=30)
     assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
 
 
-def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(timeout: Any) -> None:
+def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(set_timeout: Any) -> None:
     with (
         pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
         translated_errors(),
@@ -113,10 +115,10 @@ def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(time
         process.execute(("set", "a=b", "p/hanging"), name="p/hanging")
 
 
-def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(timeout: Callable[[float], None]) -> None:
-    timeout(30)
+def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
+    set_timeout(30)
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         done = threading.Event()
         hanging_calls = [asyncio.ensure_future(run_in_thread(done.wait, 30)) for _ in range(100)]
         await asyncio.sleep(0)
@@ -125,14 +127,14 @@ def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(timeout: Ca
         done.set()
         assert all(await asyncio.gather(*hanging_calls))
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_does_not(
-    timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    set_timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(root_module, "_LOCK_POLL_SECONDS", 0.02)
-    timeout(30)
+    set_timeout(30)
     root = RootDataset("p/root")
     acquired, release = threading.Event(), threading.Event()
 
@@ -207,14 +209,14 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
     usage = DiskUsage()
     paths = {name: tmp_path / name for name in ("a", "hanging", "z")}
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         assert await usage.read(paths) == {"a": 1, "hanging": None, "z": None}
         for _ in range(3):
             assert await usage.read(paths) == {"a": 1, "hanging": None, "z": 1}
         assert calls.count(tmp_path / "hanging") == 1, "each call leaves a thread behind"
         release.set()
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
     wait_until(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
 
 
