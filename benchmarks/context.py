@@ -21,7 +21,7 @@ from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, Sandbox, Snapshot
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.xfs import LoopXfs
 
 TEMPLATE = "bench"
@@ -94,7 +94,7 @@ class KvmXfs:
             self.mount_point = xfs.mount_point
             self.config = self._create_config(self.mount_point / "bench")
             self.host = KvmXfsHost(self.config)
-            self.live = Live(self.host, self.config)
+            self.live = EngineRunner(self.host, self.config)
             stack.callback(self._close)
             self._build_template()
             self._stack = stack.pop_all()

@@ -34,20 +34,20 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
     wrapper.parent.mkdir()
     wrapper.write_text(_WRAPPER.format(flag=flag, zfs=zfs))
     wrapper.chmod(0o755)
-    with engines(jail_zfs_world) as make_live:
-        live = make_live()
-        engine = live.engine
+    with engines(jail_zfs_world) as make_runner:
+        runner = make_runner()
+        engine = runner.engine
         for name in ("one", "two"):
-            live.do(engine.forks.create(TEMPLATE, ForkSpec(names=[name])))
+            runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=[name])))
         monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
         monkeypatch.setattr(process, "TIMEOUT_SECONDS", 4.0)
-        flag.write_text(live.get_sandbox("one").instance)
+        flag.write_text(runner.get_sandbox("one").instance)
         timeouts_before = zfs_core.count_timeouts()
         errors: list[Exception] = []
 
         def capture_one() -> None:
             try:
-                live.do(engine.snapshots.create("one", name="s1"))
+                runner.do(engine.snapshots.create("one", name="s1"))
             except Exception as error:
                 errors.append(error)
 
@@ -55,14 +55,14 @@ def test_other_sandboxes_keep_working_while_a_command_hangs(
         thread.start()
         wait_until(lambda: engine.host.storage_commands().slow)
         (command,) = engine.host.storage_commands().slow
-        assert command.command == "zfs snapshot" and live.get_sandbox("one").instance in command.dataset
-        snapshot = live.do(engine.snapshots.create("two", name="s2"))
-        live.do(engine.snapshots.delete(snapshot.id))
-        live.do(engine.sandboxes.delete("two"))
-        assert thread.is_alive() and live.do(engine.room.report()).room.disk_total > 0
+        assert command.command == "zfs snapshot" and runner.get_sandbox("one").instance in command.dataset
+        snapshot = runner.do(engine.snapshots.create("two", name="s2"))
+        runner.do(engine.snapshots.delete(snapshot.id))
+        runner.do(engine.sandboxes.delete("two"))
+        assert thread.is_alive() and runner.do(engine.room.report()).room.disk_total > 0
         thread.join(60)
         (error,) = errors
         assert isinstance(error, Timeout) and "`zfs snapshot` did not finish within 4 s" in str(error)
         assert engine.host.storage_commands().slow == [] and zfs_core.count_timeouts() == timeouts_before + 1
         flag.unlink()
-        live.do(engine.snapshots.create("one", name="s1"))
+        runner.do(engine.snapshots.create("one", name="s1"))

@@ -19,7 +19,7 @@ from tests.kvm_xfs.test_rootfs import create_recipe, tree  # noqa: F401
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_world import JailZfsWorld
-from tests.support.live import Live, engines
+from tests.support.live import EngineRunner, engines
 from tests.support.worlds import TEMPLATE as WORLD_TEMPLATE
 
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
@@ -179,16 +179,16 @@ def find_processes(path: str) -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def make_jail_engine(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    with engines(jail_zfs_world) as make_live:
-        yield make_live
+def make_jail_engine(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
 
 
-def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Callable[..., Live]) -> None:
+def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Callable[..., EngineRunner]) -> None:
     """This includes the lock file: a user who could open it could lock it, and so keep the gateway from starting."""
-    live_engine = make_jail_engine()
-    state_root = live_engine.config.host.state_root
-    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, ForkSpec(names=["box"], env={"API_KEY": "s3cret"})))
+    runner = make_jail_engine()
+    state_root = runner.config.host.state_root
+    runner.do(runner.engine.forks.create(WORLD_TEMPLATE, ForkSpec(names=["box"], env={"API_KEY": "s3cret"})))
     files = [path for path in state_root.rglob("*") if path.is_file()]
     (lock_file,) = (path for path in files if path.suffix == ".lock")
     (hostname_file,) = (path for path in files if path.name == "hostname")
@@ -196,27 +196,27 @@ def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Call
     assert (state_root / "secrets") in {path.parent.parent for path in files}
     assert find_readable_files(files) == []
     command_in_jail = ["cat", "/run/sandbox/hostname", "/etc/machine-id", "/etc/resolv.conf"]
-    assert live_engine.do(live_engine.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
+    assert runner.do(runner.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
 
-    live_engine.close()
+    runner.close()
     lock_file.chmod(0o644)
     hostname_file.parent.parent.chmod(0o755)
     assert {*find_readable_files(files)} >= {str(lock_file), str(hostname_file)}, "an older release left them like this"
-    make_jail_engine(live_engine.config)
+    make_jail_engine(runner.config)
     assert find_readable_files(files) == []
 
 
 def test_a_host_user_cannot_run_a_jails_programs(
-    jail_zfs_world: JailZfsWorld, make_jail_engine: Callable[..., Live]
+    jail_zfs_world: JailZfsWorld, make_jail_engine: Callable[..., EngineRunner]
 ) -> None:
     """Root in a jail can create a set-user-ID program, which any user of the host could otherwise run as root."""
-    live_engine = make_jail_engine()
-    live_engine.do(live_engine.engine.volumes.create("data", 64))
+    runner = make_jail_engine()
+    runner.do(runner.engine.volumes.create("data", 64))
     spec = ForkSpec(names=["box"], mounts=[MountSpec("data", "/data", False)])
-    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, spec))
+    runner.do(runner.engine.forks.create(WORLD_TEMPLATE, spec))
     for directory in ("/srv", "/data"):
-        live_engine.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
-    root_directory = jail_zfs_world.get_mount_point(live_engine.config)
+        runner.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
+    root_directory = jail_zfs_world.get_mount_point(runner.config)
     programs = [*root_directory.glob("sandboxes/*/srv/planted"), *root_directory.glob("volumes/*/planted")]
     assert len(programs) == 2
     for program in programs:

@@ -32,7 +32,7 @@ from tests.freebsd_shim import command_lines
 from tests.freebsd_shim.harness import BIN_DIRECTORY
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 
 STATE_VARIABLE = "FREEBSD_SHIM_STATE"
@@ -131,17 +131,17 @@ class JailZfsWorld:
     def __init__(self, pool: pools.Pool) -> None:
         self._pool = pool
         seed_config = self._make_config("seed", {})
-        live = Live(self.make_host(seed_config), seed_config)
+        runner = EngineRunner(self.make_host(seed_config), seed_config)
         try:
             recipe = Recipe(
                 source="rootfs", path=str(get_debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
             )
-            build = live.do(live.engine.templates.build(TEMPLATE, recipe))
-            lines = live.do(_collect_lines(build.follow()), timeout=900)
+            build = runner.do(runner.engine.templates.build(TEMPLATE, recipe))
+            lines = runner.do(_collect_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            self._template = live.engine.templates.get(TEMPLATE)
+            self._template = runner.engine.templates.get(TEMPLATE)
         finally:
-            live.close()
+            runner.close()
 
     def make_config(self, **sections: Any) -> Config:
         config = self._make_config(f"w{next(_config_numbers)}", sections)

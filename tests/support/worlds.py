@@ -30,7 +30,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnaps
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 from tests.support import session, templates
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 
 TEMPLATE = "plain"
 _config_numbers = itertools.count(1)
@@ -113,14 +113,14 @@ class KvmXfsWorld:
         self._seed_root = xfs / "engine-seed"
         self._seed_root.mkdir(mode=0o711)
         templates.copy_cached_template(self._seed_root, TEMPLATE)
-        live = Live(self.make_host(seed_config := self._make_config(self._seed_root, {})), seed_config)
+        runner = EngineRunner(self.make_host(seed_config := self._make_config(self._seed_root, {})), seed_config)
         try:
-            build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.do(_collect_lines(build.follow()), timeout=900)
+            build = runner.do(runner.engine.templates.build(TEMPLATE, templates.RECIPE))
+            lines = runner.do(_collect_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
             templates.add_to_cache(self._seed_root)
         finally:
-            live.close()
+            runner.close()
             asyncio.run(SlotPool(seed_config.network).destroy())
 
     def make_config(self, **sections: Any) -> Config:
