@@ -204,7 +204,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
     """The machine ends after the gateway has identified it, and before the gateway kills it."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
-        pid = s.start_machine(slot, s.files(sandbox).disk, s.files(sandbox))
+        pid = s.start_machine(slot, s.get_files(sandbox).disk, s.get_files(sandbox))
         services: list[subprocess.Popen[bytes]] = []
 
         async def end_first(process: Any, *_: object) -> bool:
