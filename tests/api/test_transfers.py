@@ -240,7 +240,7 @@ def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
 
 def run_snapshot(gateway: MemoryGateway, *, check: bool = False, **options: Any) -> dict[str, Any]:
     defaults = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    # Each check run has a plan session of its own.
+    # Each check run has its own plan session.
     file = options.get("export_to") or options["import_from"]
     params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check run with {file}"} if check else {})}
     return run(_snapshot, {**defaults, **params, **options}, check=check)

@@ -72,7 +72,7 @@ def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> Non
 
 
 def list_arp_entries(bridge: Bridge) -> dict[str, str]:
-    """Return the Ethernet addresses of all permanent ARP entries but the host's own, by IP address."""
+    """Return the Ethernet addresses of all permanent ARP entries except the host's own, by IP address."""
     lines = run_shim("arp", "-n", "-i", bridge.name, "-a").splitlines()
     fields = [line.split() for line in lines if " permanent " in line]
     return {field[1].strip("()"): field[3] for field in fields if field[1] != f"({bridge.gateway})"}

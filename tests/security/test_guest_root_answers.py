@@ -230,7 +230,7 @@ def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: 
 def test_memory_for_endless_service_responses_is_limited(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], piece: bytes
 ) -> None:
-    """The responses pass through the data plane, on many connections at once."""
+    """The responses pass through the data plane, on many connections simultaneously."""
     status_line = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
     flood, sent_bytes = make_endless_sender(piece)
 

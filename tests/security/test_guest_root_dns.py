@@ -83,7 +83,7 @@ async def ask_repeatedly(guest: Guest, name: str) -> list[str]:
                     return client.recv(4096)
                 except TimeoutError:
                     pass
-        raise AssertionError("the resolver does not answer any more")
+        raise AssertionError("the resolver no longer answers")
 
     reply = dns.message.from_wire(await asyncio.to_thread(run_inside, guest.path, exchange))
     return [record.address for records in reply.answer for record in records]

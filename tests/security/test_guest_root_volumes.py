@@ -100,7 +100,7 @@ async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None
 
 
 async def test_the_log_of_a_server_is_bounded(xfs_root: Path) -> None:
-    """A guest may make a server write messages, and a compromised server writes what it wants."""
+    """A guest may make a server write messages, and a compromised server can write anything."""
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})

@@ -1,6 +1,6 @@
 """A user of the host starts processes that imitate the gateway's, and waits for a restart of the gateway.
 
-The tests start no machines: a shell that waits takes the place of QEMU.
+The tests start no machines: a waiting shell stands in for QEMU.
 """
 
 from __future__ import annotations

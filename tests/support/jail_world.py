@@ -278,7 +278,7 @@ class JailZfsWorld:
         monkeypatch.setattr("zfs_core.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the next capture fail after it has taken its first snapshots, or instead of taking all at once."""
+        """Make the next capture fail after its first snapshots, or at its only call if it takes them all in one."""
         take_snapshots = snapshots._snapshot_atomically
         captured_names: list[str] = []
 

@@ -146,7 +146,7 @@ def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several attempts can succeed at once, for example when the guest's network comes up."""
+    """Several attempts can succeed simultaneously, for example when the guest's network comes up."""
     attempt_count, may_connect = 0, asyncio.Event()
     original_open_connection = agent_client.open_connection
 

@@ -94,7 +94,7 @@ def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends
         ("zfs destroy", "p/hanging", True),
         ("zfs send", "p/hanging@a", True),
     ]
-    assert list_slow_commands(thread=threading.get_ident()) == [], "this thread does not wait for them any more"
+    assert list_slow_commands(thread=threading.get_ident()) == [], "this thread no longer waits for them"
     end_unkillable_processes()
     wait_until(lambda: not list_slow_commands())
 

@@ -122,7 +122,7 @@ def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_directories_implied_by_file_names_are_counted(tmp_path: Path) -> None:
-    """umoci creates them, each with an inode of its own."""
+    """umoci creates them, each with its own inode."""
     deep = ["/".join([f"{number}"] * 30) for number in range(4)]
     assert "contains more than 100 files and directories" in check(tmp_path, make_layer(*map(make_entry, deep)))
     siblings = [f"{'a/' * 30}{number}" for number in range(60)]
