@@ -278,7 +278,7 @@ def test_no_snapshot_is_taken_for_an_export_to_a_missing_directory(
     assert run_snapshot(memory_gateway, **options)["changed"]
 
 
-def test_check_mode_does_not_claim_to_know_that_a_file_will_be_missing(
+def test_check_mode_does_not_predict_that_a_file_will_be_missing(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "file")

@@ -19,7 +19,7 @@ _TIME_KEYS = ("createdat", "startedat", "endat", "updatedat", "expiresat")
 _MEASURED_KEYS = (
     "usedmb",
     "pausems",
-    # The capture method, which the host chooses by its measurements. "none" is always known.
+    # The capture method, which the host chooses based on its measurements. "none" is always known.
     "memory",
     "memorybyteswritten",
     "diskbytesunique",
@@ -38,7 +38,7 @@ State = dict[str, list[dict[str, Any]]]
 
 
 class Counts:
-    """The number of values that were compared (``known``) and that were unknown, by key."""
+    """The number of compared values (``known``) and of unknown values, by key."""
 
     def __init__(self) -> None:
         self.known: Counter[str] = Counter()

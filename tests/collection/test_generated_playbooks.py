@@ -144,7 +144,7 @@ async def _keep_session(sessions: PlanSessions, owner: str, id: str) -> None:
 
 
 def find_session(url: str) -> Client:
-    """Return a client in the only plan session of a gateway."""
+    """Return a client that uses the only plan session of a gateway."""
     client = Client(url)
     (plan,) = client.get("/plans")
     client.plan_id, client.plan_opened_at = plan["planID"], plan["openedAt"]

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"./dev test openzfs: {error}", file=sys.stderr)
         return 2
-    # End the guest even if this process is asked to end.
+    # End the guest even if this process is terminated.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     leaks.sweep_earlier_runs()
     try:
@@ -82,7 +82,7 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
         statuses = follow(console.read_line, selected_steps, log.write)
     with tarfile.open(directory / _RESULTS_DISK, "r:") as archive:
-        # Without results, the disk contains only zeros: an empty archive.
+        # Without results, the disk contains only zeros, which tar reads as an empty archive.
         archive.extractall(results, filter="data")
     return [
         Outcome(step, status, seconds, steps.count_results(results / step.result) if step.result else {})

@@ -79,7 +79,7 @@ def test_memory_for_a_plan_session_is_limited(
     monkeypatch.setattr(sessions, "MAX_BYTES_PER_SESSION", SESSION_BYTES)
     with opened_plan(memory_gateway, READ_KEY) as plan, opened_plan(memory_gateway, READ_KEY) as other:
         check_over_quota(fill_session(plan, *GROWING_REQUESTS[growth]), "split the play")
-        # The session can still be read, and others can still change.
+        # The session can still be read, and other sessions can still change.
         assert plan.get("/sandboxes/one").status_code == plan.get("/templates/base").status_code == 200
         assert other.delete("/sandboxes/one").status_code == 204
 

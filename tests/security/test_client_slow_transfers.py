@@ -33,7 +33,7 @@ class FakeExport:
 
 
 async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
-    """Send an export to a client that takes ``seconds_per_piece``. Return it and the number of bytes sent."""
+    """Send an export to a client that takes ``seconds_per_piece`` per piece. Return it and the number of sent bytes."""
     export, sent_bytes = FakeExport(), 0
 
     async def send(message: Message) -> None:
@@ -58,7 +58,7 @@ async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
 async def test_an_export_ends_if_its_client_reads_too_slowly(
     seconds_per_piece: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the Unix socket, too, where nothing else limits how long a client may stall."""
+    """This also applies to the Unix socket, where nothing else limits how long a client may stall."""
     monkeypatch.setattr(pace, "MIN_BYTES_PER_SECOND", 1 << 20)
     export, sent_bytes = await send_export(seconds_per_piece)
     assert export.is_closed and sent_bytes < SIZE // 2

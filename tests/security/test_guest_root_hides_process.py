@@ -70,7 +70,7 @@ def make_system_call(pid: int, number: int, argument: int) -> None:
 
 
 def end_main_thread(pid: int) -> None:
-    """End the main thread of a process. The kernel then shows no command line, files and namespaces of the process."""
+    """End the main thread of a process. The kernel then shows no command line, files or namespaces of the process."""
     make_system_call(pid, _SYS_EXIT, 0)
     assert Path(f"/proc/{pid}/cmdline").read_bytes() == b""
     assert len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
