@@ -1,4 +1,4 @@
-"""Commands of ZFS that never return: they end at their timeout, are reported, and block no other work."""
+"""ZFS commands that never return: they end at their timeout, are reported, and block no other work."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def start_run(
 
 def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     plugin = lookup.LookupModule()
-    # As the plugin loader does, which needs the collection in a directory of its own.
+    # Do what the plugin loader does, which would need the collection in its own directory.
     plugin._load_name = "grove.sandbox.plan"
     definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
     C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)
     (document,) = plugin.run(list(terms), variables=variables, **options)
-    # As an artifact of a job, the document becomes JSON.
+    # Artifacts of jobs are stored as JSON.
     plan: dict[str, Any] = json.loads(json.dumps(document))
     return _plan_file.check(plan, "the lookup")
 

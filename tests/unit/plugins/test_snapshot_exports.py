@@ -1,4 +1,4 @@
-"""Plans of `sandbox_snapshot` for `export_to`, depending on the file that exists."""
+"""Plans of `sandbox_snapshot` for `export_to`, depending on the existing file."""
 
 from __future__ import annotations
 

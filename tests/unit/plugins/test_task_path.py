@@ -1,4 +1,4 @@
-"""Test that the names of files of tasks depend on neither the location of the checkout nor links, and are unique."""
+"""Test that the names of task files depend on neither the location of the checkout nor links, and are unique."""
 
 from __future__ import annotations
 
