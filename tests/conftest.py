@@ -144,13 +144,13 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def need_root() -> None:
+def requires_root() -> None:
     if os.geteuid() != 0:
         pytest.fail("this test creates mounts and machines. Run it as root, for example with ./dev test.")
 
 
 @pytest.fixture(scope="session")
-def xfs_root(need_root: None) -> Iterator[Path]:
+def xfs_root(requires_root: None) -> Iterator[Path]:
     """The mount point of an XFS file system with ``reflink=1`` (12 GiB, sparse) that exists during this run."""
     with LoopXfs(session.get_run_dir() / "state.xfs", session.get_run_dir() / "xfs", size_mb=12 * 1024) as xfs:
         yield xfs.mount_point
@@ -163,7 +163,7 @@ def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
 
 
 @pytest.fixture(scope="session")
-def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
+def jail_zfs_world(requires_root: None) -> Iterator[JailZfsWorld]:
     """A jail/ZFS host, emulated on Linux, for engines that run in the test process."""
     with jail_world.jail_zfs_world() as world:
         yield world

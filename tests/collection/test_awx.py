@@ -582,7 +582,7 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def install_root(need_root: None) -> Iterator[Path]:
+def install_root(requires_root: None) -> Iterator[Path]:
     path = session.get_run_dir() / "install"
     (path / "bin").mkdir(parents=True)
     yield path

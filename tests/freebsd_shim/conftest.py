@@ -21,6 +21,6 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
 
 
 @pytest.fixture
-def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
+def pool(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
     with pools.pool(f"t{session.get_run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
         yield pool

@@ -16,7 +16,7 @@ _dataset_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def zpool(need_root: None) -> Iterator[pools.Pool]:
+def zpool(requires_root: None) -> Iterator[pools.Pool]:
     with pools.pool(f"t{session.get_run_id()}z", session.get_run_dir()) as pool:
         yield pool
 

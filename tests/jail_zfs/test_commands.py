@@ -17,7 +17,7 @@ from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def frozen_directory(need_root: None, tmp_path: Path) -> Iterator[Path]:
+def frozen_directory(requires_root: None, tmp_path: Path) -> Iterator[Path]:
     """Create a directory in which every writer hangs and ignores all signals."""
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         subprocess.run(["fsfreeze", "--freeze", str(xfs.mount_point)], check=True, timeout=30)

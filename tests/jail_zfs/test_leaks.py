@@ -48,7 +48,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_leftovers_of_a_killed_run_are_removed(
-    need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requires_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary_directory = tmp_path / "temporary"
     temporary_directory.mkdir()

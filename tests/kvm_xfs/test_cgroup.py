@@ -13,7 +13,7 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from tests.support import session
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 INSTANCE, OTHER_INSTANCE = "0123456789ab", "ba9876543210"
 

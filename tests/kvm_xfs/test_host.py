@@ -110,7 +110,7 @@ def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> No
     shutil.rmtree(config.host.state_root)
 
 
-def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
+def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         config = Config.model_validate(
             {"host": {"state_root": xfs.mount_point / "state"}, "network": session.allocate_network()}

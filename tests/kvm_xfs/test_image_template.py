@@ -18,7 +18,7 @@ exec sleep 100000
 
 
 @pytest.fixture(scope="module")
-def layout(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def layout(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("image")
     system = make_small_debian_layer(directory)
     app = make_layer(

@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, re
 from sandbox_gateway.image_references import parse_image_reference
 from tests.support.images import PASSWORD, make_entry, make_layer, push, running_registry, write_auth_file, write_layout
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs | None = None) -> Path:
@@ -191,7 +191,7 @@ async def test_a_program_that_reads_an_image_sees_only_the_variables_for_it(
 
 
 @pytest.fixture(scope="module")
-def registry(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def registry(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running_registry(tmp_path_factory.mktemp("registry") / "registry") as address:
         yield address
 

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["reflink", "no-reflink"])
-def root(request: pytest.FixtureRequest, tmp_path: Path, need_root: None) -> Iterator[LoopXfs]:
+def root(request: pytest.FixtureRequest, tmp_path: Path, requires_root: None) -> Iterator[LoopXfs]:
     """A memory root on its own file system."""
     with LoopXfs(tmp_path / "image", tmp_path / "memory", size_mb=2048, reflink=request.param) as xfs:
         yield xfs

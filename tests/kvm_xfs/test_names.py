@@ -26,7 +26,7 @@ from tests.kvm_xfs.test_netns import (
 )
 from tests.support.name_server import NameServer
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 API = "api.example.com"
 SERVICE, OTHER_SERVICE = "192.31.196.1", "192.175.48.1"

@@ -43,7 +43,7 @@ from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 T = TypeVar("T")
 OPEN_POLICY = NetworkPolicy()

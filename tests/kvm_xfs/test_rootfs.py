@@ -23,7 +23,7 @@ from sandbox_gateway.records import Resources
 from tests.kvm_xfs.conftest import BuiltRootfs, build
 from tests.support.xfs import LoopXfs
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def read_file(rootfs: BuiltRootfs, path: str) -> str:

@@ -450,7 +450,7 @@ async def test_volume_snapshots_of_an_uncommitted_snapshot_are_removed(
 # -- no space ----------------------------------------------------------------------------------------------------------
 
 
-async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path, need_root: None) -> None:
+async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         host = VolumeHost(xfs.mount_point)
         volume = make_volume()

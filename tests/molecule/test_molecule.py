@@ -24,7 +24,7 @@ RunScenario = Callable[..., str]
 
 
 @pytest.fixture
-def run_scenario(need_root: None) -> Iterator[RunScenario]:
+def run_scenario(requires_root: None) -> Iterator[RunScenario]:
     """Return a function that runs a scenario with environment variables, checks its success, and returns its output."""
     state_directory = session.get_run_dir() / "molecule"
     running_scenarios: list[tuple[str, dict[str, str]]] = []

@@ -153,7 +153,7 @@ class FreeBSDHost:
 
 
 @pytest.fixture
-def freebsd_host(need_root: None, tmp_path: Path) -> FreeBSDHost:
+def freebsd_host(requires_root: None, tmp_path: Path) -> FreeBSDHost:
     return FreeBSDHost(tmp_path)
 
 

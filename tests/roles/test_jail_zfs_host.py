@@ -48,7 +48,7 @@ class JailHost:
 
 
 @pytest.fixture(scope="module")
-def pool(need_root: None) -> Iterator[pools.Pool]:
+def pool(requires_root: None) -> Iterator[pools.Pool]:
     with pools.pool(f"t{session.get_run_id()}r", session.get_run_dir()) as pool:
         yield pool
 

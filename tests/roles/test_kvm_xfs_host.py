@@ -17,7 +17,7 @@ ApplyRole = Callable[..., PlayResult]
 
 
 @pytest.fixture
-def directory(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def directory(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = session.get_run_dir() / tmp_path_factory.mktemp("host").name
     path.mkdir()
     yield path

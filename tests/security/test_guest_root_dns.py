@@ -18,7 +18,7 @@ import pytest
 from tests.kvm_xfs.test_names import SERVICE, ask, make_names_only_policy, world_with_names
 from tests.kvm_xfs.test_netns import METADATA_SERVICES, OPEN_POLICY, Guest, run_inside
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 ATTACKER = "attacker.example.com"
 MAX_FLOOD_QUERIES = 1000

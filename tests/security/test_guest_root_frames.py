@@ -34,7 +34,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 IPV4, ARP, VLAN, QINQ, IPV6, EAPOL, LLDP = 0x0800, 0x0806, 0x8100, 0x88A8, 0x86DD, 0x888E, 0x88CC
 ETH_P_ALL = 3

@@ -20,7 +20,7 @@ from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, g
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 REFUSAL_ERRORS = (NfsError, RpcRejected, *DISCONNECT_ERRORS, OSError)
 SECRET = b"of another sandbox"

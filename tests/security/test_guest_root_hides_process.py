@@ -33,7 +33,7 @@ from tests.support.gateway import Gateway
 from tests.support.samples import mark_slow_except
 from tests.support.waiting import wait_until
 
-need_root = pytest.mark.usefixtures("need_root")
+requires_root = pytest.mark.usefixtures("requires_root")
 
 _SYS_EXIT, _SYS_UNSHARE, _SYS_SETNS, _SYS_CLONE, _SYS_FORK = 60, 272, 308, 56, 57
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -127,7 +127,7 @@ def start_python(slot_path: Path, program: str) -> int:
     return start_in_namespace(slot_path, command, [], subprocess.DEVNULL)
 
 
-@need_root
+@requires_root
 async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the gateway looks at a thread, the thread has already ended."""
     async with machine_setup(xfs_root, monkeypatch) as s:
@@ -148,7 +148,7 @@ async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, mon
             assert scan.repaired == ["stopped an unknown machine, which belonged to no sandbox"]
 
 
-@need_root
+@requires_root
 @pytest.mark.parametrize("hide", HIDE_FUNCTIONS)
 async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callable[[int], None]) -> None:
     async with setup(xfs_root) as s:
@@ -168,7 +168,7 @@ async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callab
         assert volume.read_contents("file") == b"data"
 
 
-@need_root
+@requires_root
 async def test_the_gateway_waits_for_the_image_of_a_server_that_hid(xfs_root: Path) -> None:
     """After the server has ended, the kernel may still be writing to the image."""
     async with setup(xfs_root) as s:
@@ -197,7 +197,7 @@ def reuse_pid(pid: int) -> subprocess.Popen[bytes]:
     raise AssertionError(f"no process got the pid {pid}")
 
 
-@need_root
+@requires_root
 async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +225,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
                 service.wait()
 
 
-@need_root
+@requires_root
 async def test_a_process_with_the_pid_of_an_ended_server_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def read_process_status(pid: int) -> dict[str, str]:

@@ -113,7 +113,7 @@ def public_directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_a_host_user_cannot_read_a_new_template(need_root: None, tree: Path, public_directory: Path) -> None:  # noqa: F811
+def test_a_host_user_cannot_read_a_new_template(requires_root: None, tree: Path, public_directory: Path) -> None:  # noqa: F811
     """No restart of the gateway has corrected the permissions of these files yet."""
     rootfs = build(create_recipe(tree), public_directory)
     files = [rootfs.image, rootfs.kernel, rootfs.initrd]

@@ -28,7 +28,7 @@ ENV = {"API_KEY": SECRET}
 
 
 @pytest.fixture(scope="module")
-def pool(need_root: None) -> Iterator[pools.Pool]:
+def pool(requires_root: None) -> Iterator[pools.Pool]:
     with pools.pool(f"t{session.get_run_id()}s", session.get_run_dir()) as pool:
         yield pool
 

@@ -36,7 +36,7 @@ from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_volume_server import OPEN_POLICY, Setup, kill_process, setup
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 _NOBODY_UID = 65534
 

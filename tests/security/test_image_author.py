@@ -26,7 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import find_boot_files
 from sandbox_gateway.hosts.rootfs_common import Tree, add_user
 from sandbox_gateway.hosts.tree_removal import remove_tree
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 @pytest.fixture
