@@ -36,7 +36,7 @@ def main() -> int:
     if options.plot and not plot.is_available():
         print(f"benchmarks: {plot.MATPLOTLIB_MISSING}", file=sys.stderr)
         return 2
-    session.run_id()
+    session.get_run_id()
     leaks.sweep_earlier_runs()
     inventory = leaks.take_inventory()
     has_failed = True

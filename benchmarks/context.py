@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, Sandbox, Snapshot
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.xfs import LoopXfs
 
 TEMPLATE = "bench"
@@ -88,12 +88,12 @@ class KvmXfs:
 
     def __enter__(self) -> KvmXfs:
         with contextlib.ExitStack() as stack:
-            directory = session.run_dir()
+            directory = session.get_run_dir()
             xfs = stack.enter_context(LoopXfs(directory / "bench.xfs", directory / "xfs", size_mb=_XFS_MB))
             self.mount_point = xfs.mount_point
             self.config = self._create_config(self.mount_point / "bench")
             self.host = KvmXfsHost(self.config)
-            self.live = Live(self.host, self.config)
+            self.live = EngineRunner(self.host, self.config)
             stack.callback(self._close)
             self._build_template()
             self._stack = stack.pop_all()
@@ -106,9 +106,9 @@ class KvmXfs:
         root.mkdir(mode=0o711)
         return Config.model_validate(
             {
-                "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": session.cache_dir()},
+                "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": session.get_cache_dir()},
                 "kvm_xfs": {"uid_base": 700_000, "accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
-                "network": session.network(),
+                "network": session.allocate_network(),
             }
         )
 

@@ -31,7 +31,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, build_arguments
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 
 _CLONE_NEWNET = 0x40000000
 _TIMEOUT_SECONDS = 30.0
@@ -265,13 +265,13 @@ class RawMachine:
 class RawQemu:
     """A pool of raw machines from one snapshot, each with the disk, slot and user that it would have in a gateway."""
 
-    def __init__(self, live: Live, platform: Platform, snapshot: Snapshot, directory: Path) -> None:
+    def __init__(self, live: EngineRunner, platform: Platform, snapshot: Snapshot, directory: Path) -> None:
         self._live = live
         self._platform = platform
         self._snapshot = snapshot
         self._source = Layout(live.config.host.state_root).snapshot(snapshot)
         self._directory = directory
-        network = live.config.network.model_copy(update={**session.network(), "pool": 0})
+        network = live.config.network.model_copy(update={**session.allocate_network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
         # Create the pool on the thread of the event loop, because it contains asyncio events.

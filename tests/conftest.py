@@ -69,18 +69,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Shuffle the tests if a seed is set, let pytest group them by expensive fixtures, and then sort them by folder."""
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
-        items.sort(key=functools.partial(_random_sort_key, seed))
+        items.sort(key=functools.partial(_make_random_sort_key, seed))
     yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder_of(item.nodeid)), item.path.name not in _SLOW_FILES))
 
 
-def _random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
+def _make_random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
     """Return a key that sorts files, and the tests in each file, randomly. Tests marked in_order keep their order."""
     is_fixed = item.get_closest_marker("in_order")
-    return _seeded_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _seeded_key(seed, item.nodeid)
+    return _make_seeded_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _make_seeded_key(
+        seed, item.nodeid
+    )
 
 
-def _seeded_key(seed: str, name: str) -> bytes:
+def _make_seeded_key(seed: str, name: str) -> bytes:
     """Return a key that depends only on the arguments, so that any subset of the tests keeps its relative order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
@@ -142,26 +144,26 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-def need_root() -> None:
+def requires_root() -> None:
     if os.geteuid() != 0:
         pytest.fail("this test creates mounts and machines. Run it as root, for example with ./dev test.")
 
 
 @pytest.fixture(scope="session")
-def xfs_root(need_root: None) -> Iterator[Path]:
+def xfs_root(requires_root: None) -> Iterator[Path]:
     """The mount point of an XFS file system with ``reflink=1`` (12 GiB, sparse) that exists during this run."""
-    with LoopXfs(session.run_dir() / "state.xfs", session.run_dir() / "xfs", size_mb=12 * 1024) as xfs:
+    with LoopXfs(session.get_run_dir() / "state.xfs", session.get_run_dir() / "xfs", size_mb=12 * 1024) as xfs:
         yield xfs.mount_point
 
 
 @pytest.fixture(scope="session")
 def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
     """A KVM/XFS host for engines that run in the test process."""
-    return KvmXfsWorld(xfs_root, session.cache_dir())
+    return KvmXfsWorld(xfs_root, session.get_cache_dir())
 
 
 @pytest.fixture(scope="session")
-def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
+def jail_zfs_world(requires_root: None) -> Iterator[JailZfsWorld]:
     """A jail/ZFS host, emulated on Linux, for engines that run in the test process."""
     with jail_world.jail_zfs_world() as world:
         yield world
@@ -170,13 +172,13 @@ def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
     """A function that starts gateways without a template. They run until the end of the test run."""
-    yield from _gateway_factory(xfs_root, None)
+    yield from _make_gateway_factory(xfs_root, None)
 
 
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """A gateway for the whole test run. Tests that stop a gateway or fill its disk use ``gateway`` instead."""
-    for start_gateway in _gateway_factory(xfs_root, lambda root: templates.copy_cached_template(root, TEMPLATE)):
+    for start_gateway in _make_gateway_factory(xfs_root, lambda root: templates.copy_cached_template(root, TEMPLATE)):
         yield start_gateway()
 
 
@@ -196,13 +198,13 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     ``shared_gateway``. A copy suffices, because gateways keep their state only in files.
     """
 
-    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _make_gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 @pytest.fixture(scope="session")
 def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
     """Like ``gateway``, but the gateways run until the end of the test run."""
-    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _make_gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
@@ -216,7 +218,7 @@ def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
     )
 
 
-def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
+def _make_gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
     gateways: list[Gateway] = []
 
     def start_gateway(

@@ -48,13 +48,13 @@ class Inventory:
 
 def should_check(config: pytest.Config) -> bool:
     """Return whether to check for leftovers. Only root can create leftovers, and only the main process checks."""
-    session.run_id()
+    session.get_run_id()
     return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
 
 
 def take_inventory() -> Inventory:
     return Inventory(
-        processes=frozenset(_find_processes(session.run_path(), os.environ[session.RUN_VARIABLE]).values()),
+        processes=frozenset(_find_processes(session.get_run_path(), os.environ[session.RUN_VARIABLE]).values()),
         mounts=frozenset(_list_mounts()),
         loops=frozenset(_list_loop_devices()),
         namespaces=frozenset(_list_file_names(Path("/run/netns"))),
@@ -74,14 +74,14 @@ def wait_for_cleanup(inventory_before: Inventory) -> list[str]:
     while (leftovers := _find_new_items(inventory_before)) and time.monotonic() < deadline:
         time.sleep(0.5)
     if not any(line.startswith(("mounts", "loops", "processes")) for line in leftovers):
-        shutil.rmtree(session.run_path(), ignore_errors=True)
+        shutil.rmtree(session.get_run_path(), ignore_errors=True)
     return leftovers
 
 
 def _find_new_items(inventory_before: Inventory) -> list[str]:
     new_lines = take_inventory().difference(inventory_before)
     if not os.environ.get("CI"):
-        identifiers = (str(session.run_path()), f"t{session.run_id()}")
+        identifiers = (str(session.get_run_path()), f"t{session.get_run_id()}")
         for kind in new_lines.keys() - {"processes"}:
             new_lines[kind] = [
                 line for line in new_lines[kind] if any(identifier in line for identifier in identifiers)
@@ -93,12 +93,12 @@ def record_temporary_directory(directory: Path) -> None:
     """Record a temporary directory of this run, so that mounts in it can be removed later. Without root, do nothing."""
     if os.geteuid() == 0:
         # One link for each process, because some tests run pytest themselves.
-        (session.run_dir() / f"{_TEMPORARY_LINK_PREFIX}-{os.getpid()}").symlink_to(directory)
+        (session.get_run_dir() / f"{_TEMPORARY_LINK_PREFIX}-{os.getpid()}").symlink_to(directory)
 
 
 def sweep_earlier_runs() -> None:
     """Remove the processes, network objects, pools, mounts and files that killed runs left behind."""
-    for path in session.state_dir().glob("run-*"):
+    for path in session.get_state_dir().glob("run-*"):
         run_name = path.name.removeprefix("run-")
         pid, _, code = run_name.partition("-")
         if pid.isdigit() and code and not Path(f"/proc/{pid}").exists():
@@ -189,7 +189,7 @@ def _list_cgroups() -> list[str]:
 
 
 def _belongs_to_this_run(path: Path) -> bool:
-    return f"t{session.run_id()}" in str(path)
+    return f"t{session.get_run_id()}" in str(path)
 
 
 def _list_file_names(directory: Path) -> list[str]:
@@ -208,7 +208,7 @@ def _list_pools() -> list[str]:
 
     The cache of zfs-fuse also lists the pool of a killed run, whose file no longer exists.
     """
-    own_prefix = f"t{session.run_id()}"
+    own_prefix = f"t{session.get_run_id()}"
     return [
         name for name, health in _read_health_by_pool().items() if health != "FAULTED" or name.startswith(own_prefix)
     ]

@@ -133,7 +133,7 @@ class _Playbook:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / f"file-{number}").write_bytes(os.urandom(_FILE_BYTES))
         # The path of a control socket must be short.
-        self._control_sockets = session.run_dir() / "ssh"
+        self._control_sockets = session.get_run_dir() / "ssh"
         self._control_sockets.mkdir()
         environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._control_sockets)}
         self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
@@ -173,7 +173,7 @@ def _running_forks(ctx: Context, count: int) -> Iterator[_Forks]:
 
     Removes everything at the end.
     """
-    scratch = session.run_dir() / "connection"
+    scratch = session.get_run_dir() / "connection"
     scratch.mkdir()
     packages = (*jail_world._PACKAGES, "openssh-server")
     ctx.print_progress(

@@ -17,7 +17,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.debian import unpack_debian
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
 from tests.support import session
-from tests.support.images import layer_of_tree, write_layout
+from tests.support.images import make_layer_of_tree, write_layout
 
 _TIMEOUT_SECONDS = 600
 _PARTS = {
@@ -60,8 +60,8 @@ def _write_image(directory: Path) -> Path:
     work = directory / "work"
     tree = work / "tree"
     tree.mkdir(parents=True)
-    asyncio.run(unpack_debian(Recipe(), tree, work, session.cache_dir(), lambda line: None))
-    layout = write_layout(directory / "layout", [layer_of_tree(tree, ["."])])
+    asyncio.run(unpack_debian(Recipe(), tree, work, session.get_cache_dir(), lambda line: None))
+    layout = write_layout(directory / "layout", [make_layer_of_tree(tree, ["."])])
     shutil.rmtree(work)
     return layout
 

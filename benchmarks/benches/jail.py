@@ -33,8 +33,8 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
 from tests.jail_zfs import pools
-from tests.support.jail_world import ShimHost, jail_zfs_world, shim_environment
-from tests.support.live import Live
+from tests.support.jail_world import ShimHost, jail_zfs_world, make_shim_environment
+from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 
 _EMULATION_NOTE = (
@@ -96,7 +96,9 @@ class RawCommands:
     host started them.
     """
 
-    def __init__(self, live: Live, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]) -> None:
+    def __init__(
+        self, live: EngineRunner, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]
+    ) -> None:
         self._live = live
         self._host = host
         self._sandbox = sandbox
@@ -105,7 +107,7 @@ class RawCommands:
         self.commands = commands
 
     @classmethod
-    def record(cls, live: Live, host: JailZfsHost) -> RawCommands:
+    def record(cls, live: EngineRunner, host: JailZfsHost) -> RawCommands:
         """Record the commands that the host runs for one fork."""
         timers = Timers()
         with timers.recording(_COMMAND_FUNCTIONS):
@@ -187,7 +189,7 @@ def _replace_names(text: str, replacements: dict[str, str]) -> str:
 def run_command(argv: tuple[str, ...]) -> str:
     """Run a command and return its standard output. Raises RuntimeError if it fails."""
     lock = zfs_run.mount_lock(argv[1], TIMEOUT_SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **shim_environment()}
+    env = {**os.environ, "LC_ALL": "C", **make_shim_environment()}
     with lock:
         result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     if result.returncode != 0:
@@ -196,15 +198,15 @@ def run_command(argv: tuple[str, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _running_engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
+def _running_engine(ctx: Context) -> Iterator[tuple[EngineRunner, ShimHost]]:
     """Run an engine with a separate pool and a template. Removes everything at the end."""
     ctx.print_progress(
         f"building the jail's template on a separate pool ({describe_zfs()}, FreeBSD's commands emulated)"
     )
     with jail_zfs_world() as world:
-        config: Config = world.config()
+        config: Config = world.make_config()
         host = ShimHost(config)
-        live = Live(host, config)
+        live = EngineRunner(host, config)
         try:
             yield live, host
         finally:
@@ -213,7 +215,9 @@ def _running_engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
             world.clean_up(config)
 
 
-def _measure_forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
+def _measure_forks(
+    ctx: Context, live: EngineRunner, raw: RawCommands, answers: Answers, rounds: int, result: Result
+) -> None:
     """Measure raw commands and forks alternately. Removes each fork afterwards."""
     samples: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
@@ -242,7 +246,7 @@ def _measure_forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers,
         )
 
 
-def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[str, list[float]]) -> None:
+def _measure_fork(live: EngineRunner, timers: Timers, answers: Answers, samples: dict[str, list[float]]) -> None:
     timers.take()
     answers.forget()
     start = time.perf_counter()
@@ -260,7 +264,7 @@ def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[st
     samples["kill"].append(elapsed)
 
 
-def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
+def _measure_captures(ctx: Context, live: EngineRunner, answers: Answers, rounds: int, result: Result) -> None:
     """Measure snapshots of a sandbox that writes a little data before each one, and rollbacks to them."""
     floor: list[float] = []
     snapshot_times: list[float] = []
@@ -297,7 +301,7 @@ def _measure_raw_snapshot(snapshot: str, number: int) -> float:
 
 
 def _measure_concurrent_forks(
-    ctx: Context, live: Live, answers: Answers, rounds_by_count: dict[int, int], result: Result
+    ctx: Context, live: EngineRunner, answers: Answers, rounds_by_count: dict[int, int], result: Result
 ) -> None:
     """Measure how long it takes to create n forks of a snapshot in one all-or-nothing operation."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))

@@ -45,8 +45,8 @@ class JailGrowth:
 
 @contextlib.contextmanager
 def _temporary_storage() -> Iterator[ZfsStorage]:
-    directory = session.run_dir()
-    with pools.pool(f"t{session.run_id()}g", directory, megabytes=_POOL_MB) as pool:
+    directory = session.get_run_dir()
+    with pools.pool(f"t{session.get_run_id()}g", directory, megabytes=_POOL_MB) as pool:
         dataset = f"{pool.name}/growth"
         pools.run("zfs", "create", dataset)
         storage = ZfsStorage(dataset, state_root=directory / "jail-growth")

@@ -17,7 +17,7 @@ from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.jail_world import emulated_freebsd, shim_environment
+from tests.support.jail_world import emulated_freebsd, make_shim_environment
 
 _SIZES = (100, 300, 1_000)
 _QUICK_SIZES = (20, 50)
@@ -35,9 +35,9 @@ class JailScale:
 
     def run(self, ctx: Context) -> Result:
         result = Result(self.name, self.title, make_settings(ctx, _SIZES, _QUICK_SIZES), notes=[_NOTE])
-        directory = session.run_dir()
+        directory = session.get_run_dir()
         with (
-            pools.pool(f"t{session.run_id()}s", directory, megabytes=_POOL_MB) as pool,
+            pools.pool(f"t{session.get_run_id()}s", directory, megabytes=_POOL_MB) as pool,
             emulated_freebsd(),
         ):
             dataset = f"{pool.name}/scale"
@@ -47,7 +47,7 @@ class JailScale:
             measure_sizes(
                 ctx,
                 result,
-                Gateway(state_directory, sections, shim_environment()),
+                Gateway(state_directory, sections, make_shim_environment()),
                 _ZfsStore(dataset),
                 floor_title="read the properties only",
                 start_limit_ms=None,

@@ -41,7 +41,7 @@ class Plans:
         }
         result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         unchanged, check, sessions = [], [], []
-        scratch = session.run_dir() / "plans"
+        scratch = session.get_run_dir() / "plans"
         scratch.mkdir()
         numbers = itertools.count()
         with open_gateway(scratch) as gateway, ctx.showing_progress("plays", rounds) as steps:

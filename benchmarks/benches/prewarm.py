@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 _COOLDOWN_SECONDS = 0.5
 _READY_TIMEOUT_SECONDS = 120
@@ -86,7 +86,7 @@ class _ClaimTimer:
         """Prewarm ``count`` forks, and wait until they are ready and the machine is idle again."""
         engine = self.host.live.engine
         self.host.live.do(engine.prewarm.set_target(ref, count))
-        eventually(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_TIMEOUT_SECONDS)
+        wait_until(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_TIMEOUT_SECONDS)
         time.sleep(_COOLDOWN_SECONDS)
 
     def time_claim(self, key: str, request: Coroutine[Any, Any, Any]) -> Any:

@@ -137,7 +137,7 @@ class _Run:
         rival.remove_snapshot()
 
     def measure_playbooks(self) -> None:
-        scratch = session.run_dir() / "rivals"
+        scratch = session.get_run_dir() / "rivals"
         scratch.mkdir()
         ctx = self._ctx
         rounds, many_rounds = ctx.choose(full=10, quick=1), ctx.choose(full=2, quick=1)

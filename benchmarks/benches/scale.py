@@ -52,7 +52,7 @@ class Scale:
 
     def run(self, ctx: Context) -> Result:
         result = Result(self.name, self.title, make_settings(ctx, _SIZES, _QUICK_SIZES), notes=[_NOTE])
-        directory = session.run_dir()
+        directory = session.get_run_dir()
         with LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs:
             gateway = Gateway(xfs.mount_point, {"log": LOG_SETTINGS})
             store = _XfsStore(Layout(gateway.state_root), xfs.mount_point / "images")

@@ -82,10 +82,10 @@ class Sdk:
 @contextmanager
 def _running_gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
     """Run a gateway, and set the URL and key of the client in the environment. Yields the gateway and its URL."""
-    key_file = session.run_dir() / "bench-keys"
+    key_file = session.get_run_dir() / "bench-keys"
     key_file.write_text(f"bench admin {_API_KEY}\n")
     key_file.chmod(0o600)
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     with companion_gateway(host, server={"listen": address, "key_file": str(key_file)}) as gateway:
         url = f"http://{address}"
         variables = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _API_KEY}

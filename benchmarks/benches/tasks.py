@@ -42,7 +42,7 @@ class Tasks:
         }
         result = Result(self.name, self.title, settings, notes=[SIMULATION_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
-        root = session.run_dir() / "tasks"
+        root = session.get_run_dir() / "tasks"
         root.mkdir()
         with open_gateway(root) as gateway, ctx.showing_progress("plays", plays) as steps:
             for _ in range(plays):
@@ -95,7 +95,7 @@ def _raise_open_files_limit() -> tuple[int, int]:
 
 def _run_play(gateway: MemoryGateway) -> dict[str, list[float]]:
     """Run the play once. Returns the durations of each kind of task in milliseconds."""
-    scratch = session.run_dir() / "tasks"
+    scratch = session.get_run_dir() / "tasks"
     same_file = scratch / "same.json"
     plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same_file)})
     fork_task = {"grove.sandbox.sandbox_fork": {**_FORK_OPTIONS, "gateway_url": gateway.unix_url}}

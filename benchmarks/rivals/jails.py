@@ -90,14 +90,14 @@ class HandWrittenPlaybook:
 
     def __init__(self, dataset: str, root: Path, template: str, scratch: Path) -> None:
         self.not_offered: dict[str, str] = {}
-        network = session.network()
+        network = session.allocate_network()
         subnet = ipaddress.IPv4Network(network["subnet"])
         self._prefix, self._addresses = network["prefix"], subnet.network_address
         self._bridge, gateway = f"{self._prefix}br", str(self._addresses + 1)
         self._dataset, self._root = dataset, root
         collections = f"{session.COLLECTIONS}:{awx_collection.unpack_collection('community.general')}"
         environment = {"ANSIBLE_TRANSPORT": "local", "ANSIBLE_COLLECTIONS_PATH": collections}
-        self._plays = Plays(scratch, environment | jail_world.shim_environment())
+        self._plays = Plays(scratch, environment | jail_world.make_shim_environment())
         self._numbers = itertools.count()
         self._snapshot = ""
         self._forks: list[dict[str, str]] = []

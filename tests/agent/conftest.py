@@ -86,7 +86,7 @@ class Agent:
 
     def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
         """POST a JSON object. Returns the status and the JSON object of the response."""
-        headers = {"Content-Type": "application/json", **_login_headers(user)}
+        headers = {"Content-Type": "application/json", **_make_login_headers(user)}
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
 
@@ -109,7 +109,7 @@ class Agent:
             "POST",
             f"{service}/{method}",
             body,
-            {**self.headers, "Content-Type": "application/connect+json", **_login_headers(user), **headers},
+            {**self.headers, "Content-Type": "application/connect+json", **_make_login_headers(user), **headers},
         )
         response = connection.getresponse()
         assert response.status == 200, response.read()
@@ -124,11 +124,11 @@ class Agent:
         return self.stream("Start", {"process": config, "stdin": stdin, **message_fields}, user=user, **headers)
 
 
-def _login_headers(user: str) -> dict[str, str]:
+def _make_login_headers(user: str) -> dict[str, str]:
     return {"Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode()} if user else {}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     """Wait until ``condition`` holds, for at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -161,9 +161,9 @@ def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agen
         process.wait()
 
 
-@pytest.fixture(name="eventually")
-def _eventually() -> Callable[..., None]:
-    return eventually
+@pytest.fixture(name="wait_until")
+def _wait_until() -> Callable[..., None]:
+    return wait_until
 
 
 @pytest.fixture(name="running", scope="session")

@@ -58,12 +58,12 @@ def test_a_relative_directory_is_resolved_from_home(agent):
     assert str(Path.home() / "no/such/directory") in response["message"]
 
 
-def test_a_timeout_kills_the_whole_process_group(agent, eventually):
+def test_a_timeout_kills_the_whole_process_group(agent, wait_until):
     start_time = time.monotonic()
     response, out, _ = run(agent, "sh", "-c", "sleep 31.7 & echo $!; wait", timeout=2)
     assert time.monotonic() - start_time < 10
     assert (response["timedOut"], response["exitCode"]) == (True, 137)
-    eventually(lambda: not is_alive(int(out)))
+    wait_until(lambda: not is_alive(int(out)))
 
 
 def test_a_signal_is_reported_as_128_plus_its_number(agent):

@@ -341,7 +341,7 @@ def test_a_dead_kernel_is_reported_and_replaced(code_client, ending, description
     assert (fresh_execution.text, fresh_execution.execution_count) == ("False", 1)
 
 
-def test_a_kernel_that_died_between_cells_is_reported(code_client, eventually):
+def test_a_kernel_that_died_between_cells_is_reported(code_client, wait_until):
     pid = int(code_client.run("import os; os.getpid()").text)
     os.kill(pid, signal.SIGKILL)
     assert code_client.run("1").error.name == "KernelDied"

@@ -196,7 +196,7 @@ def test_an_unknown_process_is_not_found(agent):
     assert list(events) == [] and events.error and events.error["code"] == "not_found"
 
 
-def test_a_disconnect_does_not_stop_the_process(agent, eventually):
+def test_a_disconnect_does_not_stop_the_process(agent, wait_until):
     body = json.dumps({"process": {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"]}, "tag": "orphan"}).encode()
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(
@@ -225,15 +225,15 @@ def test_only_the_last_output_is_kept(agent):
     assert out.endswith(b"end") and 100_000 < len(out) < 400_000
 
 
-def test_a_process_without_a_client_keeps_running(agent, tmp_path, eventually):
+def test_a_process_without_a_client_keeps_running(agent, tmp_path, wait_until):
     marker_file = tmp_path / "done"
     events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {marker_file}")
     events.next()
     events._response.close()
-    eventually(marker_file.exists)
+    wait_until(marker_file.exists)
 
 
-def test_a_process_is_killed_at_its_deadline(agent, eventually):
+def test_a_process_is_killed_at_its_deadline(agent, wait_until):
     start_time = time.monotonic()
     events = agent.start("sh", "-c", "echo $$; sleep 31.1", Connect_Timeout_Ms="400")
     pid = events.next()["start"]["pid"]
@@ -242,7 +242,7 @@ def test_a_process_is_killed_at_its_deadline(agent, eventually):
     assert time.monotonic() - start_time < 10
     # Another stream, without a deadline, reports how the process ended.
     assert agent.stream("Connect", {"process": {"pid": pid}}).read_to_end()[2]["status"] == "signal: killed"
-    eventually(lambda: all(item["pid"] != pid for item in agent.post_ok("/process.Process/List")["processes"]))
+    wait_until(lambda: all(item["pid"] != pid for item in agent.post_ok("/process.Process/List")["processes"]))
 
 
 def test_the_deadline_of_a_stream_ends_only_the_stream(agent):
@@ -300,13 +300,13 @@ def test_a_background_child_does_not_delay_the_end(agent):
     os.kill(int(out), signal.SIGKILL)
 
 
-def test_descriptors_and_threads_are_released(fresh_agent, eventually):
+def test_descriptors_and_threads_are_released(fresh_agent, wait_until):
     def count_entries(directory: str) -> int:
         return len(list(Path(f"/proc/{fresh_agent.process.pid}/{directory}").iterdir()))
 
     thread_count = count_entries("task")
     fresh_agent.start("true").read_to_end()
-    eventually(lambda: count_entries("task") == thread_count)
+    wait_until(lambda: count_entries("task") == thread_count)
     descriptor_count = count_entries("fd")
     for _ in range(5):
         fresh_agent.start("true", stdin=True).read_to_end()
@@ -314,7 +314,7 @@ def test_descriptors_and_threads_are_released(fresh_agent, eventually):
         fresh_agent.post_ok("/exec", {"args": ["true"]})
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
-    eventually(lambda: (count_entries("task"), count_entries("fd")) == (thread_count, descriptor_count))
+    wait_until(lambda: (count_entries("task"), count_entries("fd")) == (thread_count, descriptor_count))
     assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 

@@ -111,7 +111,7 @@ def test_the_size_of_a_json_body_is_limited(agent):
         assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_many_connections_are_served_at_once(agent):
+def test_many_connections_are_served_concurrently(agent):
     failures = []
 
     def send_requests() -> None:
@@ -129,7 +129,7 @@ def test_many_connections_are_served_at_once(agent):
     assert not failures
 
 
-def test_threads_end_with_their_connections(agent, eventually):
+def test_threads_end_with_their_connections(agent, wait_until):
     def count_threads() -> int:
         return len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))
 
@@ -138,13 +138,13 @@ def test_threads_end_with_their_connections(agent, eventually):
         return count_threads()
 
     initial_count = count_threads()
-    while (count := count_threads_after(0.5)) < initial_count:  # connections of earlier tests are still ending
+    while (count := count_threads_after(0.5)) < initial_count:  # connections of earlier tests may still be closing
         initial_count = count
     sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
-    eventually(lambda: count_threads() >= initial_count + 10)
+    wait_until(lambda: count_threads() >= initial_count + 10)
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_threads() <= initial_count)
+    wait_until(lambda: count_threads() <= initial_count)
 
 
 def test_the_agent_runs_from_a_folder_without_site_packages(tmp_path, running):

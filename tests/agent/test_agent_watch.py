@@ -24,7 +24,7 @@ EVENT_SOURCES = {
 }
 
 
-def command_with_constants(code: str) -> list[str]:
+def make_command_with_constants(code: str) -> list[str]:
     """Return the command of an agent that runs ``code`` first, for example to change constants."""
     return [
         os.environ.get("AGENT_PYTHON", sys.executable),
@@ -44,7 +44,7 @@ def event_source(request):
 
 @pytest.fixture(scope="module")
 def agent(running, event_source):
-    with running(command_with_constants(EVENT_SOURCES[event_source])) as running_agent:
+    with running(make_command_with_constants(EVENT_SOURCES[event_source])) as running_agent:
         yield running_agent
 
 
@@ -192,7 +192,7 @@ def count_resources(agent) -> tuple[int, int]:
     return len(list((process_directory / "fd").iterdir())), len(list((process_directory / "task").iterdir()))
 
 
-def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
+def test_removing_a_watch_releases_its_resources(agent, tmp_path, wait_until):
     resource_counts_before = count_resources(agent)
     watcher = Watcher(agent, tmp_path, recursive=True)
     sockets = []
@@ -210,27 +210,27 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
     start_time = time.monotonic()
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_resources(agent) <= resource_counts_before)
+    wait_until(lambda: count_resources(agent) <= resource_counts_before)
     # Resources are released immediately, not after the next keepalive.
     assert time.monotonic() - start_time < 5
 
 
-def test_the_number_of_watches_is_limited(running, tmp_path, eventually):
+def test_the_number_of_watches_is_limited(running, tmp_path, wait_until):
     code = "watch.EXPIRY_SECONDS = 1.5; watch.MAX_WATCHES = 2; watch.WATCHERS = watch.Watchers()"
-    with running(command_with_constants(code)) as agent:
+    with running(make_command_with_constants(code)) as agent:
         resource_counts_before = count_resources(agent)
         watchers = [Watcher(agent, tmp_path) for _ in range(2)]
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "stop one" in response["message"]
         # Unused watchers are removed after a while.
-        eventually(lambda: count_resources(agent) <= resource_counts_before)
+        wait_until(lambda: count_resources(agent) <= resource_counts_before)
         assert watchers[0].take_events()[0] == 404
         Watcher(agent, tmp_path)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_too_many_pending_events_are_dropped(running, tmp_path):
-    with running(command_with_constants("watch.MAX_PENDING_BYTES = 2000")) as agent:
+    with running(make_command_with_constants("watch.MAX_PENDING_BYTES = 2000")) as agent:
         watcher = Watcher(agent, tmp_path, recursive=True)
         (tmp_path / "new").mkdir()
         for number in range(200):
@@ -258,7 +258,7 @@ def slow_wait(*args):
     return wait(*args)
 watch.Watch.wait = slow_wait
 """
-    with running(command_with_constants(code)) as agent:
+    with running(make_command_with_constants(code)) as agent:
         watcher = Watcher(agent, tmp_path)
         events = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE)
         assert events.next() == {"start": {}}
@@ -279,7 +279,7 @@ watch.Watch.wait = slow_wait
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_watching_too_many_directories_is_refused(running, tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
-    with running(command_with_constants("inotify.MAX_DIRECTORIES = 5")) as agent:
+    with running(make_command_with_constants("inotify.MAX_DIRECTORIES = 5")) as agent:
         watcher = Watcher(agent, tmp_path, recursive=True)
         (tmp_path / "c/d/e").mkdir(parents=True)
         deadline = time.monotonic() + 30
@@ -295,7 +295,7 @@ def test_watching_too_many_directories_is_refused(running, tmp_path):
 def test_scanning_too_many_entries_is_refused(running, tmp_path):
     for number in range(12):
         (tmp_path / str(number)).write_text("")
-    with running(command_with_constants(f"{EVENT_SOURCES['scan']}; scan.MAX_ENTRIES = 10")) as agent:
+    with running(make_command_with_constants(f"{EVENT_SOURCES['scan']}; scan.MAX_ENTRIES = 10")) as agent:
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "only some of them" in response["message"]
 
@@ -317,7 +317,7 @@ def test_unreadable_directories_are_skipped(requires_root, running, event_source
             (directory / name / "below").mkdir(parents=True)
         directory.chmod(0o755)
         (directory / "closed").chmod(0o700)
-        with running(command_with_constants(f"{EVENT_SOURCES[event_source]}\n{DROP_PRIVILEGES_CODE}")) as agent:
+        with running(make_command_with_constants(f"{EVENT_SOURCES[event_source]}\n{DROP_PRIVILEGES_CODE}")) as agent:
             watcher = Watcher(agent, directory, recursive=True)
             for name in ("closed", "open"):
                 (directory / name / "below/new").write_text("")
@@ -331,7 +331,7 @@ def test_unreadable_directories_are_skipped(requires_root, running, event_source
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems always scan")
 def test_without_inotify_the_agent_scans(running, tmp_path):
     with running(
-        command_with_constants("""
+        make_command_with_constants("""
 import errno
 def fail(*args):
     inotify.ctypes.set_errno(errno.ENOSYS)
@@ -361,7 +361,7 @@ def test_network_file_systems_are_scanned(running, tmp_path):
         "watch.NETWORK_FILE_SYSTEM_MAGIC_NUMBERS = type('All', (), {'__contains__': lambda *args: True})(); "
         "scan.SCAN_INTERVAL_SECONDS = 0.1"
     )
-    with running(command_with_constants(code)) as agent:
+    with running(make_command_with_constants(code)) as agent:
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (400, "invalid_argument") and "allowNetworkMounts" in response["message"]
         watcher = Watcher(agent, tmp_path, allowNetworkMounts=True)

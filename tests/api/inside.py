@@ -21,24 +21,24 @@ _START_TIMEOUT_SECONDS = 30
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **other_headers: str) -> dict[str, str]:
+def make_port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **other_headers: str) -> dict[str, str]:
     """Return headers that name a port of a sandbox."""
     return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **other_headers}
 
 
-def port_headers_with_host(
+def make_port_headers_with_host(
     sandbox: dict[str, Any], port: int | str = AGENT_PORT, **other_headers: str
 ) -> dict[str, str]:
     """Return headers whose Host names a port of a sandbox."""
-    return {"Host": port_host(sandbox, port), **other_headers}
+    return {"Host": make_port_host(sandbox, port), **other_headers}
 
 
-def port_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
+def make_port_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
     """Return the host name of a sandbox's port."""
     return f"{port}-{sandbox['sandboxID']}.sandbox.local"
 
 
-eventually = functools.partial(waiting.eventually, seconds=5)
+wait_until = functools.partial(waiting.wait_until, seconds=5)
 """Waits for less than the idle timeout of connections."""
 
 
@@ -98,9 +98,9 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 class RawService:
     """A service that sends raw bytes. It responds with each of ``replies`` in turn, and then repeats the last one."""
 
-    def __init__(self, *replies: bytes, then: Handler | None = None) -> None:
+    def __init__(self, *replies: bytes, next_handler: Handler | None = None) -> None:
         self.replies = replies or (make_reply(),)
-        self.then = then
+        self.next_handler = next_handler
         """The handler that takes over the connection after each reply."""
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
@@ -123,19 +123,19 @@ class RawService:
                     return
                 writer.write(reply)
                 await writer.drain()
-                if self.then:
-                    await self.then(reader, writer)
+                if self.next_handler:
+                    await self.next_handler(reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError):
             pass  # The peer disconnected. A ValueError means that a chunk never arrived.
         finally:
             self.open_connection_count -= 1
             writer.close()
 
-    def request_headers(self, number: int = -1) -> dict[str, str]:
+    def parse_request_headers(self, number: int = -1) -> dict[str, str]:
         lines = self.heads[number].decode("latin-1").split("\r\n")[1:-2]
         return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
 
-    def request_target(self, number: int = -1) -> str:
+    def parse_request_target(self, number: int = -1) -> str:
         return self.heads[number].split(b" ")[1].decode()
 
 
@@ -157,7 +157,7 @@ def make_reply(status: str = "200 OK", body: bytes = b"ok", *fields: str) -> byt
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode("latin-1") + body
 
 
-def machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> str:
+def get_machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> str:
     return memory_gateway.machine(sandbox["sandboxID"]).address
 
 
@@ -172,7 +172,7 @@ def raw_service(
         # A server reports that it has no sockets before it closes them.
         asyncio.run_coroutine_threadsafe(_close(agent_server), memory_gateway.loop).result(_START_TIMEOUT_SECONDS)
     service = RawService(*replies, **options)
-    with Service(machine_address(memory_gateway, sandbox), port, service.listen):
+    with Service(get_machine_address(memory_gateway, sandbox), port, service.listen):
         yield service
 
 
@@ -187,7 +187,7 @@ def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes, local: bool = 
         yield connection
 
 
-def request_head(request: str, *fields: str, **headers: str) -> bytes:
+def make_request_head(request: str, *fields: str, **headers: str) -> bytes:
     """Return the head of a request. ``request`` is its first line without the version."""
     header_lines = [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([f"{request} HTTP/1.1", *fields, *header_lines, "", ""]).encode("latin-1")

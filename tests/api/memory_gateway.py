@@ -30,7 +30,7 @@ class MemoryGateway:
         # Socket paths must be short, but a test's own directory may be deeply nested.
         self.run_directory = tempfile.TemporaryDirectory(prefix="grove-api-")
         self.socket = Path(self.run_directory.name) / "gateway.sock"
-        self.port = session.free_port()
+        self.port = session.allocate_port()
         key_file = root / "keys"
         key_file.write_text(
             f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n"

@@ -1,6 +1,6 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
+A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` supports `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
 the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available once
 the agent has mounted it, and only while the host grants the machine access to it.
@@ -38,12 +38,12 @@ from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
-_slots = itertools.count()
+_slot_numbers = itertools.count()
 
 
 def _choose_next_address() -> str:
     """Return a loopback address that no other concurrent test run on this machine uses."""
-    slot, pid = next(_slots), os.getpid()
+    slot, pid = next(_slot_numbers), os.getpid()
     return f"127.{64 + pid % 150}.{(pid // 150 + slot // 250) % 250}.{slot % 250 + 2}"
 
 

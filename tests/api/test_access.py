@@ -21,7 +21,15 @@ from sandbox_gateway.api.access.signed_urls import SignedUrl, SignerFinder, pars
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
-from tests.api.inside import AGENT_PORT, PORT, eventually, port_headers, port_headers_with_host, port_host, raw_service
+from tests.api.inside import (
+    AGENT_PORT,
+    PORT,
+    make_port_headers,
+    make_port_headers_with_host,
+    make_port_host,
+    raw_service,
+    wait_until,
+)
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
@@ -47,16 +55,19 @@ def test_the_traffic_token_is_valid_for_every_port_except_the_agents(
 ) -> None:
     token_header = {header: sandbox["trafficAccessToken"]}
     with raw_service(memory_gateway, sandbox) as service:
-        assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **token_header)).text == "ok"
+        assert keyless_client.get("/", headers=make_port_headers(sandbox, PORT, **token_header)).text == "ok"
         assert (
-            sandbox["trafficAccessToken"] not in str(service.heads) and header.lower() not in service.request_headers()
+            sandbox["trafficAccessToken"] not in str(service.heads)
+            and header.lower() not in service.parse_request_headers()
         )
         for wrong_token in (sandbox["envdAccessToken"], create_sandbox(api)["trafficAccessToken"], "", "é"):
-            headers: Any = {**port_headers(sandbox, PORT), header: wrong_token.encode("latin-1")}
+            headers: Any = {**make_port_headers(sandbox, PORT), header: wrong_token.encode("latin-1")}
             response = keyless_client.get("/", headers=headers)
             assert response.status_code == 403 and (not wrong_token or wrong_token not in response.text)
         assert len(service.heads) == 1
-    assert keyless_client.get("/echo", headers=port_headers(sandbox, AGENT_PORT, **token_header)).status_code == 401
+    assert (
+        keyless_client.get("/echo", headers=make_port_headers(sandbox, AGENT_PORT, **token_header)).status_code == 401
+    )
     assert keyless_client.get("/sandboxes", headers=token_header).status_code == 401
 
 
@@ -70,14 +81,15 @@ def test_the_code_interpreter_token_is_valid_for_no_other_port(
             {"X-Access-Token": sandbox["envdAccessToken"], "E2B-Traffic-Access-Token": "wrong"},
         ):
             assert (
-                keyless_client.get("/contexts", headers=port_headers(sandbox, 49999, **credentials)).status_code == 200
+                keyless_client.get("/contexts", headers=make_port_headers(sandbox, 49999, **credentials)).status_code
+                == 200
             )
-            headers = service.request_headers()
+            headers = service.parse_request_headers()
             forwarded_token = headers["x-access-token"]
             assert forwarded_token == token_for_port(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
             assert (
                 keyless_client.get(
-                    "/files", headers=port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": forwarded_token})
+                    "/files", headers=make_port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": forwarded_token})
                 ).status_code
                 == 401
             )
@@ -90,7 +102,7 @@ def test_other_ports_receive_no_token(
 ) -> None:
     with raw_service(memory_gateway, sandbox) as service:
         for credentials in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": sandbox["envdAccessToken"]}):
-            assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **credentials)).status_code == 200
+            assert keyless_client.get("/", headers=make_port_headers(sandbox, PORT, **credentials)).status_code == 200
         for secret in (ADMIN_KEY, sandbox["envdAccessToken"], sandbox["trafficAccessToken"]):
             assert secret not in str(service.heads)
 
@@ -105,24 +117,25 @@ def test_ports_are_public_only_on_request(
         and default_sandbox["network"]["allowPublicTraffic"] is False
     )
     for sandbox in (default_sandbox, private_sandbox):
-        assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 403
+        assert keyless_client.get("/", headers=make_port_headers_with_host(sandbox, PORT)).status_code == 403
     with raw_service(memory_gateway, public_sandbox):
-        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).text == "ok"
+        assert keyless_client.get("/", headers=make_port_headers_with_host(public_sandbox, PORT)).text == "ok"
         ref = public_sandbox["sandboxID"]
         assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
-        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).text == "ok", (
+        assert keyless_client.get("/", headers=make_port_headers_with_host(public_sandbox, PORT)).text == "ok", (
             "a policy for outgoing traffic does not change it"
         )
         for port, status in ((AGENT_PORT, 401), (49999, 403)):
             assert (
-                keyless_client.get("/echo", headers=port_headers_with_host(public_sandbox, port)).status_code == status
+                keyless_client.get("/echo", headers=make_port_headers_with_host(public_sandbox, port)).status_code
+                == status
             )
         fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
-        assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 403, (
+        assert keyless_client.get("/", headers=make_port_headers_with_host(fork, PORT)).status_code == 403, (
             "forks do not inherit public ports"
         )
         assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
-        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).status_code == 403
+        assert keyless_client.get("/", headers=make_port_headers_with_host(public_sandbox, PORT)).status_code == 403
     for value in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": value}}).is_error
 
@@ -140,13 +153,13 @@ def test_an_administrator_can_make_ports_public_by_default(tmp_path: Path) -> No
             forkd_sandbox = api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 1}).json()[0]
             assert api.get(f"/sandboxes/{forkd_sandbox['id']}").json()["network"]["allowPublicTraffic"] is True
             with raw_service(gateway, default_sandbox):
-                assert keyless_client.get("/", headers=port_headers_with_host(default_sandbox, PORT)).text == "ok"
+                assert keyless_client.get("/", headers=make_port_headers_with_host(default_sandbox, PORT)).text == "ok"
             for sandbox, port, status in (
                 (private_sandbox, PORT, 403),
                 (default_sandbox, AGENT_PORT, 401),
                 (default_sandbox, 49999, 403),
             ):
-                headers = port_headers_with_host(sandbox, port)
+                headers = make_port_headers_with_host(sandbox, port)
                 assert keyless_client.get("/echo", headers=headers).status_code == status
             assert keyless_client.get("/sandboxes").status_code == 401
     finally:
@@ -162,21 +175,21 @@ def test_services_receive_the_masked_host(
     route = f"/sandboxes/{sandbox['sandboxID']}/network"
     with raw_service(memory_gateway, sandbox) as service:
         expected_hosts = [f"{PORT}-shop.example.com"] * 2
-        for headers in (port_headers_with_host(sandbox, PORT), port_headers(sandbox, PORT)):
+        for headers in (make_port_headers_with_host(sandbox, PORT), make_port_headers(sandbox, PORT)):
             assert keyless_client.get("/", headers=headers).text == "ok"
         assert api.put(route, json={"denyOut": ["10.0.0.0/8"]}).status_code == 204, "the mask is kept"
         assert keyless_client.get("/", headers=headers).text == "ok"
         expected_hosts.append(f"{PORT}-shop.example.com")
-        for mask, expected_host in (("shop:${PORT}", f"shop:{PORT}"), ("", port_host(sandbox, PORT))):
+        for mask, expected_host in (("shop:${PORT}", f"shop:{PORT}"), ("", make_port_host(sandbox, PORT))):
             assert api.put(route, json={"maskRequestHost": mask}).status_code == 204
-            assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
+            assert keyless_client.get("/", headers=make_port_headers_with_host(sandbox, PORT)).text == "ok"
             expected_hosts.append(expected_host)
-        assert [service.request_headers(number)["host"] for number in range(5)] == expected_hosts
+        assert [service.parse_request_headers(number)["host"] for number in range(5)] == expected_hosts
         assert all(head.lower().count(b"\nhost:") == 1 for head in service.heads)
     assert "maskRequestHost" not in api.get(f"/sandboxes/{sandbox['sandboxID']}").json()["network"]
     agent_sandbox = create_sandbox(api, network=network)
-    echo = api.get("/echo", headers=port_headers_with_host(agent_sandbox)).json()
-    assert echo["headers"]["host"] == port_host(agent_sandbox), "the agent's own ports keep the host"
+    echo = api.get("/echo", headers=make_port_headers_with_host(agent_sandbox)).json()
+    assert echo["headers"]["host"] == make_port_host(agent_sandbox), "the agent's own ports keep the host"
 
 
 @pytest.mark.parametrize(
@@ -203,14 +216,16 @@ def test_secrets_are_not_logged(
         ({"X-Access-Token": envd_token[:-1]}, f"/files?path=/y&signature={quote(signature)}"),
     ):
         for port in (AGENT_PORT, PORT):
-            text = keyless_client.get(target, headers=port_headers(sandbox, port, **headers)).text
+            text = keyless_client.get(target, headers=make_port_headers(sandbox, port, **headers)).text
             upgrade_headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
             upgrade_headers["Sec-WebSocket-Key"] = "A" * 22 + "=="
-            text += keyless_client.get(target, headers=port_headers(sandbox, port, **headers, **upgrade_headers)).text
+            text += keyless_client.get(
+                target, headers=make_port_headers(sandbox, port, **headers, **upgrade_headers)
+            ).text
             for secret in (ADMIN_KEY, envd_token, envd_token[:-1], traffic_token, signature, quote(signature)):
                 assert secret not in text
     # Refusals are logged after the response.
-    eventually(lambda: caplog.text.count("request") >= 16)
+    wait_until(lambda: caplog.text.count("request") >= 16)
     assert "ERROR" not in caplog.text
     for secret in (ADMIN_KEY, envd_token[:-1], traffic_token, signature, quote(signature)):
         assert secret not in caplog.text + str([record.__dict__ for record in caplog.records])
@@ -228,16 +243,16 @@ def test_a_removed_sandbox_is_reported_to_holders_of_its_token(
         (AGENT_PORT, {"X-Access-Token": sandbox["envdAccessToken"]}),
         (PORT, {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]}),
     ):
-        response = keyless_client.get("/echo", headers=port_headers(sandbox, port, **credentials))
+        response = keyless_client.get("/echo", headers=make_port_headers(sandbox, port, **credentials))
         assert response.status_code == response.json()["code"] == 502 and response.json()["kind"] == "not_found"
         assert "was not found" in response.json()["message"] and sandbox["sandboxID"] in response.json()["message"]
     refusals = [
-        keyless_client.get("/echo", headers=port_headers({"sandboxID": ref}, **{"X-Access-Token": token})).text
+        keyless_client.get("/echo", headers=make_port_headers({"sandboxID": ref}, **{"X-Access-Token": token})).text
         for ref, token in ((sandbox["sandboxID"], "wrong"), ("0" * 12, "wrong"), ("0" * 12, sandbox["envdAccessToken"]))
     ]
     existing_sandbox = create_sandbox(api)
     refusals.append(
-        keyless_client.get("/echo", headers=port_headers(existing_sandbox, **{"X-Access-Token": "wrong"})).text
+        keyless_client.get("/echo", headers=make_port_headers(existing_sandbox, **{"X-Access-Token": "wrong"})).text
     )
     assert len(set(refusals)) == 1 and '"unauthorized"' in refusals[0]
 
@@ -297,7 +312,7 @@ def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
         sandbox,
         response_head + b"%x\r\n%s\r\n" % (len(start_frame), start_frame),
         port=AGENT_PORT,
-        then=hold_connection,
+        next_handler=hold_connection,
     ):
         command = e2b_sandbox.commands.run("sleep 100", background=True)
         assert command.pid == 7
@@ -417,8 +432,8 @@ def test_signed_urls_are_accepted_over_http(
     e2b_sandbox = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=memory_gateway.url, domain="sandbox.local")
     urls = [httpx.URL(e2b_sandbox.download_url("/a b/ü", user="bob")), httpx.URL(e2b_sandbox.download_url("/x"))]
     upload_url = httpx.URL(e2b_sandbox.upload_url("/x", use_signature_expiration=60))
-    assert all(url.host == port_host(sandbox) for url in (*urls, upload_url))
-    host_headers = {"Host": port_host(sandbox)}
+    assert all(url.host == make_port_host(sandbox) for url in (*urls, upload_url))
+    host_headers = {"Host": make_port_host(sandbox)}
     with raw_service(memory_gateway, sandbox, port=AGENT_PORT) as agent:
         for url, target in zip(urls, ("/files?path=%2Fa%20b%2F%C3%BC&username=bob", "/files?path=%2Fx"), strict=True):
             for headers in (
@@ -426,15 +441,15 @@ def test_signed_urls_are_accepted_over_http(
                 host_headers | {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong"},
             ):
                 assert keyless_client.get(url.raw_path.decode(), headers=headers).text == "ok"
-                assert agent.request_target() == target
-                assert agent.request_headers()["x-access-token"] == sandbox["envdAccessToken"]
-                assert "authorization" not in agent.request_headers(), (
+                assert agent.parse_request_target() == target
+                assert agent.parse_request_headers()["x-access-token"] == sandbox["envdAccessToken"]
+                assert "authorization" not in agent.parse_request_headers(), (
                     "a signed URL is valid only for the user it names"
                 )
         assert (
             keyless_client.post(upload_url.raw_path.decode(), headers=host_headers, files={"file": b"new"}).text == "ok"
         )
-        assert agent.request_target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
+        assert agent.parse_request_target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
         request_count = len(agent.heads)
         read_query, write_query = urls[1].query.decode(), upload_url.query.decode()
         for method, path in (
@@ -449,10 +464,11 @@ def test_signed_urls_are_accepted_over_http(
             assert keyless_client.request(method, path, headers=host_headers).status_code == 401, path
         other_sandbox = create_sandbox(api)
         assert (
-            keyless_client.get(f"/files?{read_query}", headers=port_headers_with_host(other_sandbox)).status_code == 401
+            keyless_client.get(f"/files?{read_query}", headers=make_port_headers_with_host(other_sandbox)).status_code
+            == 401
         )
         assert (
-            keyless_client.get(f"/files?{read_query}", headers=port_headers_with_host(sandbox, 49999)).status_code
+            keyless_client.get(f"/files?{read_query}", headers=make_port_headers_with_host(sandbox, 49999)).status_code
             == 403
         )
         expired_signature = get_signature("/x", "read", None, sandbox["envdAccessToken"], -10)
@@ -489,9 +505,9 @@ def test_signed_urls_with_the_gateways_address_are_accepted(
         ):
             for headers in ({}, {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong", "X-API-Key": "wrong"}):
                 response = keyless_client.get(url, headers=headers)
-                assert response.text == "ok" and second_agent.request_target() == target
-                assert "authorization" not in second_agent.request_headers()
-                assert second_agent.request_headers()["x-access-token"] == sandboxes[1]["envdAccessToken"]
+                assert response.text == "ok" and second_agent.parse_request_target() == target
+                assert "authorization" not in second_agent.parse_request_headers()
+                assert second_agent.parse_request_headers()["x-access-token"] == sandboxes[1]["envdAccessToken"]
                 assert response.headers["content-security-policy"] == "sandbox", "a browser must not run the file"
                 assert response.headers["x-content-type-options"] == "nosniff"
         upload_url = e2b_sandbox.upload_url("/x")

@@ -29,7 +29,7 @@ def run(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
         client.delete(path)
 
 
-def generation(client: httpx.Client, path: str) -> int:
+def read_generation(client: httpx.Client, path: str) -> int:
     response = client.get(path)
     assert response.status_code == 200, response.text
     number: int = response.json()["generation"]
@@ -37,22 +37,22 @@ def generation(client: httpx.Client, path: str) -> int:
 
 
 def test_a_run_sees_only_the_changes_of_others(api: httpx.Client, sandbox: object, run: httpx.Client) -> None:
-    before = generation(api, "/sandboxes/one")
+    before = read_generation(api, "/sandboxes/one")
     assert run.patch("/sandboxes/one", json={"metadata": {"a": "1"}}).is_success
     assert run.post("/sandboxes/one/snapshots", json={"name": "mark"}).is_success
-    assert generation(run, "/sandboxes/one") == before < generation(api, "/sandboxes/one")
+    assert read_generation(run, "/sandboxes/one") == before < read_generation(api, "/sandboxes/one")
     assert api.patch("/sandboxes/one", json={"metadata": {"a": "2"}}).is_success
     assert run.patch("/sandboxes/one", json={"metadata": {"a": "3"}}).is_success
-    assert generation(run, "/sandboxes/one") == before + 1
+    assert read_generation(run, "/sandboxes/one") == before + 1
     assert run.post("/volumes", json={"name": "data", "sizeMB": 64}).is_success
     assert run.patch("/volumes/data", json={"sizeMB": 128}).is_success
-    assert (generation(run, "/volumes/data"), generation(api, "/volumes/data")) == (0, 1)
+    assert (read_generation(run, "/volumes/data"), read_generation(api, "/volumes/data")) == (0, 1)
 
 
 def test_the_tasks_that_a_request_starts_belong_to_the_run(api: httpx.Client, run: httpx.Client) -> None:
     build = run.post("/templates", json={"name": "web", "packages": ["git"]}).json()
     run.get(f"/templates/web/builds/{build['buildID']}/logs", params={"follow": True})
-    assert generation(run, "/templates/web") == 0 < generation(api, "/templates/web")
+    assert read_generation(run, "/templates/web") == 0 < read_generation(api, "/templates/web")
 
 
 def test_a_plan_session_sees_the_same_generations_as_the_run(
@@ -63,7 +63,7 @@ def test_a_plan_session_sees_the_same_generations_as_the_run(
         for path, body in (("snapshots", {"name": "mark"}), ("rollback", {"snapshotID": "mark"})):
             assert client.post(f"{prefix}/sandboxes/one/{path}", json=body).is_success
     for path in ("/sandboxes/one", "/snapshots/mark"):
-        assert generation(api, f"/plans/{plan_id}{path}") == generation(run, path)
+        assert read_generation(api, f"/plans/{plan_id}{path}") == read_generation(run, path)
     api.delete(f"/plans/{plan_id}")
 
 

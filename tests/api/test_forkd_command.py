@@ -21,7 +21,7 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.support import forkd_command, session
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 StartCommand = Callable[..., subprocess.Popen[str]]
 _TIMEOUT_SECONDS = 20
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 20
 @pytest.fixture
 def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address on which the command will listen. The command is on PATH and configured for the gateway."""
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FORKD_URL", memory_gateway.url)
@@ -175,7 +175,7 @@ def test_the_sandbox_of_a_killed_command_expires(
     time.sleep(2.2)
     assert len(list_sandboxes(api)) == 2, "the leases are renewed"
     process.kill()
-    eventually(lambda: list_sandboxes(api) == [], _TIMEOUT_SECONDS)
+    wait_until(lambda: list_sandboxes(api) == [], _TIMEOUT_SECONDS)
 
 
 def test_the_command_ends_with_its_sandbox(api: httpx.Client, start_command: StartCommand) -> None:
@@ -211,13 +211,13 @@ def test_startup_errors_are_reported(
         assert "listens on" in read_error(*fork_args)
     address_hint = "set FORKD_TARGET=127.0.0.1:8888"
     assert f"not an address of this machine: {address_hint}" in read_error(*fork_args, "--listen", "192.0.2.1:8888")
-    assert "no authentication" in read_error(*fork_args, "--listen", f"0.0.0.0:{session.free_port()}")
+    assert "no authentication" in read_error(*fork_args, "--listen", f"0.0.0.0:{session.allocate_port()}")
     assert "HOST:PORT" in read_error(*fork_args, "--listen", "8888")
     monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
     assert "needs a key with scope admin" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
     assert "set FORKD_TOKEN" in read_error(*fork_args)
-    monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.free_port()}")
+    monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.allocate_port()}")
     assert "cannot be reached" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_URL", "unix:///nowhere/gateway.sock")
     assert "cannot be reached" in read_error(*fork_args)

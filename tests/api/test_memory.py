@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from benchmarks.mixed_use import MixedUse
-from tests.api.inside import eventually
+from tests.api.inside import wait_until
 from tests.api.memory_gateway import MemoryGateway
 
 ROUND_COUNT = 40
@@ -41,7 +41,7 @@ def check_no_leaks(run_rounds: Callable[[int], None]) -> None:
         }
 
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not find_leaked_types(), seconds=30)
+        wait_until(lambda: not find_leaked_types(), seconds=30)
     assert find_leaked_types() == {}
     assert _count_objects()[1] - blocks_before < ROUND_COUNT * MAX_LEFTOVER_BLOCKS_PER_ROUND
 

@@ -18,7 +18,7 @@ import pytest
 from sandbox_gateway.engine.plans import sessions
 from sandbox_gateway.records import PLANNED_PREFIX
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 PLANNED_ID = re.compile(rf"{PLANNED_PREFIX}[0-9a-f]{{4}}")
 
@@ -30,11 +30,11 @@ def run() -> str:
 
 
 @pytest.fixture
-def plan_as(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str | None], httpx.Client]]:
+def start_plan(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str | None], httpx.Client]]:
     """A function that opens a plan session with a key, and returns a client whose requests belong to it."""
     with contextlib.ExitStack() as stack:
 
-        def open_plan(key: str | None) -> httpx.Client:
+        def open_session(key: str | None) -> httpx.Client:
             client, plan_client = (stack.enter_context(memory_gateway.client(key)) for _ in range(2))
             response = client.post("/plans", json={"run": run})
             assert response.status_code == 200, response.text
@@ -43,16 +43,16 @@ def plan_as(memory_gateway: MemoryGateway, run: str) -> Iterator[Callable[[str |
             plan_client.base_url = plan_client.base_url.copy_with(path=plan_path)
             return plan_client
 
-        yield open_plan
+        yield open_session
 
 
 @pytest.fixture
-def plan(plan_as: Callable[[str | None], httpx.Client]) -> httpx.Client:
+def plan(start_plan: Callable[[str | None], httpx.Client]) -> httpx.Client:
     """A client whose requests belong to a plan session."""
-    return plan_as(None)
+    return start_plan(None)
 
 
-def plan_id_of(client: httpx.Client) -> str:
+def get_plan_id(client: httpx.Client) -> str:
     return client.base_url.path.strip("/").rpartition("/")[2]
 
 
@@ -79,7 +79,9 @@ def test_later_requests_see_what_earlier_ones_planned(
     assert (refusal.status_code, refusal.json()["kind"]) == (409, "in_use"), refusal.text
     assert plan.delete("/sandboxes/b").status_code == 204
     assert {each["name"] for each in plan.get("/sandboxes").json()} == {"one", "a", "c"}
-    assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), "planned ids can be told from real ones"
+    assert all(PLANNED_ID.fullmatch(each["sandboxID"]) for each in forks), (
+        "planned ids can be distinguished from real ones"
+    )
     assert list_everything(api) == everything_before
     assert memory_gateway.host.fork_count == fork_count
     assert plan.post("/sandboxes/one/pause").is_success and plan.post("/sandboxes/a/pause").is_success
@@ -90,10 +92,10 @@ def test_later_requests_see_what_earlier_ones_planned(
 
 
 def test_templates_and_volumes_are_planned(
-    api: httpx.Client, plan_as: Callable[[str | None], httpx.Client], sandbox: dict[str, Any]
+    api: httpx.Client, start_plan: Callable[[str | None], httpx.Client], sandbox: dict[str, Any]
 ) -> None:
     api.post("/volumes", json={"name": "data", "sizeMB": 100})
-    plan = plan_as(None)
+    plan = start_plan(None)
     everything_before = list_everything(api)
     build = plan.post("/templates", json={"name": "web", "setup": ["true"], "readyProbe": "true"}).json()
     plan.get(f"/templates/{build['templateID']}/builds/{build['buildID']}/logs", params={"follow": True})
@@ -109,7 +111,7 @@ def test_templates_and_volumes_are_planned(
     assert api.delete("/volumes/data").status_code == 204
 
 
-def test_facts_that_only_a_run_knows_are_left_out(sandbox: dict[str, Any], plan: httpx.Client) -> None:
+def test_values_that_only_a_run_can_determine_are_omitted(sandbox: dict[str, Any], plan: httpx.Client) -> None:
     assert plan.get("/sandboxes/one").json()["address"] == sandbox["address"]
     fork = plan.post("/sandboxes/one/clone", json={"name": "a"}).json()
     assert "address" not in fork
@@ -127,15 +129,15 @@ def test_a_session_publishes_no_events_and_counts_no_starts(
     assert read_starts() == starts_before
 
 
-def test_all_tasks_of_a_run_share_a_session_and_runs_do_not(
+def test_all_tasks_of_a_run_share_a_session_but_different_runs_do_not(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], plan: httpx.Client, run: str
 ) -> None:
     plan.post("/sandboxes/one/snapshots", json={"name": "mark"})
     with memory_gateway.client() as client:
-        assert client.post("/plans", json={"run": run}).json()["planID"] == plan_id_of(plan)
+        assert client.post("/plans", json={"run": run}).json()["planID"] == get_plan_id(plan)
         other_id = client.post("/plans", json={"run": f"another {run}"}).json()["planID"]
         assert len(client.get("/plans").json()) == 2
-        assert client.get(f"/plans/{plan_id_of(plan)}/snapshots/mark").status_code == 200
+        assert client.get(f"/plans/{get_plan_id(plan)}/snapshots/mark").status_code == 200
         assert client.get(f"/plans/{other_id}/snapshots/mark").status_code == 404
         client.delete(f"/plans/{other_id}")
 
@@ -144,15 +146,15 @@ def test_a_run_cannot_continue_after_its_session_has_ended(
     memory_gateway: MemoryGateway, plan: httpx.Client, run: str
 ) -> None:
     with memory_gateway.client() as client:
-        assert client.delete(f"/plans/{plan_id_of(plan)}").status_code == 204
+        assert client.delete(f"/plans/{get_plan_id(plan)}").status_code == 204
         response = client.post("/plans", json={"run": run})
     assert (response.status_code, response.json()["kind"]) == (410, "gone"), response.text
 
 
 def test_a_key_with_any_scope_can_plan_and_sees_no_tokens(
-    sandbox: dict[str, Any], plan_as: Callable[[str | None], httpx.Client], api: httpx.Client
+    sandbox: dict[str, Any], start_plan: Callable[[str | None], httpx.Client], api: httpx.Client
 ) -> None:
-    reader = plan_as(READ_KEY)
+    reader = start_plan(READ_KEY)
     assert reader.get("/sandboxes/one").json().get("envdAccessToken") is None
     fork = reader.post("/sandboxes/one/clone", json={"name": "a"})
     assert fork.status_code == 201, fork.text
@@ -162,9 +164,9 @@ def test_a_key_with_any_scope_can_plan_and_sees_no_tokens(
 
 @pytest.mark.parametrize("key", [ADMIN_KEY, EXEC_KEY])
 def test_a_session_belongs_to_its_key(
-    plan_as: Callable[[str | None], httpx.Client], memory_gateway: MemoryGateway, key: str
+    start_plan: Callable[[str | None], httpx.Client], memory_gateway: MemoryGateway, key: str
 ) -> None:
-    plan_id = plan_id_of(plan_as(READ_KEY))
+    plan_id = get_plan_id(start_plan(READ_KEY))
     with memory_gateway.client(key) as other:
         assert other.get(f"/plans/{plan_id}").status_code == 404
         assert other.delete(f"/plans/{plan_id}").status_code == 404
@@ -244,7 +246,7 @@ def test_idle_sessions_end(memory_gateway: MemoryGateway, monkeypatch: pytest.Mo
         assert client.get(f"/plans/{plan_id}").status_code == 404
 
 
-def test_a_thousand_sessions_at_once_are_limited_and_do_not_affect_others(
+def test_a_thousand_concurrent_sessions_are_limited_and_do_not_affect_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[weakref.ref[sessions.PlanSession]] = []
@@ -302,7 +304,7 @@ def test_a_thousand_sessions_at_once_are_limited_and_do_not_affect_others(
         # The event loop keeps cancelled timers, with the contexts of their requests, until they are due.
         return sum(reference() is not None for reference in opened) < 5
 
-    eventually(is_freed, seconds=60)
+    wait_until(is_freed, seconds=60)
 
 
 @pytest.mark.parametrize("body", [{}, {"run": "short"}, {"run": "x" * 129}, {"run": 7}])

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def snapshot_name(api: httpx.Client, sandbox: dict[str, Any]) -> str:
 
 
 def wait_until_ready(api: httpx.Client, ref: str, count: int) -> None:
-    eventually(lambda: api.get(f"/snapshots/{ref}").json()["prewarm"]["ready"] == count)
+    wait_until(lambda: api.get(f"/snapshots/{ref}").json()["prewarm"]["ready"] == count)
 
 
 def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot_name: str) -> None:
@@ -58,9 +58,9 @@ def test_a_capture_can_request_prewarmed_forks(api: httpx.Client, sandbox: dict[
 
 def test_a_template_shows_its_ready_forks(api: httpx.Client) -> None:
     api.post("/snapshots/base/prewarm", json={"count": 1})
-    eventually(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 1, "ready": 1})
+    wait_until(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 1, "ready": 1})
     api.post("/snapshots/base/prewarm", json={"count": 0})
-    eventually(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 0, "ready": 0})
+    wait_until(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 0, "ready": 0})
 
 
 @pytest.mark.parametrize("body", [{}, {"count": -1}, {"count": "2"}, {"count": 65}, {"count": True}, {"count": 1.5}])
@@ -76,13 +76,13 @@ def test_a_missing_snapshot_is_not_found(api: httpx.Client) -> None:
 def test_a_build_can_request_prewarmed_forks(api: httpx.Client) -> None:
     build_response = api.post("/templates", json={"name": "warm", "setup": ["touch /warm"], "prewarm": 1})
     assert build_response.status_code == 202, build_response.text
-    eventually(lambda: api.get("/templates/warm").json().get("prewarm") == {"target": 1, "ready": 1})
+    wait_until(lambda: api.get("/templates/warm").json().get("prewarm") == {"target": 1, "ready": 1})
     assert "prewarm" not in api.get("/templates/warm").json()["recipe"]
     recipe = {"name": "warm", "setup": ["touch /warm"]}
     assert api.post("/templates", json=recipe).status_code == 200
     assert api.get("/templates/warm").json()["prewarm"]["target"] == 1, "an absent count changes nothing"
     assert api.post("/templates", json={**recipe, "prewarm": 0}).status_code == 200
-    eventually(lambda: api.get("/templates/warm").json()["prewarm"] == {"target": 0, "ready": 0})
+    wait_until(lambda: api.get("/templates/warm").json()["prewarm"] == {"target": 0, "ready": 0})
     api.delete("/templates/warm")
 
 

@@ -21,22 +21,22 @@ from tests.api.inside import (
     AGENT_PORT,
     PORT,
     Service,
-    eventually,
-    machine_address,
+    get_machine_address,
+    make_port_headers,
+    make_port_headers_with_host,
+    make_port_host,
     make_reply,
-    port_headers,
-    port_headers_with_host,
-    port_host,
+    make_request_head,
     raw_connection,
     raw_service,
     read_response,
-    request_head,
+    wait_until,
 )
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 
-@pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host])
+@pytest.mark.parametrize("make_headers", [make_port_headers, make_port_headers_with_host])
 def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], make_headers: Any) -> None:
     client_headers = {"X-Own": "1", "Keep-Alive": "timeout=3"}
     response = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=make_headers(sandbox, **client_headers))
@@ -48,7 +48,7 @@ def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, 
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
     assert headers["x-access-token"] == sandbox["envdAccessToken"]
     assert headers["host"] == (
-        port_host(sandbox) if make_headers is port_headers_with_host else f"localhost:{AGENT_PORT}"
+        make_port_host(sandbox) if make_headers is make_port_headers_with_host else f"localhost:{AGENT_PORT}"
     )
 
 
@@ -66,7 +66,7 @@ def test_control_plane_requests_may_name_the_agents_port(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     """E2B's client 2.26 sends these headers with `connect`, even if the sandbox is paused."""
-    route, headers = f"/sandboxes/{sandbox['sandboxID']}", port_headers(sandbox)
+    route, headers = f"/sandboxes/{sandbox['sandboxID']}", make_port_headers(sandbox)
     assert api.post(f"{route}/pause").status_code == 204
     for prefix in ("/v2", ""):
         response = api.post(f"{prefix}{route}/connect", json={"timeout": 60}, headers=headers)
@@ -80,24 +80,24 @@ def test_control_plane_requests_may_name_the_agents_port(
         assert client.get(route, headers=token_headers).status_code == 401
         assert client.get("/echo", headers=token_headers).status_code == 201
     with raw_service(memory_gateway, sandbox) as service:
-        assert api.get("/sandboxes", headers=port_headers(sandbox, PORT)).text == "ok"
-        assert api.get("/sandboxes", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
-        assert service.request_target() == "/sandboxes"
-    host_headers = port_headers_with_host(sandbox) | {"X-Access-Token": sandbox["envdAccessToken"]}
+        assert api.get("/sandboxes", headers=make_port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/sandboxes", headers=make_port_headers_with_host(sandbox, PORT)).text == "ok"
+        assert service.parse_request_target() == "/sandboxes"
+    host_headers = make_port_headers_with_host(sandbox) | {"X-Access-Token": sandbox["envdAccessToken"]}
     assert api.get(route, headers=host_headers).json() == {"frozen": True}, "a host name always means the sandbox"
 
 
 def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
-            echoed_request = client.get("/echo", headers=port_headers(sandbox, **header)).json()
+            echoed_request = client.get("/echo", headers=make_port_headers(sandbox, **header)).json()
             assert EXEC_KEY not in str(echoed_request)
         key_and_bearer_headers = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        forwarded_headers = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer_headers)).json()[
+        forwarded_headers = client.get("/echo", headers=make_port_headers(sandbox, **key_and_bearer_headers)).json()[
             "headers"
         ]
         repeated_headers = [
-            *port_headers(sandbox).items(),
+            *make_port_headers(sandbox).items(),
             ("Authorization", "Bearer other"),
             ("Authorization", f"Bearer {EXEC_KEY}"),
         ]
@@ -105,7 +105,7 @@ def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str
         assert forwarded_headers["authorization"] == "Bearer the-services-own" and "x-api-key" not in forwarded_headers
         key_and_basic_headers = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert (
-            client.get("/echo", headers=port_headers(sandbox, **key_and_basic_headers)).json()["headers"][
+            client.get("/echo", headers=make_port_headers(sandbox, **key_and_basic_headers)).json()["headers"][
                 "authorization"
             ]
             == "Basic dXNlcjo="
@@ -116,34 +116,35 @@ def test_requests_need_access_to_the_port(
     api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     token_header = {"X-Access-Token": sandbox["envdAccessToken"]}
-    assert keyless_client.get("/echo", headers=port_headers(sandbox, **token_header)).status_code == 201
+    assert keyless_client.get("/echo", headers=make_port_headers(sandbox, **token_header)).status_code == 201
     other_sandbox = create_sandbox(api)
     unknown_sandbox = {"sandboxID": "0" * 12}
     for port, status, kind in ((AGENT_PORT, 401, "unauthorized"), (PORT, 403, "forbidden")):
         for headers in (
-            port_headers(sandbox, port),
-            port_headers(other_sandbox, port, **token_header),
-            port_headers(sandbox, port, **{"X-Access-Token": "wrong"}),
-            port_headers(unknown_sandbox, port, **token_header),
-            port_headers(unknown_sandbox, port),
+            make_port_headers(sandbox, port),
+            make_port_headers(other_sandbox, port, **token_header),
+            make_port_headers(sandbox, port, **{"X-Access-Token": "wrong"}),
+            make_port_headers(unknown_sandbox, port, **token_header),
+            make_port_headers(unknown_sandbox, port),
         ):
             response = keyless_client.get("/echo", headers=headers)
             assert response.status_code == status and response.json()["kind"] == kind, headers
             assert (
-                keyless_client.get("/echo", headers=headers | port_headers(unknown_sandbox, port)).text == response.text
+                keyless_client.get("/echo", headers=headers | make_port_headers(unknown_sandbox, port)).text
+                == response.text
             )
-        headers = port_headers(sandbox, port, **{"X-API-Key": "wrong-key-0123456789"})
+        headers = make_port_headers(sandbox, port, **{"X-API-Key": "wrong-key-0123456789"})
         assert keyless_client.get("/echo", headers=headers).status_code == 401
-    assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
+    assert keyless_client.get("/echo", headers=make_port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
     assert (
         keyless_client.get(
-            "/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token_header)
+            "/echo", headers=make_port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token_header)
         ).status_code
         == 201
     )
     assert (
         keyless_client.get(
-            "/echo", headers=port_headers({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})
+            "/echo", headers=make_port_headers({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})
         ).status_code
         == 502
     )
@@ -154,12 +155,12 @@ def test_requests_need_access_to_the_port(
 
 @pytest.mark.parametrize("port", ["0", "65536", "999999", "-1", "x", ""])
 def test_invalid_ports_are_refused(api: httpx.Client, sandbox: dict[str, Any], port: str) -> None:
-    response = api.get("/echo", headers=port_headers(sandbox, port))
+    response = api.get("/echo", headers=make_port_headers(sandbox, port))
     assert response.status_code == 400 and "1 to 65535" in response.json()["message"]
 
 
 def test_a_request_to_a_closed_port_fails(api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    response = api.get("/", headers=port_headers(sandbox, PORT))
+    response = api.get("/", headers=make_port_headers(sandbox, PORT))
     assert response.status_code == 502 and response.json()["kind"] == "backend_failed"
     assert (
         "nothing listens on port 3000" in response.json()["message"]
@@ -168,22 +169,25 @@ def test_a_request_to_a_closed_port_fails(api: httpx.Client, sandbox: dict[str, 
 
 
 def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    def chunks() -> Iterator[bytes]:
+    def generate_chunks() -> Iterator[bytes]:
         for _ in range(80):
             yield b"x" * 100_000
 
-    echoed_request = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
+    echoed_request = api.post("/echo", content=generate_chunks(), headers=make_port_headers(sandbox)).json()
     assert echoed_request["length"] == 8_000_000 and echoed_request["headers"]["transfer-encoding"] == "chunked"
 
 
 def test_a_response_is_streamed_until_the_client_disconnects(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    with memory_gateway.client() as client, client.stream("GET", "/stream", headers=port_headers(sandbox)) as response:
+    with (
+        memory_gateway.client() as client,
+        client.stream("GET", "/stream", headers=make_port_headers(sandbox)) as response,
+    ):
         lines = response.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
     machine = memory_gateway.machine(sandbox["sandboxID"])
-    eventually(lambda: not machine.connection_count)
+    wait_until(lambda: not machine.connection_count)
 
 
 def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Client) -> None:
@@ -193,15 +197,15 @@ def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Cli
     )
     for sandbox in (plain_sandbox, resuming_sandbox):
         api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
-    response = api.get("/echo", headers=port_headers(plain_sandbox))
+    response = api.get("/echo", headers=make_port_headers(plain_sandbox))
     assert response.status_code == 502 and response.json()["kind"] == "conflict"
     assert "is paused: resume it first" in response.json()["message"] and "was not found" in response.json()["message"]
     path = f"/sandboxes/{resuming_sandbox['sandboxID']}"
-    headers = port_headers(resuming_sandbox, **{"X-Sandbox-Auto-Resume": "false"})
+    headers = make_port_headers(resuming_sandbox, **{"X-Sandbox-Auto-Resume": "false"})
     response = api.get("/echo", headers=headers)
     assert response.status_code == 502 and "is paused: resume it first" in response.json()["message"]
     assert api.get(path).json()["state"] == "paused"
-    assert api.get("/echo", headers=port_headers(resuming_sandbox)).status_code == 201
+    assert api.get("/echo", headers=make_port_headers(resuming_sandbox)).status_code == 201
     assert api.get(path).json()["state"] == "running"
     response = api.get("/echo", headers=headers)
     assert response.status_code == 201 and "x-sandbox-auto-resume" not in response.json()["headers"]
@@ -214,7 +218,7 @@ def test_headers_named_in_the_connection_header_are_not_forwarded(api: httpx.Cli
         "TE": "trailers",
         "Proxy-Authorization": "x",
     }
-    headers = api.get("/echo", headers=port_headers(sandbox, **request_headers)).json()["headers"]
+    headers = api.get("/echo", headers=make_port_headers(sandbox, **request_headers)).json()["headers"]
     assert not {"x-private", "te", "proxy-authorization"} & set(headers)
 
 
@@ -225,7 +229,7 @@ def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, 
 
     def request(_: int) -> int:
         with memory_gateway.client() as client:
-            return client.get("/echo", headers=port_headers(sandbox)).status_code
+            return client.get("/echo", headers=make_port_headers(sandbox)).status_code
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(request, range(6))) == {201}
@@ -239,37 +243,44 @@ KEY_HEADER = f"X-API-Key: {EXEC_KEY}"
 
 def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunked_body = b"5\r\nhello\r\n0\r\n\r\n"
-    sandbox_host = f"Host: {port_host(sandbox, PORT)}"
+    sandbox_host = f"Host: {make_port_host(sandbox, PORT)}"
     with raw_service(memory_gateway, sandbox) as service:
         for request, status in (
             (
-                request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Transfer-Encoding: chunked")
+                make_request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Transfer-Encoding: chunked")
                 + chunked_body,
                 400,
             ),
             (
-                request_head("POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: chunked", "Content-Length: 15")
+                make_request_head(
+                    "POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: chunked", "Content-Length: 15"
+                )
                 + chunked_body,
                 400,
             ),
             (
-                request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Content-Length: 6") + b"hello",
+                make_request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 5", "Content-Length: 6")
+                + b"hello",
                 400,
             ),
-            (request_head("POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: gzip, chunked") + chunked_body, 400),
-            (request_head("GET /", sandbox_host, sandbox_host, KEY_HEADER), 400),
-            (request_head("GET /", sandbox_host, "Host: elsewhere", KEY_HEADER), 400),
-            (request_head("GET /", KEY_HEADER), 400),
-            (request_head("GET http://elsewhere.example/", sandbox_host, KEY_HEADER), 400),
-            (request_head("OPTIONS *", sandbox_host, KEY_HEADER), 400),
-            (request_head("CONNECT localhost:22", sandbox_host, KEY_HEADER), 501),
-            (request_head("GET /", sandbox_host, KEY_HEADER, "Connection: upgrade", "Upgrade: tcp"), 501),
+            (
+                make_request_head("POST /", sandbox_host, KEY_HEADER, "Transfer-Encoding: gzip, chunked")
+                + chunked_body,
+                400,
+            ),
+            (make_request_head("GET /", sandbox_host, sandbox_host, KEY_HEADER), 400),
+            (make_request_head("GET /", sandbox_host, "Host: elsewhere", KEY_HEADER), 400),
+            (make_request_head("GET /", KEY_HEADER), 400),
+            (make_request_head("GET http://elsewhere.example/", sandbox_host, KEY_HEADER), 400),
+            (make_request_head("OPTIONS *", sandbox_host, KEY_HEADER), 400),
+            (make_request_head("CONNECT localhost:22", sandbox_host, KEY_HEADER), 501),
+            (make_request_head("GET /", sandbox_host, KEY_HEADER, "Connection: upgrade", "Upgrade: tcp"), 501),
         ):
             with raw_connection(memory_gateway, request) as connection:
                 assert read_response(connection)[0] == status, request
-        smuggled_request = chunked_body + request_head("GET /hidden", sandbox_host, KEY_HEADER)
+        smuggled_request = chunked_body + make_request_head("GET /hidden", sandbox_host, KEY_HEADER)
         for host_line in (sandbox_host, "Host: gateway"):
-            ambiguous_head = request_head(
+            ambiguous_head = make_request_head(
                 "POST /",
                 host_line,
                 KEY_HEADER,
@@ -282,10 +293,10 @@ def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: 
         assert not service.heads
         h2c_header_lines = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
         with raw_connection(
-            memory_gateway, request_head("GET /", sandbox_host, KEY_HEADER, *h2c_header_lines)
+            memory_gateway, make_request_head("GET /", sandbox_host, KEY_HEADER, *h2c_header_lines)
         ) as connection:
             assert read_response(connection)[0] == 200, "a client that offers HTTP/2 accepts HTTP/1.1"
-        assert not {"upgrade", "http2-settings"} & set(service.request_headers())
+        assert not {"upgrade", "http2-settings"} & set(service.parse_request_headers())
 
 
 @pytest.mark.parametrize(
@@ -304,9 +315,9 @@ def test_invalid_responses_are_reported(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], reply: bytes
 ) -> None:
     with raw_service(memory_gateway, sandbox, reply) as service:
-        response = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
+        response = api.post("/", content=b"x", headers=make_port_headers(sandbox, PORT))
         assert response.status_code == 502 and "port 3000" in response.json()["message"], response.text
-        eventually(lambda: not service.open_connection_count)
+        wait_until(lambda: not service.open_connection_count)
 
 
 def test_transfer_encoding_overrides_content_length(
@@ -314,7 +325,7 @@ def test_transfer_encoding_overrides_content_length(
 ) -> None:
     response_start = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
     with raw_service(memory_gateway, sandbox, response_start + b"0\r\nX-Trailer: 1\r\n\r\n"):
-        response = api.get("/", headers=port_headers(sandbox, PORT))
+        response = api.get("/", headers=make_port_headers(sandbox, PORT))
         assert response.text == "hello" and "content-length" not in response.headers
         assert "x-trailer" not in response.headers
 
@@ -322,7 +333,7 @@ def test_transfer_encoding_overrides_content_length(
 def test_response_headers_that_affect_other_sandboxes_are_removed(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    own_host = port_host(sandbox, PORT)
+    own_host = make_port_host(sandbox, PORT)
     allowed_cookies = ("a=1; Path=/", f"b=1; Domain={own_host}", f"c=1; domain=.{own_host.upper()}")
     removed_cookies = (
         "d=1; Domain=sandbox.local",
@@ -337,12 +348,12 @@ def test_response_headers_that_affect_other_sandboxes_are_removed(
         "X-Own: 1",
     ]
     with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *header_lines)):
-        headers_with_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
+        headers_with_host = api.get("/", headers=make_port_headers_with_host(sandbox, PORT)).headers
         assert (
             headers_with_host.get_list("set-cookie") == list(allowed_cookies)
             and "strict-transport-security" in headers_with_host
         )
-        headers_without_host = api.get("/", headers=port_headers(sandbox, PORT)).headers
+        headers_without_host = api.get("/", headers=make_port_headers(sandbox, PORT)).headers
         assert not {"set-cookie", "strict-transport-security"} & set(headers_without_host)
         for headers in (headers_with_host, headers_without_host):
             assert headers["x-own"] == "1" and not {"alt-svc", "proxy-authenticate"} & set(headers)
@@ -354,15 +365,15 @@ def test_response_headers_that_affect_other_sandboxes_are_removed(
 def test_a_body_is_requested_only_from_authorized_callers(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    header_lines = (f"Host: {port_host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    header_lines = (f"Host: {make_port_host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
     with raw_service(memory_gateway, sandbox) as service:
-        with raw_connection(memory_gateway, request_head("POST /", *header_lines)) as connection:
+        with raw_connection(memory_gateway, make_request_head("POST /", *header_lines)) as connection:
             assert read_response(connection)[0] == 403
-        with raw_connection(memory_gateway, request_head("POST /", *header_lines, KEY_HEADER)) as connection:
+        with raw_connection(memory_gateway, make_request_head("POST /", *header_lines, KEY_HEADER)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")
             assert read_response(connection)[0] == 200
-        assert service.bodies == [b"hello"] and "expect" not in service.request_headers()
+        assert service.bodies == [b"hello"] and "expect" not in service.parse_request_headers()
 
 
 def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -373,11 +384,13 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
         await asyncio.to_thread(first_chunk_received.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
-    request = request_head(
-        "POST /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER, "Transfer-Encoding: chunked", "Trailer: X-Sum"
+    request = make_request_head(
+        "POST /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER, "Transfer-Encoding: chunked", "Trailer: X-Sum"
     )
     with (
-        raw_service(memory_gateway, sandbox, response_head + b"3\r\none\r\n", then=send_second_chunk) as service,
+        raw_service(
+            memory_gateway, sandbox, response_head + b"3\r\none\r\n", next_handler=send_second_chunk
+        ) as service,
         raw_connection(memory_gateway, request) as connection,
     ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
@@ -389,7 +402,7 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
             received_bytes += connection.recv(4096)
         assert (
             service.bodies == [b"sentlater"]
-            and "trailer" not in service.request_headers()
+            and "trailer" not in service.parse_request_headers()
             and b"two" not in received_bytes
         )
         first_chunk_received.set()
@@ -410,9 +423,9 @@ def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox:
             sent_byte_count += len(piece)
 
     endless_response = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
-    with raw_service(memory_gateway, sandbox, endless_response, then=flood) as service:
+    with raw_service(memory_gateway, sandbox, endless_response, next_handler=flood) as service:
         with raw_connection(
-            memory_gateway, request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER)
+            memory_gateway, make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER)
         ) as connection:
             previous_byte_count = -1
             while sent_byte_count != previous_byte_count:
@@ -422,8 +435,8 @@ def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox:
             assert sent_byte_count < 32 << 20
             for _ in range(400):
                 connection.recv(65536, socket.MSG_WAITALL)
-            eventually(lambda: sent_byte_count > previous_byte_count)
-        eventually(lambda: not service.open_connection_count)
+            wait_until(lambda: sent_byte_count > previous_byte_count)
+        wait_until(lambda: not service.open_connection_count)
 
 
 async def _leave_body_unread(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -440,9 +453,11 @@ async def _listen_and_leave_bodies_unread(address: str, port: int) -> asyncio.Se
 
 
 def test_a_slow_service_slows_the_client(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    request = request_head("PUT /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER, "Content-Length: 1000000000")
+    request = make_request_head(
+        "PUT /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER, "Content-Length: 1000000000"
+    )
     with (
-        Service(machine_address(memory_gateway, sandbox), PORT, _listen_and_leave_bodies_unread),
+        Service(get_machine_address(memory_gateway, sandbox), PORT, _listen_and_leave_bodies_unread),
         raw_connection(memory_gateway, request) as connection,
     ):
         connection.settimeout(0.5)
@@ -466,14 +481,16 @@ def test_a_response_before_the_end_of_the_request_body_is_forwarded(
     async def listen(address: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(refuse, address, port)
 
-    with Service(machine_address(memory_gateway, sandbox), PORT, listen), memory_gateway.client(EXEC_KEY) as client:
-        response = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(sandbox, PORT))
+    with Service(get_machine_address(memory_gateway, sandbox), PORT, listen), memory_gateway.client(EXEC_KEY) as client:
+        response = client.post(
+            "/", content=(b"x" * 65536 for _ in range(100)), headers=make_port_headers(sandbox, PORT)
+        )
         assert response.status_code == 413 and response.text == "enough"
 
 
-@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("is_half_closed", [True, False])
 def test_a_half_closed_client_counts_as_disconnected(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], half: bool
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], is_half_closed: bool
 ) -> None:
     disconnected = threading.Event()
 
@@ -485,13 +502,13 @@ def test_a_half_closed_client_counts_as_disconnected(
 
         return await asyncio.start_server(wait_for_disconnect, address, port)
 
-    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+    with Service(get_machine_address(memory_gateway, sandbox), PORT, listen):
         with raw_connection(
-            memory_gateway, request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY_HEADER)
+            memory_gateway, make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY_HEADER)
         ) as connection:
             time.sleep(0.1)
             assert not disconnected.is_set()
-            if half:
+            if is_half_closed:
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(4096) == b""
         assert disconnected.wait(5)
@@ -505,15 +522,15 @@ def test_a_closed_idle_connection_is_replaced(
 ) -> None:
     # The connection for the second request is closed when the request arrives.
     with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"again")) as service:
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "again"
+        assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "again"
         assert service.connection_count == 2 and len(service.heads) == 3
     with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply()) as service:
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "ok"
         for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
             service.heads.clear()
-            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
-            response = api.request(method, "/", content=content, headers=port_headers(sandbox, PORT))
+            assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "ok"
+            response = api.request(method, "/", content=content, headers=make_port_headers(sandbox, PORT))
             assert response.status_code == 502, "the service may have processed it, so only the client may repeat it"
             assert len(service.heads) == 2
 
@@ -524,17 +541,17 @@ def test_the_number_of_concurrent_requests_is_limited(tmp_path: Path) -> None:
         gateway.build_template("base", packages=["python3"])
         with gateway.client() as api:
             first_sandbox, second_sandbox = create_sandbox(api), create_sandbox(api)
-            streams = [api.stream("GET", "/stream", headers=port_headers(first_sandbox)) for _ in range(2)]
+            streams = [api.stream("GET", "/stream", headers=make_port_headers(first_sandbox)) for _ in range(2)]
             for stream in streams:
                 stream.__enter__()
-            busy_response = api.get("/echo", headers=port_headers(first_sandbox))
+            busy_response = api.get("/echo", headers=make_port_headers(first_sandbox))
             assert busy_response.status_code == 429 and int(busy_response.headers["retry-after"]) > 0
             assert "limits.connections" in busy_response.json()["message"]
-            assert api.get("/echo", headers=port_headers(second_sandbox)).status_code == 201, (
+            assert api.get("/echo", headers=make_port_headers(second_sandbox)).status_code == 201, (
                 "the limit applies to each sandbox"
             )
             streams[0].__exit__(None, None, None)
-            eventually(lambda: api.get("/echo", headers=port_headers(first_sandbox)).status_code == 201)
+            wait_until(lambda: api.get("/echo", headers=make_port_headers(first_sandbox)).status_code == 201)
             streams[1].__exit__(None, None, None)
     finally:
         gateway.end()
@@ -554,7 +571,7 @@ def test_all_connections_are_closed_when_the_machine_stops(
     """The service does not close its connections, as if a virtual machine had been killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     incomplete_response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
-    sandbox_host = f"Host: {port_host(sandbox, PORT)}"
+    sandbox_host = f"Host: {make_port_host(sandbox, PORT)}"
 
     async def keep_connection_open(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         if len(service.heads) > 1:
@@ -567,23 +584,25 @@ def test_all_connections_are_closed_when_the_machine_stops(
             make_reply(),
             incomplete_response,
             b"HTTP/1.1 100 Continue\r\n\r\n",
-            then=keep_connection_open,
+            next_handler=keep_connection_open,
         ) as service,
         memory_gateway.client(EXEC_KEY) as client,
-        raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY_HEADER)) as streaming_connection,
+        raw_connection(memory_gateway, make_request_head("GET /", sandbox_host, KEY_HEADER)) as streaming_connection,
         raw_connection(memory_gateway) as waiting_connection,
         raw_connection(memory_gateway) as uploading_connection,
     ):
-        eventually(lambda: len(service.heads) == 1)
+        wait_until(lambda: len(service.heads) == 1)
         assert read_response(streaming_connection)[0] == 200
-        streaming_connection.sendall(request_head("GET /", sandbox_host, KEY_HEADER))
-        eventually(lambda: len(service.heads) == 2)
-        eventually(lambda: b"first" in streaming_connection.recv(4096, socket.MSG_PEEK))
-        waiting_connection.sendall(request_head("GET /", sandbox_host, KEY_HEADER))
-        eventually(lambda: len(service.heads) == 3)
-        uploading_connection.sendall(request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 10") + b"half")
-        eventually(lambda: len(service.heads) == 4)
-        eventually(lambda: service.open_connection_count == 3)
+        streaming_connection.sendall(make_request_head("GET /", sandbox_host, KEY_HEADER))
+        wait_until(lambda: len(service.heads) == 2)
+        wait_until(lambda: b"first" in streaming_connection.recv(4096, socket.MSG_PEEK))
+        waiting_connection.sendall(make_request_head("GET /", sandbox_host, KEY_HEADER))
+        wait_until(lambda: len(service.heads) == 3)
+        uploading_connection.sendall(
+            make_request_head("POST /", sandbox_host, KEY_HEADER, "Content-Length: 10") + b"half"
+        )
+        wait_until(lambda: len(service.heads) == 4)
+        wait_until(lambda: service.open_connection_count == 3)
         method, path, body = _STOP_REQUESTS[operation]
         assert api.request(method, path, json=body).is_success
         for connection in (waiting_connection, uploading_connection):
@@ -593,15 +612,15 @@ def test_all_connections_are_closed_when_the_machine_stops(
         while piece := streaming_connection.recv(4096):
             received_bytes += piece
         assert received_bytes.endswith(b"5\r\nfirst\r\n"), "the response ends without its last chunk"
-        eventually(lambda: not service.open_connection_count)
+        wait_until(lambda: not service.open_connection_count)
         request_count = len(service.heads)
-        response = client.get("/", headers=port_headers(sandbox, PORT))
+        response = client.get("/", headers=make_port_headers(sandbox, PORT))
         assert response.status_code == 502 and len(service.heads) == request_count, (
             "the old machine receives no requests"
         )
         if operation == "rollback":
             assert "port is not open" in response.json()["message"]
-            assert client.get("/echo", headers=port_headers(sandbox)).status_code == 201
+            assert client.get("/echo", headers=make_port_headers(sandbox)).status_code == 201
         else:
             assert "was not found" in response.json()["message"]
 
@@ -611,11 +630,14 @@ def test_idle_connections_are_closed_when_the_machine_stops(
 ) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     with raw_service(memory_gateway, sandbox) as old_service:
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old_service.open_connection_count == 1
+        assert (
+            api.get("/", headers=make_port_headers(sandbox, PORT)).text == "ok"
+            and old_service.open_connection_count == 1
+        )
         assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
-        eventually(lambda: not old_service.open_connection_count)
+        wait_until(lambda: not old_service.open_connection_count)
         with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new_service:
-            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "new"
+            assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "new"
             assert len(old_service.heads) == len(new_service.heads) == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from e2b.api.client.models import SandboxMetric
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
-from tests.api.inside import eventually
+from tests.api.inside import wait_until
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
 
 
@@ -126,9 +126,9 @@ def test_a_failed_expiry_does_not_block_others(
     monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", expire_unless_stuck)
     create_sandbox(api, name="stuck", timeout=0, autoPause=True)
     create_sandbox(api, name="mortal", timeout=0)
-    eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
+    wait_until(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
     monkeypatch.undo()
-    eventually(lambda: api.get("/sandboxes/stuck").json()["state"] == "paused")
+    wait_until(lambda: api.get("/sandboxes/stuck").json()["state"] == "paused")
 
 
 def test_an_idempotency_key_creates_one_sandbox(api: httpx.Client) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_snapshot_with_a_retention_rule_removes_older_ones(api: httpx.Client) 
     for name in ("old", "new"):
         response = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
         assert response.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
-    eventually(lambda: api.get("/snapshots/old").status_code == 404, 20)
+    wait_until(lambda: api.get("/snapshots/old").status_code == 404, 20)
     assert api.get("/snapshots/new").status_code == 200
 
 
@@ -163,7 +163,7 @@ def test_a_snapshot_in_use_can_be_deleted_as_a_template(
         assert snapshot_id in memory_gateway.engine.index.snapshots
         api.delete(f"/sandboxes/{fork_id}").raise_for_status()
     api.delete("/sandboxes/one").raise_for_status()
-    eventually(lambda: snapshot_id not in memory_gateway.engine.index.snapshots, 20)
+    wait_until(lambda: snapshot_id not in memory_gateway.engine.index.snapshots, 20)
 
 
 def test_a_name_in_use_is_a_conflict(api: httpx.Client, snapshot_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Export and import of snapshots over HTTP: who may do it, what an import returns, and what a refused one leaves."""
+"""Export and import of snapshots over HTTP: permissions, results, and what a refused import leaves behind."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sandbox_gateway.engine.transfer.signing import Signer
 from sandbox_gateway.hosts.base import Room, SnapshotPart
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.memory_host import MemoryHost, MemorySource
-from tests.support.waiting import eventually
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, manifest_fields
+from tests.support.waiting import wait_until
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_manifest_fields
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def import_(api: httpx.Client, file: bytes, **params: Any) -> httpx.Response:
     return api.post("/snapshots/import", content=file, params=params)
 
 
-def foreign_file() -> tuple[bytes, str]:
+def make_foreign_file() -> tuple[bytes, str]:
     """Return a file that another gateway signed, and the fingerprint of the signer."""
     signer = Signer(b"f" * 32)
     encoder = Encoder(signer)
-    head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
+    head = encoder.head(parse_manifest(json.dumps(make_manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
     chunks.insert(2, (2, 0, b'{"color": "green"}'.ljust(4096)))
     return b"".join(
@@ -150,8 +150,8 @@ def test_a_plan_session_exports_nothing_and_predicts_an_import(
     assert api.get("/snapshots/planned").status_code == 404
 
 
-def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[str, Any]) -> None:
-    file, fingerprint = foreign_file()
+def test_an_unknown_signer_must_be_trusted_explicitly(api: httpx.Client, snapshot: dict[str, Any]) -> None:
+    file, fingerprint = make_foreign_file()
     for trust in ((), ("0" * 64,)):
         refused = import_(api, file, trust=trust)
         assert (refused.status_code, refused.json()["kind"]) == (403, "untrusted")
@@ -164,7 +164,7 @@ def test_an_unknown_signer_has_to_be_trusted(api: httpx.Client, snapshot: dict[s
     assert read_color(api, "green") == "green"
 
 
-def test_a_damaged_file_leaves_nothing(
+def test_a_damaged_file_leaves_nothing_behind(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
 ) -> None:
     file = export(api)
@@ -205,12 +205,12 @@ def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
         head = f"POST /snapshots/import?name=open-{number} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
         client.sendall(head.encode() + file[:50])
         clients.append(client)
-    eventually(lambda: memory_gateway.engine.transfers._active == 2)
+    wait_until(lambda: memory_gateway.engine.transfers._active == 2)
     for refused in (import_(api, file, name="third"), api.get("/snapshots/taken/export")):
         assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
     for client in clients:
         client.close()
-    eventually(lambda: memory_gateway.engine.transfers._active == 0)
+    wait_until(lambda: memory_gateway.engine.transfers._active == 0)
     assert import_(api, file, name="third").status_code == 201
 
 
@@ -219,7 +219,7 @@ def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
 ) -> None:
     with api.stream("GET", "/snapshots/taken/export") as response:
         next(response.iter_raw(16))
-    eventually(lambda: memory_gateway.engine.transfers._active == 0)
+    wait_until(lambda: memory_gateway.engine.transfers._active == 0)
     assert memory_gateway.host.sources[-1].is_closed
 
 
@@ -240,7 +240,7 @@ def test_a_host_that_cannot_transfer_snapshots_says_so(tmp_path: Path) -> None:
 
 def run_snapshot(gateway: MemoryGateway, *, check: bool = False, **options: Any) -> dict[str, Any]:
     defaults = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    # Each check run has a plan session of its own.
+    # Each check run has its own plan session.
     file = options.get("export_to") or options["import_from"]
     params = {"gateway_url": gateway.unix_url, **({"check_run": f"a check run with {file}"} if check else {})}
     return run(_snapshot, {**defaults, **params, **options}, check=check)
@@ -278,7 +278,7 @@ def test_no_snapshot_is_taken_for_an_export_to_a_missing_directory(
     assert run_snapshot(memory_gateway, **options)["changed"]
 
 
-def test_check_mode_does_not_claim_to_know_that_a_file_will_be_missing(
+def test_check_mode_does_not_predict_that_a_file_will_be_missing(
     memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "file")
@@ -309,21 +309,23 @@ def test_a_check_run_predicts_transfers_and_makes_none(
     assert not check(_snapshot, name=["copy"], import_from=str(tmp_path / "file"))["changed"]
     exported = check(_snapshot, name=["taken"], export_to=str(tmp_path / "new"))
     assert exported["changed"] and exported["outcomes"][0]["actions"] == ["export"]
-    (tmp_path / "foreign").write_bytes(foreign_file()[0])
+    (tmp_path / "foreign").write_bytes(make_foreign_file()[0])
     refused = check(_snapshot, name=["foreign"], import_from=str(tmp_path / "foreign"))
     assert refused["failure"]["kind"] == "untrusted", "the signer is known in check mode"
     assert not (tmp_path / "new").exists()
     assert len(memory_gateway.host.sources) == sources and api.get("/snapshots/copy").status_code == 404
 
 
-def test_a_module_waits_for_a_place(memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]) -> None:
+def test_a_module_waits_until_another_transfer_ends(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot: dict[str, Any]
+) -> None:
     pieces: list[bytes] = []
     transfers = memory_gateway.engine.transfers
     transfers._active = 2
     threading.Timer(1, setattr, (transfers, "_active", 0)).start()
     client = Client(memory_gateway.unix_url)
     client.download("/snapshots/taken/export", pieces.append)
-    eventually(lambda: transfers._active == 0)
+    wait_until(lambda: transfers._active == 0)
     transfers._active = 2
     threading.Timer(1, setattr, (transfers, "_active", 0)).start()
     imported = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")

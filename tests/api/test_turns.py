@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 FORK_COUNT = 30
 
@@ -29,7 +29,7 @@ def test_one_fork_does_not_wait_for_all_forks_of_another_client(tmp_path: Path) 
 
         other_client_thread = threading.Thread(target=create_forks)
         other_client_thread.start()
-        eventually(lambda: gateway.host.fork_count > start_count_before)
+        wait_until(lambda: gateway.host.fork_count > start_count_before)
         with gateway.client() as client:
             assert client.post("/sandboxes", json={"templateID": "base", "name": "one"}).status_code == 201
         start_count = gateway.host.fork_count - start_count_before

@@ -19,15 +19,15 @@ from sandbox_gateway.api.data_plane import websocket
 from tests.api.inside import (
     PORT,
     Service,
-    eventually,
-    machine_address,
+    get_machine_address,
+    make_port_headers,
+    make_port_host,
     make_reply,
-    port_headers,
-    port_host,
+    make_request_head,
     raw_connection,
     raw_service,
     read_response,
-    request_head,
+    wait_until,
 )
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -73,7 +73,7 @@ def recording_service(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], handler: Handler = echo, **settings: Any
 ) -> Iterator[RecordingService]:
     service = RecordingService(handler, **settings)
-    with Service(machine_address(memory_gateway, sandbox), PORT, service.listen):
+    with Service(get_machine_address(memory_gateway, sandbox), PORT, service.listen):
         yield service
 
 
@@ -82,8 +82,8 @@ def open_websocket(
 ) -> ClientConnection:
     headers = options.pop("headers", KEY_HEADERS)
     if not by_host:
-        headers = headers | port_headers(sandbox, PORT)
-    authority = port_host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
+        headers = headers | make_port_headers(sandbox, PORT)
+    authority = make_port_host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
     return connect(
         f"ws://{authority}{path}",
         sock=socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30),
@@ -113,10 +113,10 @@ def test_messages_are_forwarded_in_both_directions(
         assert {name.lower(): received_headers[name.lower()] for name in service_headers} == {
             name.lower(): service_headers[name] for name in service_headers
         }
-        assert received_headers["host"] == (port_host(sandbox, PORT) if by_host else f"localhost:{PORT}")
+        assert received_headers["host"] == (make_port_host(sandbox, PORT) if by_host else f"localhost:{PORT}")
         assert "sec-websocket-extensions" not in received_headers and EXEC_KEY not in str(received_headers)
         assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(received_headers)
-        eventually(lambda: service.close_codes == [1000])
+        wait_until(lambda: service.close_codes == [1000])
 
 
 def test_subprotocols_are_negotiated_with_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def test_close_codes_are_forwarded_in_both_directions(
         assert (error_info.value.rcvd.code, error_info.value.rcvd.reason) == (code, reason)
         with open_websocket(memory_gateway, sandbox) as client:
             client.close(code, reason)
-        eventually(lambda: service.close_codes == [code, code])
+        wait_until(lambda: service.close_codes == [code, code])
 
 
 def test_large_fragmented_messages_are_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def test_oversized_messages_are_refused_in_both_directions(
         with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as error_info:
             client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
-        eventually(lambda: service.close_codes == [1009, 1009])
+        wait_until(lambda: service.close_codes == [1009, 1009])
 
 
 def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
         assert flooded_byte_count < 32 << 20
         client.recv(5)
         client.socket.close()
-        eventually(lambda: service.close_codes)
+        wait_until(lambda: service.close_codes)
     with (
         recording_service(memory_gateway, sandbox, wait_without_reading),
         open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
@@ -232,7 +232,7 @@ def test_a_disconnect_without_a_close_frame_is_forwarded(
         assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1014
         client = open_websocket(memory_gateway, sandbox)
         client.socket.shutdown(socket.SHUT_RDWR)
-        eventually(lambda: service.close_codes == [1006, 1006])
+        wait_until(lambda: service.close_codes == [1006, 1006])
 
 
 def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -260,7 +260,7 @@ def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox
         with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)
         assert error_info.value.response.status_code == (200 if reply == make_reply() else 502), reply
-        eventually(lambda: not service.open_connection_count)
+        wait_until(lambda: not service.open_connection_count)
 
 
 def test_handshakes_need_access_to_an_open_port(
@@ -288,12 +288,12 @@ def test_handshakes_need_access_to_an_open_port(
                 assert client.recv(10) == "x"
             assert not {value for _, value in service.headers} & set(credentials.values())
     upgrade_headers = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    gateway_request = request_head("GET /events", "Host: gateway", *upgrade_headers, f"Sec-WebSocket-Key: {NONCE}")
+    gateway_request = make_request_head("GET /events", "Host: gateway", *upgrade_headers, f"Sec-WebSocket-Key: {NONCE}")
     with raw_connection(memory_gateway, gateway_request) as connection:
         status, body = read_response(connection)
         assert status == 400 and body["kind"] == "unsupported"
-    incomplete_handshake = request_head(
-        "GET /", f"Host: {port_host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade_headers
+    incomplete_handshake = make_request_head(
+        "GET /", f"Host: {make_port_host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade_headers
     )
     with raw_connection(memory_gateway, incomplete_handshake) as connection:
         assert read_response(connection)[0] == 400, "the handshake has no Sec-WebSocket-Key"
@@ -318,7 +318,7 @@ def test_the_connection_is_closed_when_the_machine_stops(
             client.recv(10)
         assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1012
         assert "rolled back, paused or ended" in error_info.value.rcvd.reason
-        eventually(lambda: service.close_codes == [1006])
+        wait_until(lambda: service.close_codes == [1006])
     if operation == "rollback":
         with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
             client.send("new")
@@ -350,14 +350,14 @@ def test_a_disconnect_during_the_handshake_reaches_the_service(
         return await asyncio.start_server(wait_for_disconnect, address, port)
 
     upgrade_headers = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    handshake = request_head(
+    handshake = make_request_head(
         "GET /",
-        f"Host: {port_host(sandbox, PORT)}",
+        f"Host: {make_port_host(sandbox, PORT)}",
         f"X-API-Key: {EXEC_KEY}",
         *upgrade_headers,
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+    with Service(get_machine_address(memory_gateway, sandbox), PORT, listen):
         with raw_connection(memory_gateway, handshake):
             assert not disconnected.wait(0.2)
         assert disconnected.wait(5)
@@ -402,9 +402,9 @@ def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, s
         open_websocket(memory_gateway, sandbox) as client,
     ):
         client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
-        eventually(lambda: received_fragments == ["one"])
+        wait_until(lambda: received_fragments == ["one"])
         client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
-        eventually(lambda: len("".join(map(str, received_fragments))) > 80_000)
+        wait_until(lambda: len("".join(map(str, received_fragments))) > 80_000)
         client.socket.sendall(b"x" * ((1 << 20) - 100_000))
         assert client.recv(10) == "ab"
         assert "".join(map(str, received_fragments)) == "one" + "x" * (1 << 20)
@@ -422,7 +422,7 @@ def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sand
         with open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client:
             client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
-            eventually(lambda: service.close_codes == [1000], seconds=30)
+            wait_until(lambda: service.close_codes == [1000], seconds=30)
         assert received_messages == [str(number % 10) for number in range(500)]
 
 

@@ -1,4 +1,4 @@
-"""Test that `sandboxctl plan` judges plan files like Ansible's plugins, and describes them in the same sentences."""
+"""Test that `sandboxctl plan` accepts the same plan files as Ansible's plugins, with the same error messages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_the_command_line_accepts_the_same_files_as_all_readers(plan_file: PlanF
         assert reader.load(path).is_applicable is not plan_file.is_only_expired
         assert sentence.partition(" expired ")[2] in run("plan", "show", str(path)).out
         return
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(Failure) as error_info:
         reader.load(path)
-    assert caught.value.message == sentence and caught.value.hint
+    assert error_info.value.message == sentence and error_info.value.hint

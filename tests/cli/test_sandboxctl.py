@@ -15,7 +15,7 @@ from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, StorageCommands
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
 from tests.support.certificates import create_certificate
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 
 def test_the_readme_walkthrough_works(run: Run) -> None:
@@ -118,13 +118,13 @@ def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: Me
     try:
         host.available_room = replace(original_room, disk_free=0)
         host.stalled_instances.add(sandbox.instance)
-        eventually(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
+        wait_until(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
         assert f"stopped, because the disk has no space left: {sandbox.id}" in check_succeeded(run("health")).out
         refusal = run("snapshot", "create", "one", "--name", "more")
         assert refusal.code != 0 and "less than 512 MiB of disk space free" in refusal.err
     finally:
         host.available_room = original_room
-    eventually(lambda: run("show", "one", "--json").json["stateReason"] == "")
+    wait_until(lambda: run("show", "one", "--json").json["stateReason"] == "")
 
 
 def test_json_is_the_only_standard_output(run: Run) -> None:
@@ -379,11 +379,11 @@ def test_forks_are_prewarmed(run: Run) -> None:
     run("create", "base", "--name", "one")
     snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "warm", "--prewarm", "1", "--json")).json
     assert snapshot["prewarm"]["target"] == 1
-    eventually(lambda: "1 of 1 ready" in check_succeeded(run("snapshot", "show", "warm")).out)
+    wait_until(lambda: "1 of 1 ready" in check_succeeded(run("snapshot", "show", "warm")).out)
     assert check_succeeded(run("snapshot", "prewarm", "warm", "2")).out in ("1 of 2 ready\n", "2 of 2 ready\n")
     assert check_succeeded(run("snapshot", "prewarm", "warm", "0", "--json")).json["target"] == 0
     check_succeeded(run("template", "build", "base", "-p", "python3", "--prewarm", "1"))
-    eventually(lambda: "1 of 1 ready" in check_succeeded(run("template", "show", "base")).out)
+    wait_until(lambda: "1 of 1 ready" in check_succeeded(run("template", "show", "base")).out)
     check_succeeded(run("snapshot", "prewarm", "base", "0"))
     refusal = run("snapshot", "prewarm", "warm", "65")
     assert refusal.code != 0 and "prewarm.maximum" in refusal.err

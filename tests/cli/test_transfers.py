@@ -1,4 +1,4 @@
-"""`sandboxctl snapshot export` and `import`: files are complete or not there, and only their owner can read them."""
+"""`sandboxctl snapshot export` and `import`: files are complete or absent, and only their owner can read them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.memory_host import MemorySource
-from tests.api.test_transfers import foreign_file
+from tests.api.test_transfers import make_foreign_file
 from tests.cli.running import SANDBOXCTL_COMMAND, Run, check_succeeded
 
 
 @pytest.fixture
-def taken(api: httpx.Client) -> None:
+def taken_snapshot(api: httpx.Client) -> None:
     """A snapshot with the name `taken`."""
     api.post("/sandboxes", json={"templateID": "base", "name": "source"}).raise_for_status()
     api.post("/sandboxes/source/snapshots", json={"name": "taken"}).raise_for_status()
@@ -24,7 +24,7 @@ def taken(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["unix", "tcp"])
 def test_a_snapshot_is_exported_and_imported(
-    run: Run, memory_gateway: MemoryGateway, taken: None, tmp_path: Path, over_tcp: bool
+    run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, over_tcp: bool
 ) -> None:
     options = {"url": memory_gateway.url, "token": ADMIN_KEY} if over_tcp else {}
     file = tmp_path / "taken.snapshot"
@@ -39,7 +39,7 @@ def test_a_snapshot_is_exported_and_imported(
 
 
 def test_an_import_without_memory_says_why(
-    run: Run, memory_gateway: MemoryGateway, taken: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_succeeded(run("snapshot", "export", "taken", str(tmp_path / "file")))
     monkeypatch.setattr(memory_gateway.host, "import_problem", "it was captured elsewhere")
@@ -48,7 +48,7 @@ def test_an_import_without_memory_says_why(
 
 
 def test_a_signer_is_trusted_by_its_fingerprint(run: Run, memory_gateway: MemoryGateway, tmp_path: Path) -> None:
-    contents, fingerprint = foreign_file()
+    contents, fingerprint = make_foreign_file()
     (tmp_path / "file").write_bytes(contents)
     refused = run("snapshot", "import", str(tmp_path / "file"))
     assert refused.code == 1 and fingerprint in refused.err and "--trust" in refused.err
@@ -57,14 +57,14 @@ def test_a_signer_is_trusted_by_its_fingerprint(run: Run, memory_gateway: Memory
     assert own == check_succeeded(run("--json", "snapshot", "signer")).json["fingerprint"] != fingerprint
 
 
-def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken: None) -> None:
+def test_files_can_be_piped(run: Run, memory_gateway: MemoryGateway, taken_snapshot: None) -> None:
     command = [*SANDBOXCTL_COMMAND, "--url", memory_gateway.unix_url, "snapshot", "export", "taken", "-"]
     exported = subprocess.run(command, capture_output=True, check=True, timeout=60)
     assert exported.stderr == b""
     check_succeeded(run("snapshot", "import", "-", "--name", "copy", stdin=exported.stdout))
 
 
-def test_a_large_file_that_is_refused_at_once_gets_its_error(run: Run, tmp_path: Path) -> None:
+def test_the_error_of_a_large_file_that_is_refused_early_is_shown(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(64 << 20)
     refused = run("snapshot", "import", str(tmp_path / "file"))
@@ -72,7 +72,7 @@ def test_a_large_file_that_is_refused_at_once_gets_its_error(run: Run, tmp_path:
 
 
 def test_an_export_that_fails_leaves_no_file(
-    run: Run, memory_gateway: MemoryGateway, taken: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, memory_gateway: MemoryGateway, taken_snapshot: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, file = MemorySource.read, tmp_path / "file"
     assert run("snapshot", "export", "nothing", str(file)).code == 3
@@ -94,6 +94,6 @@ def test_an_export_that_fails_leaves_no_file(
     assert run("snapshot", "import", str(tmp_path / "no")).code == 2
 
 
-def test_json_of_an_export(run: Run, taken: None, tmp_path: Path) -> None:
+def test_an_export_prints_json_on_request(run: Run, taken_snapshot: None, tmp_path: Path) -> None:
     outcome = check_succeeded(run("--json", "snapshot", "export", "taken", str(tmp_path / "file"), "--no-memory"))
     assert json.loads(outcome.out)["bytes"] == (tmp_path / "file").stat().st_size

@@ -61,7 +61,7 @@ class AgentHost(MemoryHost):
 
 
 @contextmanager
-def serve(root: Path, **sections: dict[str, Any]) -> Iterator[MemoryGateway]:
+def running_gateway(root: Path, **sections: dict[str, Any]) -> Iterator[MemoryGateway]:
     """Serve a gateway with the template `base`. ``sections`` are sections of its configuration."""
     gateway = MemoryGateway(root, AgentHost(), **sections)
     try:

@@ -24,10 +24,10 @@ _DOWNLOAD_TIMEOUT_SECONDS = 300
 @cache
 def unpack_collection(name: str = "awx.awx") -> Path:
     """Return a collections path that contains only the collection ``name`` (awx.awx is 1 MB of the 54 MB package)."""
-    directory = session.cache_dir() / f"{name}-{_PIN.version}"
+    directory = session.get_cache_dir() / f"{name}-{_PIN.version}"
     prefix = f"ansible_collections/{name.replace('.', '/')}/"
     if not directory.exists():
-        with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
+        with tempfile.TemporaryDirectory(dir=session.get_cache_dir()) as scratch:
             _download(Path(scratch))
             (wheel,) = Path(scratch).glob("*.whl")
             unpacked_directory = Path(scratch) / "unpacked"

@@ -153,7 +153,7 @@ class Awx:
         self.writes: list[tuple[str, str]] = []
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
-        # The objects of a new AWX, and a credential that was created by hand.
+        # The objects of a new installation of AWX, and a credential that was created by hand.
         self._store("organizations", {"name": "Default"})
         machine_credential_type = self._store(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
@@ -574,7 +574,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(awx: Awx) -> Iterator[str]:
+def served(awx: Awx) -> Iterator[str]:
     """Serve ``awx`` on a loopback port. Yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

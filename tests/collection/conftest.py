@@ -12,13 +12,13 @@ import pytest
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import Target
-from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, serve
+from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, running_gateway
 from tests.support.samples import mark_slow_except
 
 
 @pytest.fixture(scope="session")
 def _faulty_gateway() -> Iterator[FaultyGateway]:
-    with serve() as gateway:
+    with running_gateway() as gateway:
         yield gateway
 
 

@@ -19,14 +19,14 @@ _TIME_KEYS = ("createdat", "startedat", "endat", "updatedat", "expiresat")
 _MEASURED_KEYS = (
     "usedmb",
     "pausems",
-    # The capture method, which the host chooses by its measurements. "none" is always known.
+    # The capture method, which the host chooses based on its measurements. "none" is always known.
     "memory",
     "memorybyteswritten",
     "diskbytesunique",
     # How many forks are ready: the gateway starts them in the background, after the task.
     "ready",
 )
-# The host chooses them by its own state: an address from its pool, and names that contain ids.
+# The host chooses them depending on its own state: an address from its pool, and names that contain ids.
 _HOST_KEYS = ("address", "dataset", "zfssnapshot")
 UNKNOWN_KEYS = frozenset((*_TIME_KEYS, *_MEASURED_KEYS, *_HOST_KEYS))
 """The only keys that may have unknown values, apart from ids and `diverged`. In lower case, without underscores."""
@@ -38,7 +38,7 @@ State = dict[str, list[dict[str, Any]]]
 
 
 class Counts:
-    """The number of values that were compared (``known``) and that were unknown, by key."""
+    """The number of compared values (``known``) and of unknown values, by key."""
 
     def __init__(self) -> None:
         self.known: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Counts:
 class PlanComparison:
     """The comparison of one play. All of its checks use the same mapping of planned to real ids, which is one to one.
 
-    ``opened_at``: when the plan session began, in the gateway's notation.
+    ``opened_at``: the time at which the plan session began, in the gateway's format.
     """
 
     def __init__(self, opened_at: str, result_counts: Counts, state_counts: Counts) -> None:
@@ -80,7 +80,7 @@ class PlanComparison:
             values = planned.get(key), actual.get(key)
             if key in RESULT_LIST_KEYS and "outcomes" not in planned and key in planned:
                 # A list of all objects, in the order of their creation, which differs for simultaneous forks.
-                values = _by_name(planned[key], "name"), _by_name(actual[key], "name")
+                values = _sort_by_name(planned[key], "name"), _sort_by_name(actual[key], "name")
             self._check(*values, key, f"{where}: {key}")
         planned_items, actual_items = planned.get("results") or [], actual.get("results") or []
         for number, (planned_item, actual_item) in enumerate(zip(planned_items, actual_items, strict=True)):
@@ -200,23 +200,23 @@ def read_state(client: Client) -> State:
     snapshots = [client.get(f"/snapshots/{each['snapshotID']}") for each in client.list_all("/snapshots")]
     volumes = sorted(client.list_all("/volumes"), key=lambda each: each["name"])
     for snapshot in snapshots:
-        snapshot["users"] = _by_name(snapshot.get("users") or [], "name")
-        snapshot["volumes"] = _by_name(snapshot["volumes"], "name")
+        snapshot["users"] = _sort_by_name(snapshot.get("users") or [], "name")
+        snapshot["volumes"] = _sort_by_name(snapshot["volumes"], "name")
     for volume in volumes:
-        volume["mounts"] = _by_name(volume["mounts"], "sandboxName")
+        volume["mounts"] = _sort_by_name(volume["mounts"], "sandboxName")
     return {
         "sandboxes": sandboxes,
-        "snapshots": _by_name(snapshots, "names"),
-        "templates": _by_name(client.list_all("/templates"), "names"),
+        "snapshots": _sort_by_name(snapshots, "names"),
+        "templates": _sort_by_name(client.list_all("/templates"), "names"),
         "volumes": volumes,
         "volume snapshots": [
             snapshot
             for volume in volumes
-            for snapshot in _by_name(client.list_all(f"/volumes/{volume['name']}/snapshots"), "name")
+            for snapshot in _sort_by_name(client.list_all(f"/volumes/{volume['name']}/snapshots"), "name")
         ],
     }
 
 
-def _by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def _sort_by_name(objects: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Sort objects by name. Those without a name keep their order, which is that of their creation."""
     return sorted(objects, key=lambda each: "" if ID_PATTERN.fullmatch(str(each[key])) else each[key])

@@ -18,9 +18,9 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_conditions imp
 from hypothesis import strategies as st
 
 from tests.collection.plan_comparison import Counts, PlanComparison, read_state
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.unit.plugins import test_plans
-from tests.unit.plugins.test_plans import SANDBOXES, attachments, task_options, volumes
+from tests.unit.plugins.test_plans import SANDBOXES, attachments, make_mount_lists, task_options
 
 PLAYS_VARIABLE = "GROVE_PLAYS"
 """The environment variable for the number of generated plays; see ``read_play_count``."""
@@ -41,7 +41,7 @@ _likely_options = {
             "state": st.sampled_from(["present", "running", "paused", "absent"]),
             "metadata": st.none() | st.just({"k": "1"}),
             "timeout": st.sampled_from([None, 3600]),
-            "volumes": volumes(),
+            "volumes": make_mount_lists(),
             "env": st.sampled_from([None, None, {"TOKEN": "a-secret-value"}]),
             "disk_mb": st.sampled_from([None, None, None, 4096]),
         }
@@ -134,8 +134,8 @@ def make_plays(tasks: st.SearchStrategy[PlayTask]) -> st.SearchStrategy[list[Pla
     return st.integers(1, MAX_TASKS).flatmap(lambda length: st.lists(play_tasks, min_size=length, max_size=length))
 
 
-def refer_by_id(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the options of a task, with ids instead of the names that have ids in the results of earlier tasks."""
+def replace_names_with_ids(params: dict[str, Any], results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options of a task, with ids instead of names if the results of earlier tasks contain the ids."""
     params = dict(params)
     if params.pop(_BY_ID, False):
         objects = [each for result in results for kind in ("sandboxes", "snapshots") for each in result.get(kind, [])]
@@ -201,7 +201,7 @@ class PlayChecks:
             assert planner.enter_plan(f"generated-play-{os.getpid()}-{next(_runs):06}")
             predicted: list[dict[str, Any]] = []
             for kind, params in play:
-                predicted.append(run_task(planner, kind, refer_by_id(params, predicted), check=True))
+                predicted.append(run_task(planner, kind, replace_names_with_ids(params, predicted), check=True))
             entries = make_entries(predicted)
             uncertain_tasks = {entry["task"] for entry in entries if any(map(is_condition, entry["unknown"]))}
             before_run()
@@ -279,7 +279,7 @@ def apply_predicted(
     results: list[dict[str, Any]] = []
     state = new_state()
     for number, (kind, named_params) in enumerate(play):
-        params = refer_by_id(named_params, results)
+        params = replace_names_with_ids(named_params, results)
         if kind in _LISTINGS:  # A listing changes nothing, and needs no plan.
             results.append(run_task(client, kind, params))
             continue
@@ -291,11 +291,11 @@ def apply_predicted(
     return results
 
 
-def empty(url: str) -> None:
+def empty_gateway(url: str) -> None:
     """Remove all sandboxes, snapshots and volumes of a gateway, and wait until they are gone."""
     client = Client(url)
     try:
-        eventually(lambda: _remove_all(client), seconds=120)
+        wait_until(lambda: _remove_all(client), seconds=120)
     finally:
         client.close()
 

@@ -102,7 +102,7 @@ MOUNT = {"name": "%data", "path": "/srv/data"}
 BOX_WITH_VOLUME = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
 GOLDEN_SNAPSHOT_WITH_VOLUME = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
 WEB_TEMPLATE = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
-FILE = f"{session.run_path()}/%golden.snapshot"
+FILE = f"{session.get_run_path()}/%golden.snapshot"
 """A file that does not exist before the case."""
 EXPORTED_SNAPSHOT = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "export_to": FILE})
 BOX_CHANGES = (("write", "%box"),)

@@ -14,7 +14,7 @@ import yaml
 
 from tests.collection.runner import find_ansible_playbook
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 PAGES = [session.REPOSITORY / "docs" / name for name in ("recipes.md", "awx.md")]
 TIMEOUT_SECONDS = 600
@@ -65,7 +65,7 @@ def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRu
     """Run ``ansible-playbook`` in ``scratch``. ``variables`` are environment variables."""
     result = subprocess.run(
         [find_ansible_playbook(), *arguments],
-        env={**environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},
+        env={**make_environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},
         cwd=scratch,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import faulty_gateway, session
 from tests.support.faulty_gateway import TEMPLATE
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 _BIN_DIR = Path(sys.executable).parent
 _MODULE_NAMES = sorted(path.stem for path in (session.REPOSITORY / "plugins" / "modules").glob("*.py"))
@@ -55,7 +55,7 @@ def gateway_url(collection: Path) -> Iterator[str]:
         config_file.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
         yield url
         return
-    with faulty_gateway.serve() as server:
+    with faulty_gateway.running_gateway() as server:
         server.token = "of-the-targets"
         integration_settings = {"gateway_url": server.url, "gateway_token": server.token, "gateway_template": TEMPLATE}
         config_file.write_text(json.dumps(integration_settings))
@@ -92,7 +92,7 @@ def _run_ansible_test(collection: Path, *argv: str) -> str:
     result = subprocess.run(
         [str(_BIN_DIR / "ansible-test"), *argv],
         cwd=collection,
-        env=environment(session.run_dir()),
+        env=make_environment(session.get_run_dir()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,12 +12,12 @@ import pytest
 from sandbox_gateway.errors import Conflict
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection.runner import HERE, Result, Target, Task, check_plan
-from tests.collection.test_plan_sessions import PLAY, step
+from tests.collection.test_plan_sessions import PLAY, make_task
 from tests.support import ansible_core_versions
 from tests.support.plan_files import sign
 from tests.support.samples import mark_slow_except
 
-ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+ENABLED_CALLBACKS = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def plan_path(tmp_path: Path) -> Path:
 
 
 def make_plan(plan_target: Target, plan_path: Path, *tasks: Task, **keywords: Any) -> list[Result]:
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     results = plan_target.play(*tasks, options=("--check", "--diff"), environment=environment, **keywords)
     assert json.loads(plan_path.read_text())["problems"] == [], plan_target.output
     return results
@@ -43,7 +43,7 @@ def read_state(plan_gateway: MemoryGateway) -> list[Any]:
         return [client.get(path).json() for path in ("/sandboxes", "/snapshots", "/volumes", "/templates")]
 
 
-BOX = step("sandbox", name="box", template="base")
+BOX = make_task("sandbox", name="box", template="base")
 
 
 @pytest.mark.parametrize("strategy", ["linear", "free"])
@@ -55,15 +55,15 @@ def test_a_play_is_applied_as_planned(
     for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
         check_plan(prediction, result, f"task {number}")
     state = read_state(plan_gateway)
-    repeated = apply_plan(plan_target, plan_path, BOX, step("sandbox", name="box", metadata={"team": "blue"}))
+    repeated = apply_plan(plan_target, plan_path, BOX, make_task("sandbox", name="box", metadata={"team": "blue"}))
     assert not repeated[0]["changed"] and "this task changed nothing" in repeated[1]["msg"]
     assert read_state(plan_gateway) == state
 
 
 HOSTS = "h1,h2"
-BOX_OF_HOST = step("sandbox", name="of-{{ inventory_hostname }}", template="base")
-CAPTURE_OF_HOST = step("sandbox_snapshot", name="at-{{ inventory_hostname }}", sandbox="{{ sandbox.sandbox.id }}")
-WAYS: dict[str, list[dict[str, Any]]] = {
+BOX_OF_HOST = make_task("sandbox", name="of-{{ inventory_hostname }}", template="base")
+CAPTURE_OF_HOST = make_task("sandbox_snapshot", name="at-{{ inventory_hostname }}", sandbox="{{ sandbox.sandbox.id }}")
+PLAYS_BY_FEATURE: dict[str, list[dict[str, Any]]] = {
     "host_pinned": [{"strategy": "host_pinned", "tasks": [BOX_OF_HOST, CAPTURE_OF_HOST]}],
     "serial": [{"serial": 1, "tasks": [BOX_OF_HOST, CAPTURE_OF_HOST]}],
     "delegate_to": [{"tasks": [BOX_OF_HOST, {**CAPTURE_OF_HOST, "delegate_to": "h1"}]}],
@@ -75,21 +75,21 @@ WAYS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", mark_slow_except(("serial", "import_playbook"), WAYS))
-def test_tasks_on_two_hosts_share_a_session_and_a_plan(plan_target: Target, plan_path: Path, way: str) -> None:
+@pytest.mark.parametrize("feature", mark_slow_except(("serial", "import_playbook"), PLAYS_BY_FEATURE))
+def test_tasks_on_two_hosts_share_a_session_and_a_plan(plan_target: Target, plan_path: Path, feature: str) -> None:
     plan_target.write_file("box.yml", [BOX_OF_HOST])
     plan_target.write_file("roles/box/tasks/main.yml", [BOX_OF_HOST])
     plan_target.write_playbook("first.yml", {"hosts": HOSTS, "tasks": [BOX_OF_HOST]})
     # A later play finds what the tasks of both hosts have planned.
-    fork = step("sandbox_fork", snapshot="at-{{ item }}", names=["fork-{{ item }}"])
+    fork = make_task("sandbox_fork", snapshot="at-{{ item }}", names=["fork-{{ item }}"])
     last = {"hosts": "h2", "tasks": [{**fork, "loop": HOSTS.split(",")}]}
-    plays = [play if "import_playbook" in play else {"hosts": HOSTS, **play} for play in WAYS[way]]
+    plays = [play if "import_playbook" in play else {"hosts": HOSTS, **play} for play in PLAYS_BY_FEATURE[feature]]
     for options, environment in (
         (("--check",), {"GROVE_SANDBOX_PLAN_FILE": str(plan_path)}),
         ((), {"GROVE_SANDBOX_APPLY": str(plan_path)}),
     ):
         results = plan_target.run(
-            *plays, last, options=("-i", f"{HOSTS},", *options), environment={**ENABLE, **environment}
+            *plays, last, options=("-i", f"{HOSTS},", *options), environment={**ENABLED_CALLBACKS, **environment}
         )
         changed = [result["changed"] for result in results if "sandbox" in result or "snapshot" in result]
         assert changed == [True] * 4 and results[-1]["changed"], plan_target.output
@@ -134,8 +134,8 @@ def test_a_change_by_others_stops_the_task_before_it_does_anything(
 ) -> None:
     plan_target.play(BOX)
     play = (
-        step("sandbox_snapshot", name="before", sandbox="box"),
-        step("sandbox_fork", snapshot="before", count=2, name_prefix="try"),
+        make_task("sandbox_snapshot", name="before", sandbox="box"),
+        make_task("sandbox_fork", snapshot="before", count=2, name_prefix="try"),
     )
     make_plan(plan_target, plan_path, *play)
     with plan_gateway.client() as client:
@@ -147,12 +147,12 @@ def test_a_change_by_others_stops_the_task_before_it_does_anything(
     assert read_state(plan_gateway) == state
 
 
-def test_a_snapshot_by_others_in_place_of_the_planned_one_stops_the_host(
+def test_a_foreign_snapshot_in_place_of_the_planned_one_stops_the_host(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path
 ) -> None:
     """Otherwise the next task would remove a sandbox whose state nobody has approved."""
     plan_target.play(BOX)
-    play = (step("sandbox_snapshot", name="keep", sandbox="box"), step("sandbox", name="box", state="absent"))
+    play = (make_task("sandbox_snapshot", name="keep", sandbox="box"), make_task("sandbox", name="box", state="absent"))
     make_plan(plan_target, plan_path, *play)
     with plan_gateway.client() as client:
         client.post("/sandboxes/box/snapshots", json={"name": "keep"}).raise_for_status()
@@ -169,9 +169,9 @@ def test_many_hosts_change_one_sandbox(plan_gateway: MemoryGateway, plan_target:
     task = {"grove.sandbox.sandbox_snapshot": {"name": "by-{{ inventory_hostname }}", "sandbox": "box"}}
     play = {"hosts": hosts, "tasks": [task]}
     options = ("-i", f"{hosts},")
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     plan_target.run(play, options=(*options, "--check"), environment=environment)
-    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)}
     results = plan_target.run({**play, "order": "reverse_inventory"}, options=options, environment=environment)
     assert [result["changed"] for result in results] == [True] * 6, plan_target.output
     with plan_gateway.client() as client:
@@ -191,32 +191,32 @@ def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
     tasks = [
         wait,
         BOX,
-        step("sandbox_snapshot", name="before", sandbox="{{ sandbox.sandbox.id }}"),
-        {**step("sandbox", name="box", metadata={"new": "yes"}), "when": "sandbox_snapshot is changed"},
-        step("sandbox_fork", snapshot="before", names=["of-{{ inventory_hostname }}"]),
+        make_task("sandbox_snapshot", name="before", sandbox="{{ sandbox.sandbox.id }}"),
+        {**make_task("sandbox", name="box", metadata={"new": "yes"}), "when": "sandbox_snapshot is changed"},
+        make_task("sandbox_fork", snapshot="before", names=["of-{{ inventory_hostname }}"]),
     ]
     play = {"hosts": "h1,h2", "strategy": "free", "tasks": tasks}
     options = ("-i", "h1,h2,")
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     plan_target.run(play, options=(*options, "--check"), environment=environment)
     entries = json.loads(plan_path.read_text())["entries"]
     assert [entry["host"] for entry in entries if entry["created"].keys() & {"box", "before"}] == ["h1", "h1"]
-    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)}
     plan_target.run(play, options=options, environment=environment)
     assert "All changes of the plan were made" in plan_target.output, plan_target.output
     assert plan_target.output.count("failed=0") == 2, plan_target.output
 
 
 def test_hosts_create_the_same_objects_at_the_same_time(plan_target: Target, plan_path: Path) -> None:
-    boxes = step("sandbox", name=[f"box{number}" for number in range(4)], template="base")
-    tasks = [boxes, step("sandbox_snapshot", name="before", sandbox="box1")]
+    boxes = make_task("sandbox", name=[f"box{number}" for number in range(4)], template="base")
+    tasks = [boxes, make_task("sandbox_snapshot", name="before", sandbox="box1")]
     hosts = ",".join(f"h{number}" for number in range(5))
     play, options = {"hosts": hosts, "tasks": tasks}, ("-i", f"{hosts},")
     for mode, environment in (
         ("--check", {"GROVE_SANDBOX_PLAN_FILE": str(plan_path)}),
         ("--diff", {"GROVE_SANDBOX_APPLY": str(plan_path)}),
     ):
-        results = plan_target.run(play, options=(*options, mode), environment={**ENABLE, **environment})
+        results = plan_target.run(play, options=(*options, mode), environment={**ENABLED_CALLBACKS, **environment})
         assert sorted(result["changed"] for result in results) == [False] * 8 + [True] * 2, plan_target.output
 
 
@@ -251,17 +251,19 @@ def test_a_plan_can_cover_several_gateways(plan_target: Target, plan_path: Path)
 def test_hosts_can_be_named_by_the_ids_of_new_sandboxes(plan_target: Target, plan_path: Path, strategy: str) -> None:
     host = {"name": "on-{{ item.id }}", "groups": "new", "ansible_connection": "local"}
     create = [
-        step("sandbox", name=["one", "two"], template="base"),
+        make_task("sandbox", name=["one", "two"], template="base"),
         {"ansible.builtin.add_host": host, "loop": "{{ sandbox.sandboxes }}"},
     ]
     own_id = "{{ inventory_hostname[3:] }}"
     change = [
-        step("sandbox", name=own_id, metadata={"host": "{{ inventory_hostname }}"}),
-        step("sandbox", name=own_id, state="paused"),
+        make_task("sandbox", name=own_id, metadata={"host": "{{ inventory_hostname }}"}),
+        make_task("sandbox", name=own_id, state="paused"),
     ]
     plays = ({"tasks": create}, {"hosts": "new", "strategy": strategy, "tasks": change})
-    plan_target.run(*plays, options=("--check",), environment={**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)})
-    results = plan_target.run(*plays, environment={**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)})
+    plan_target.run(
+        *plays, options=("--check",), environment={**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    )
+    results = plan_target.run(*plays, environment={**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)})
     assert [result["changed"] for result in results] == [True] * 6, plan_target.output
     assert "All changes of the plan were made" in plan_target.output
 
@@ -270,7 +272,7 @@ def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path)
     make_plan(plan_target, plan_path, BOX)
     variables = plan_path.with_name("variables.json")
     variables.write_text(json.dumps({"grove_sandbox_plan": json.loads(plan_path.read_text())}))
-    capture = step("sandbox_snapshot", name="before", sandbox="box")
+    capture = make_task("sandbox_snapshot", name="before", sandbox="box")
     created, refused = plan_target.play(BOX, capture, options=("-e", f"@{variables}"))
     assert created["changed"] and "does not contain" in refused["msg"]
 
@@ -279,13 +281,13 @@ def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path)
 def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_path: Path, core: str) -> None:
     plan_target.write_file("shared/mk/tasks/main.yml", [BOX])
     for checkout in ("one", "deep/er/two"):
-        plan_target.write_file(f"{checkout}/tasks/cat.yml", [step("sandbox", name="cat", template="base")])
+        plan_target.write_file(f"{checkout}/tasks/cat.yml", [make_task("sandbox", name="cat", template="base")])
         plan_target.write_playbook(f"{checkout}/plays/import/site.yml", {"roles": ["mk"]})
         plan_target.write_playbook(
             f"{checkout}/plays/site.yml", {"tasks": [{"ansible.builtin.import_tasks": "../tasks/cat.yml"}]}
         )
     for path in plan_target.scratch.rglob("*.yml"):
-        # ansible-core 2.16 does not know the places of tasks in JSON.
+        # ansible-core 2.16 does not record the line numbers of tasks in JSON files.
         path.write_text(f"---\n{path.read_text()}")
     environment = {
         "ANSIBLE_ROLES_PATH": str(plan_target.scratch / "shared"),
@@ -294,7 +296,7 @@ def test_a_plan_can_be_applied_in_another_checkout(plan_target: Target, plan_pat
     plan_target.run_playbooks(
         *("one/plays/site.yml", "one/plays/import/site.yml"),
         options=("--check",),
-        environment={**environment, **ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)},
+        environment={**environment, **ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)},
     )
     entries = json.loads(plan_path.read_text())["entries"]
     assert [entry["path"] for entry in entries] == ["../tasks/cat.yml:2", "role://mk/tasks/main.yml:2"]
@@ -321,8 +323,8 @@ FAULTS = {
 def test_a_faulty_plan_stops_every_task(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, tmp_path_factory: Any, fault: str
 ) -> None:
-    failing_task = step("sandbox", name="box", template="missing")
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    failing_task = make_task("sandbox", name="box", template="missing")
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     tasks = (BOX, {**failing_task, "ignore_errors": False}) if fault == "incomplete" else (BOX,)
     plan_target.play(*tasks, options=("--check",), environment=environment)
     text = plan_path.read_text()
@@ -365,7 +367,7 @@ def test_apply_is_refused_where_it_cannot_be_enforced(
 
 
 def test_changes_of_a_task_with_no_log_are_not_saved(plan_target: Target, plan_path: Path) -> None:
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     secret_task = {
         "grove.sandbox.sandbox": {"name": "box", "template": "base", "metadata": {"a": "hidden"}},
         "no_log": True,
@@ -376,7 +378,7 @@ def test_changes_of_a_task_with_no_log_are_not_saved(plan_target: Target, plan_p
 
 
 def test_an_asynchronous_task_makes_the_plan_incomplete(plan_target: Target, plan_path: Path) -> None:
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     plan_target.play({**BOX, "async": 60, "poll": 1}, options=("--check",), environment=environment)
     (problem,) = json.loads(plan_path.read_text())["problems"]
     assert "asynchronous" in problem and "play.yml" in problem
@@ -387,28 +389,28 @@ PACKAGE: Task = {"ansible.builtin.package": {"use": "grove.sandbox.sandbox", "na
 
 
 @pytest.mark.parametrize(
-    "way",
+    "source",
     mark_slow_except(
         ("extra variable", "no plan"), ["environment", "configuration file", "extra variable", "check run", "no plan"]
     ),
 )
 def test_a_module_without_its_action_plugin_changes_nothing(
-    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, way: str
+    plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, source: str
 ) -> None:
     make_plan(plan_target, plan_path, BOX)
     options: tuple[str, ...] = ()
     environment = {}
-    if way == "environment":
+    if source == "environment":
         environment = {"GROVE_SANDBOX_APPLY": str(plan_path)}
-    elif way == "configuration file":
+    elif source == "configuration file":
         configuration = plan_path.with_name("ansible.cfg")
         configuration.write_text(f"[grove_sandbox]\napply = {plan_path}\n")
         environment = {"ANSIBLE_CONFIG": str(configuration)}
-    elif way == "extra variable":
+    elif source == "extra variable":
         variables = plan_path.with_name("variables.json")
         variables.write_text(json.dumps({"grove_sandbox_plan": plan_path.read_text()}))
         options = ("-e", f"@{variables}")
-    elif way == "check run":
+    elif source == "check run":
         options = ("--check",)
     state = read_state(plan_gateway)
     (result,) = plan_target.play(PACKAGE, options=options, environment=environment)
@@ -431,7 +433,7 @@ def test_a_module_without_its_action_plugin_changes_nothing(
 def test_a_plan_that_changes_during_the_run_stops_the_next_task(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, change: str, has_callback: bool
 ) -> None:
-    play = (BOX, step("sandbox_snapshot", name="before", sandbox="box"))
+    play = (BOX, make_task("sandbox_snapshot", name="before", sandbox="box"))
     make_plan(plan_target, plan_path, *play)
     text = plan_path.read_text()
     other = plan_path.with_name("other.json")
@@ -447,7 +449,7 @@ def test_a_plan_that_changes_during_the_run_stops_the_next_task(
         play[0],
         copy_plan,
         play[1],
-        environment={"GROVE_SANDBOX_APPLY": str(plan_path), **(ENABLE if has_callback else {})},
+        environment={"GROVE_SANDBOX_APPLY": str(plan_path), **(ENABLED_CALLBACKS if has_callback else {})},
     )
     assert created["changed"] and refused["failed"], plan_target.output
     assert ("has been edited" if change == "edited" else "replaced by another one") in refused["msg"]
@@ -460,7 +462,9 @@ def test_a_plan_that_changes_during_the_run_stops_the_next_task(
 def test_the_callback_loads_the_plan_for_all_tasks(plan_target: Target, plan_path: Path, has_callback: bool) -> None:
     make_plan(plan_target, plan_path, BOX)
     environment = {"GROVE_SANDBOX_APPLY": str(plan_path), "ANSIBLE_ACTION_PLUGINS": str(HERE / "plugins" / "action")}
-    (result,) = plan_target.play({"loaded_plans": {}}, environment={**environment, **(ENABLE if has_callback else {})})
+    (result,) = plan_target.play(
+        {"loaded_plans": {}}, environment={**environment, **(ENABLED_CALLBACKS if has_callback else {})}
+    )
     assert result["paths"] == [str(plan_path)] * has_callback
 
 
@@ -468,14 +472,14 @@ def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
     plan_gateway: MemoryGateway, plan_target: Target, plan_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that fails for one of its objects has not made all of its changes."""
-    plan_target.play(step("sandbox", name=["one", "two"], template="base"))
-    update = step("sandbox", name=["one", "two"], metadata={"a": "b"}, continue_on_error=True)
+    plan_target.play(make_task("sandbox", name=["one", "two"], template="base"))
+    update = make_task("sandbox", name=["one", "two"], metadata={"a": "b"}, continue_on_error=True)
     for name, task in (("first.yml", BOX), ("second.yml", {**update, "ignore_errors": True})):
         plan_target.write_playbook(name, {"tasks": [task]})
     names = ("first.yml", "second.yml")
-    environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
     plan_target.run_playbooks(*names, options=("--check",), environment=environment)
-    environment = {**ENABLE, "GROVE_SANDBOX_APPLY": str(plan_path)}
+    environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)}
     sandboxes = plan_gateway.engine.sandboxes
     original_update = sandboxes.update
 

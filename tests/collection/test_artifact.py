@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 _BIN_DIR = Path(sys.executable).parent
 _FORK_NAMES = [f"fork-{number}" for number in range(1, 5)]
@@ -68,9 +68,9 @@ def test_every_plugin_of_the_artifact_is_documented(installed_collections_path: 
 @pytest.fixture
 def demo_state() -> Iterator[Path]:
     """The demo's state directory, with packages that other tests have already downloaded."""
-    state_directory = session.run_dir() / "demo"
+    state_directory = session.get_run_dir() / "demo"
     (state_directory / "cache").mkdir(parents=True)
-    for archive in session.cache_dir().glob("rootfs-*.tar"):
+    for archive in session.get_cache_dir().glob("rootfs-*.tar"):
         shutil.copy(archive, state_directory / "cache")
     yield state_directory
     if state_directory.exists():
@@ -106,7 +106,7 @@ def _count_changes(output: str) -> int:
 
 
 def _run(*argv: str | Path, collections: Path | None = None, seconds: float = 120) -> str:
-    variables = environment(session.run_dir())
+    variables = make_environment(session.get_run_dir())
     if collections is not None:
         variables["ANSIBLE_COLLECTIONS_PATH"] = str(collections)
     result = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, env=variables, check=False)

@@ -20,7 +20,7 @@ import yaml
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
-from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, serve
+from tests.collection.awx_server import ENCRYPTED_PLACEHOLDER, MODULES_BY_ENDPOINT, TOKEN, Awx, RefusedRequest, served
 from tests.collection.recipes import (
     TIMEOUT_SECONDS,
     PlaybookRunner,
@@ -29,10 +29,10 @@ from tests.collection.recipes import (
     load_plays_by_playbook,
     run_playbook,
 )
-from tests.freebsd_shim.harness import shim_in
+from tests.freebsd_shim.harness import created_shim
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.roles import environment, play
+from tests.support.roles import make_environment, play
 
 PLAYBOOKS_DIRECTORY = session.REPOSITORY / "playbooks"
 AWX_VARIABLES = yaml.safe_load((PLAYBOOKS_DIRECTORY / "awx" / "vars" / "job_templates.yml").read_text())
@@ -80,7 +80,7 @@ class Declaration:
 @pytest.fixture(scope="module")
 def declaration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Declaration]:
     awx = Awx(session.REPOSITORY)
-    with agents.serve(tmp_path_factory.mktemp("agents")) as gateway, serve(awx) as url:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as gateway, served(awx) as url:
         declaration = Declaration(awx, url, gateway, tmp_path_factory.mktemp("awx"))
         failed, declaration.first_output = declaration.declare()
         assert not failed, declaration.first_output
@@ -310,7 +310,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         job: dict[str, Any],
         *options: str,
         command_prefix: tuple[str, ...] = (),
-        fails: bool = False,
+        should_fail: bool = False,
         format_variables: Callable[[Any], str] = json.dumps,
     ) -> tuple[str, Artifacts]:
         playbook = Path(job["playbook"]).stem
@@ -332,7 +332,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         program = Path(sys.executable).with_name("ansible-runner")
         result = subprocess.run(
             [*command_prefix, str(program), "run", str(directory), "-p", f"grove.sandbox.{playbook}"],
-            env={name: value for name, value in environment(directory).items() if not name.startswith("SANDBOX_")},
+            env={name: value for name, value in make_environment(directory).items() if not name.startswith("SANDBOX_")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -342,7 +342,7 @@ def run_job(declaration: Declaration, tmp_path: Path) -> Iterator[Callable[..., 
         (exit_code_file,) = (directory / "artifacts").glob("*/rc")
         assert int(exit_code_file.read_text()) == result.returncode
         assert ADMIN_KEY not in result.stdout
-        assert (result.returncode != 0) is fails, result.stdout + result.stderr
+        assert (result.returncode != 0) is should_fail, result.stdout + result.stderr
         events = [json.loads(path.read_text()) for path in (directory / "artifacts").glob("*/job_events/*.json")]
         (stats,) = [event["event_data"] for event in events if event["event"] == "playbook_on_stats"]
         for path in (directory / "artifacts").iterdir():
@@ -380,7 +380,7 @@ def test_the_inventory_lists_the_sandboxes(declaration: Declaration, launch: Lau
     program = Path(sys.executable).with_name("ansible-inventory")
     result = subprocess.run(
         [str(program), "-i", str(source_file), "--list", "--export"],
-        env={**os.environ, **environment(declaration.scratch), **env},
+        env={**os.environ, **make_environment(declaration.scratch), **env},
         capture_output=True,
         text=True,
         timeout=60,
@@ -465,9 +465,9 @@ def gateway(memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
 def run_node(run_job: Callable[..., tuple[str, Artifacts]], gateway: MemoryGateway) -> RunNode:
     """A function that runs a job of a workflow, with its variables in AWX's format."""
 
-    def run_node(job: dict[str, Any], *, fails: bool = False) -> tuple[str, Artifacts]:
+    def run_node(job: dict[str, Any], *, should_fail: bool = False) -> tuple[str, Artifacts]:
         job = {**job, "env": {**job["env"], "SANDBOX_GATEWAY_URL": gateway.url}}
-        output, artifacts = run_job(job, fails=fails, format_variables=format_extra_vars)
+        output, artifacts = run_job(job, should_fail=should_fail, format_variables=format_extra_vars)
         return " ".join(output.split()), artifacts
 
     return run_node
@@ -482,7 +482,7 @@ def list_names(gateway: MemoryGateway) -> dict[str, set[str]]:
         }
 
 
-NOTHING: dict[str, set[str]] = {"sandboxes": set(), "snapshots": set(), "volumes": set()}
+NO_OBJECTS: dict[str, set[str]] = {"sandboxes": set(), "snapshots": set(), "volumes": set()}
 
 
 def test_the_workflow_does_exactly_what_the_approved_plan_says(
@@ -490,7 +490,7 @@ def test_the_workflow_does_exactly_what_the_approved_plan_says(
 ) -> None:
     steps = declaration.awx.run_workflow(WORKFLOW["name"], WORKFLOW_ANSWERS)
     output, artifacts = run_node(next(steps))
-    assert list_names(gateway) == NOTHING
+    assert list_names(gateway) == NO_OBJECTS
     last_lines = output.split("PLAY RECAP", 1)[1]
     assert "+ shop Create the sandbox (plan.yml:" in last_lines and "Plan: 7 to create" in last_lines, last_lines
     with gateway.client(ADMIN_KEY) as api:
@@ -520,7 +520,7 @@ def test_the_workflow_refuses_changes_after_the_approval(
     apply_job = steps.send({})
     with gateway.client() as api:
         api.post("/sandboxes", json={"templateID": "base", "name": "shop"}).raise_for_status()
-    output, _ = run_node(apply_job, fails=True)
+    output, _ = run_node(apply_job, should_fail=True)
     assert "sandbox 'shop' did not exist when the plan was made" in output
     # The tasks before the refused one were part of the plan.
     assert list_names(gateway) == {"sandboxes": {"shop"}, "snapshots": set(), "volumes": {"shop-data"}}
@@ -529,9 +529,9 @@ def test_the_workflow_refuses_changes_after_the_approval(
 def test_the_job_that_applies_a_plan_does_nothing_without_one(
     declaration: Declaration, run_node: RunNode, gateway: MemoryGateway
 ) -> None:
-    output, _ = run_node(declaration.awx.launch(WORKFLOW["apply"], WORKFLOW_ANSWERS), fails=True)
+    output, _ = run_node(declaration.awx.launch(WORKFLOW["apply"], WORKFLOW_ANSWERS), should_fail=True)
     assert "grove_sandbox_plan is empty, so there is no plan to apply" in output
-    assert list_names(gateway) == NOTHING
+    assert list_names(gateway) == NO_OBJECTS
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
@@ -541,10 +541,13 @@ class Host:
     """A stand-in for a managed host, with its own directory and role variables. All hosts share one installation."""
 
     def __init__(self, install_root: Path, kind: str) -> None:
-        self.root, self.network = install_root / kind, session.network()
+        self.root, self.network = install_root / kind, session.allocate_network()
         self.root.mkdir(parents=True)
         self.socket = self.root / "gw.sock"
-        self.gateway_config = {"host": {"cache_root": str(session.cache_dir())}, "network": {**self.network, "pool": 1}}
+        self.gateway_config = {
+            "host": {"cache_root": str(session.get_cache_dir())},
+            "network": {**self.network, "pool": 1},
+        }
         self.variables: dict[str, Any] = {
             "gateway_install_dir": str(install_root / "install"),
             "gateway_link_dir": str(install_root / "bin"),
@@ -579,8 +582,8 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def install_root(need_root: None) -> Iterator[Path]:
-    path = session.run_dir() / "install"
+def install_root(requires_root: None) -> Iterator[Path]:
+    path = session.get_run_dir() / "install"
     (path / "bin").mkdir(parents=True)
     yield path
     shutil.rmtree(path)
@@ -630,7 +633,7 @@ def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: 
 @pytest.fixture
 def freebsd_host(linux_host: Host, install_root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
     """A host with test doubles of FreeBSD's commands, and the command prefix that runs a command on this host."""
-    with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
+    with pools.pool(f"t{session.get_run_id()}i", session.get_run_dir()) as pool, created_shim(tmp_path) as shim:
         host = Host(install_root, "jail_zfs")
         search_path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
         command_prefix = (
@@ -663,7 +666,7 @@ def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[st
     """The job uses the packages that the previous test downloaded, because this host has no access to the internet."""
     host, command_prefix = freebsd_host
     config_variables = {
-        "install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}
+        "install_gateway_config": {"host": {"cache_root": str(session.get_cache_dir())}, "network": {"pool": 1}}
     }
     options = {**host.variables, **config_variables, "install_kind": "jail_zfs"}
     launch("install_host", command_prefix=command_prefix, **options)

@@ -36,7 +36,7 @@ PYTHON = "/usr/bin/python3"
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as server:
         yield server
 
 
@@ -265,7 +265,7 @@ def test_tls_verifies_the_certificate(tmp_path: Path) -> None:
         timeout=60,
     )
     source.write_bytes(os.urandom(5_000_001))
-    with agents.serve(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)}) as server:
+    with agents.running_gateway(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)}) as server:
         with server.client() as api:
             api.post("/sandboxes", json={"templateID": "base", "name": "web"}).raise_for_status()
         variables = {

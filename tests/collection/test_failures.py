@@ -60,7 +60,7 @@ def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGa
 
 def test_modules_use_a_unix_socket(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:
     socket_path = tmp_path / "gateway.sock"
-    with faulty_gateway.serve_on_unix_socket(socket_path) as url:
+    with faulty_gateway.listening_on_unix_socket(socket_path) as url:
         (created,) = Target(url, tmp_path).verify(make_sandbox_task(name="box", template="base"), keywords=keywords)
     assert created["sandbox"]["name"] == "box"
 

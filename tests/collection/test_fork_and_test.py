@@ -21,7 +21,7 @@ from tests.support.gateway import Gateway
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as server:
         yield server
 
 

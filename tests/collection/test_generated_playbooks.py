@@ -1,6 +1,6 @@
 """Test, with generated playbooks, that loops, blocks, rescues, includes and failures are predicted, and run as planned.
 
-The playbooks run on one host or on two, which declare the same objects, all at once or one after the other (`serial`).
+The playbooks run on one host or on two, which declare the same objects, in parallel or one after the other (`serial`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.collection.plays import PlayTask, make_tasks, read_play_count
 from tests.collection.runner import Result, Target, Task
 from tests.unit.plugins.test_whole_plays import BusyHost
 
-ENABLE = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
+ENABLED_CALLBACKS = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
 _SET_UP: tuple[Task, ...] = (
     {"grove.sandbox.sandbox_volume": {"name": ["data", "cache"], "size_mb": 64, "snapshots": ["one"]}},
     {"grove.sandbox.sandbox": {"name": "a", "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]}},
@@ -46,7 +46,7 @@ def make_ansible_task(task: PlayTask) -> Task:
 
 
 def make_loop(task: PlayTask) -> Task:
-    """Return a task that does the same for each of its names, one after the other."""
+    """Return a task that loops over its list of names or, without such a list, runs twice."""
     kind, params = task
     key = next((key for key in ("name", "names", "sandbox") if isinstance(params.get(key), list)), None)
     if key is None:
@@ -108,7 +108,7 @@ def test_generated_playbooks_run_as_planned(
         play = {**hosts, "tasks": playbook}
         for result in target.play(*_SET_UP):
             assert result["changed"], target.output
-        environment = {**ENABLE, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
+        environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_PLAN_FILE": str(plan_path)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PlanSessions, "close", _keep_session)  # the callback would end it
             predicted = target.run(play, options=("--check", *_OPTIONS), environment=environment)
@@ -120,7 +120,7 @@ def test_generated_playbooks_run_as_planned(
             assert len(predicted) == len(actual), target.output
             for number, (prediction, result) in enumerate(zip(predicted, actual, strict=True)):
                 comparison.check_result(prediction, result, f"result {number}")
-                outcomes[describe(result)] += 1
+                outcomes[describe_result(result)] += 1
             for run in client.get("/applied-runs"):  # none if the run had nothing to apply
                 client.run_id = run["runID"]
             comparison.check_state(lambda: read_state(planner), lambda: read_state(client))
@@ -144,12 +144,12 @@ async def _keep_session(sessions: PlanSessions, owner: str, id: str) -> None:
 
 
 def find_session(url: str) -> Client:
-    """Return a client in the only plan session of a gateway."""
+    """Return a client that uses the only plan session of a gateway."""
     client = Client(url)
     (plan,) = client.get("/plans")
     client.plan_id, client.plan_opened_at = plan["planID"], plan["openedAt"]
     return client
 
 
-def describe(result: Result) -> str:
+def describe_result(result: Result) -> str:
     return "failed" if result.get("failed") else "changed" if result["changed"] else "ok"

@@ -24,7 +24,7 @@ PYTHON = "/usr/bin/python3"
 
 @pytest.fixture(scope="module")
 def _east_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("east")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("east")) as server:
         yield server
 
 
@@ -36,7 +36,7 @@ def east_gateway(_east_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
 
 @pytest.fixture(scope="module")
 def _west_gateway(tmp_path_factory: pytest.TempPathFactory, _east_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("west")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("west")) as server:
         yield server
 
 

@@ -23,7 +23,7 @@ UNREACHABLE_TASK: Task = {
 TASK_WITHOUT_RESULT: Task = {"ansible.builtin.meta": "noop"}
 
 
-def journal(name: str, line: int, *, removes: bool = False) -> Task:
+def make_journal_task(name: str, line: int, *, removes: bool = False) -> Task:
     """Return a task that predicts the creation or the removal of a sandbox."""
     entry = {
         "host": "target",
@@ -77,7 +77,7 @@ Gateway unix:///run/gateway.sock
     - old  Declare old (play.yml:9)  -256 MiB memory
 
 Plan: 1 to create, 1 to remove; 256 MiB of memory."""
-TASKS = (journal("box", 3), journal("old", 9, removes=True))
+TASKS = (make_journal_task("box", 3), make_journal_task("old", 9, removes=True))
 
 
 def test_a_check_run_prints_and_saves_its_plan(target: Target, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_check_run_without_changes_prints_one_line(target: Target) -> None:
     assert run(target, {"ansible.builtin.debug": {}}) == "The plan changes nothing."
 
 
-def test_options_come_from_the_configuration_file_too(target: Target, tmp_path: Path) -> None:
+def test_options_can_also_come_from_the_configuration_file(target: Target, tmp_path: Path) -> None:
     (tmp_path / "ansible.cfg").write_text("[grove_sandbox]\nplan_file = from-ini.json\nplan_lifetime = 60\n")
     assert "It can be applied until " in run(target, TASKS[0], ANSIBLE_CONFIG=str(tmp_path / "ansible.cfg"))
     assert (tmp_path / "from-ini.json").exists()
@@ -138,24 +138,24 @@ def test_failures_that_end_a_host_make_the_plan_unusable(
 def test_the_lookup_knows_the_failures_of_earlier_plays(
     target: Target, tmp_path: Path, core: str, strategy: str
 ) -> None:
-    """Each host of the first plays ends differently. The last play publishes the plan, and has none of these hosts."""
+    """Each host of the first plays ends differently. The last play publishes the plan, and runs on another host."""
 
-    def on(host: str, task: Task) -> Task:
+    def run_only_on(host: str, task: Task) -> Task:
         return {**task, "when": f"inventory_hostname == '{host}'"}
 
     outcome_tasks = [
-        on("failed", FAILING_TASK),
-        on("ignored", {**FAILING_TASK, "ignore_errors": True}),
-        {"block": [on("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
-        {"block": [on("failed_in_rescue", FAILING_TASK)], "rescue": [FAILING_TASK]},
-        on("unreachable", UNREACHABLE_TASK),
-        on("ignored", {**UNREACHABLE_TASK, "ignore_unreachable": True}),
-        on("ended", {"ansible.builtin.meta": "end_host"}),
-        on("missing", {"ansible.builtin.include_tasks": "missing.yml"}),
+        run_only_on("failed", FAILING_TASK),
+        run_only_on("ignored", {**FAILING_TASK, "ignore_errors": True}),
+        {"block": [run_only_on("rescued", FAILING_TASK)], "rescue": [TASK_WITHOUT_RESULT]},
+        {"block": [run_only_on("failed_in_rescue", FAILING_TASK)], "rescue": [FAILING_TASK]},
+        run_only_on("unreachable", UNREACHABLE_TASK),
+        run_only_on("ignored", {**UNREACHABLE_TASK, "ignore_unreachable": True}),
+        run_only_on("ended", {"ansible.builtin.meta": "end_host"}),
+        run_only_on("missing", {"ansible.builtin.include_tasks": "missing.yml"}),
     ]
     hosts = ("failed", "ignored", "rescued", "failed_in_rescue", "unreachable", "ended", "missing", "handled", "last")
     handlers = {
-        "tasks": [on("handled", {"ansible.builtin.command": "true", "check_mode": False, "notify": "fail"})],
+        "tasks": [run_only_on("handled", {"ansible.builtin.command": "true", "check_mode": False, "notify": "fail"})],
         "handlers": [{"name": "fail", **FAILING_TASK}],
     }
     published_path, saved_path = tmp_path / "published.json", tmp_path / "saved.json"
@@ -196,7 +196,7 @@ def test_a_plan_that_cannot_be_saved_is_an_error_and_leaves_no_old_plan(target: 
     assert not path.exists()
 
 
-def test_only_a_terminal_and_forced_colours_show_colours(target: Target, tmp_path: Path) -> None:
+def test_colours_are_shown_only_on_a_terminal_or_if_forced(target: Target, tmp_path: Path) -> None:
     log = tmp_path / "log"
     variables = {"ANSIBLE_NOCOLOR": "0", "ANSIBLE_FORCE_COLOR": "1", "ANSIBLE_LOG_PATH": str(log)}
     assert "\033[0;32m+ box\033[0m  Declare box" in run(target, TASKS[0], **variables)

@@ -116,7 +116,7 @@ def test_a_run_does_exactly_what_the_published_plan_says(runner: Runner) -> None
     assert runner.check()["entries"] and not any(entry["actions"] for entry in runner.check()["entries"])
 
 
-def test_a_winner_other_than_that_of_the_plan_is_refused(runner: Runner) -> None:
+def test_a_winner_that_differs_from_the_plan_is_refused(runner: Runner) -> None:
     runner.check()
     check_refusal(runner.apply(plan_winner="small"), "this task changed nothing")
     assert runner.read_state()["snapshots"] == ["shop-start"]
@@ -135,7 +135,7 @@ def test_without_a_winner_the_forks_remain(runner: Runner) -> None:
     assert runner.read_state() == state
     check_success(runner.run())
     assert runner.read_state()["sandboxes"] == {"shop": {"variant": "large"}}
-    # A later winner gets a fork of the sandbox as it is now.
+    # A winner that is chosen later is forked from the current state of the sandbox.
     check_success(runner.run(plan_winner="small"))
     assert runner.read_state()["sandboxes"] == {"shop": {"variant": "small"}}
 

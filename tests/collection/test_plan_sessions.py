@@ -18,25 +18,25 @@ from tests.collection.runner import Target, Task, check_plan
 from tests.support import ansible_core_versions
 
 
-def step(module: str, **options: Any) -> Task:
+def make_task(module: str, **options: Any) -> Task:
     return {f"grove.sandbox.{module}": options, "register": module}
 
 
 PLAY = (
-    step("sandbox", name="box", template="base", metadata={"team": "red"}),
-    step("sandbox_snapshot", name="before", sandbox="box"),
-    step("sandbox_fork", snapshot="before", count=3, name_prefix="try"),
-    step("sandbox", name="{{ sandbox_fork.sandboxes[0].id }}", metadata={"winner": "yes"}),
-    {**step("sandbox_snapshot", name="after", sandbox="try-1"), "when": "{{ true }}"},
-    step("sandbox_rollback", sandbox="box", snapshot="after", unless_clean=False),
-    step("sandbox_info"),
-    step("sandbox_snapshot_info"),
-    step("sandbox", name=["try-2", "try-3"], state="absent"),
-    step("sandbox_snapshot", name="before", state="absent"),
-    step("sandbox_volume", name="data", size_mb=64, snapshots=["monday"]),
-    step("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
-    step("sandbox_template", name="base", state="absent"),
-    step("sandbox", name="box", state="paused"),
+    make_task("sandbox", name="box", template="base", metadata={"team": "red"}),
+    make_task("sandbox_snapshot", name="before", sandbox="box"),
+    make_task("sandbox_fork", snapshot="before", count=3, name_prefix="try"),
+    make_task("sandbox", name="{{ sandbox_fork.sandboxes[0].id }}", metadata={"winner": "yes"}),
+    {**make_task("sandbox_snapshot", name="after", sandbox="try-1"), "when": "{{ true }}"},
+    make_task("sandbox_rollback", sandbox="box", snapshot="after", unless_clean=False),
+    make_task("sandbox_info"),
+    make_task("sandbox_snapshot_info"),
+    make_task("sandbox", name=["try-2", "try-3"], state="absent"),
+    make_task("sandbox_snapshot", name="before", state="absent"),
+    make_task("sandbox_volume", name="data", size_mb=64, snapshots=["monday"]),
+    make_task("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
+    make_task("sandbox_template", name="base", state="absent"),
+    make_task("sandbox", name="box", state="paused"),
 )
 
 
@@ -64,35 +64,47 @@ def test_a_task_that_is_always_in_check_mode_plans_nothing(plan_gateway: MemoryG
 
 
 BOX: Task = {"grove.sandbox.sandbox": {"name": "{{ box }}", "template": "base"}}
-DEPENDS_ON_MODE = {"check_mode": "{{ ansible_check_mode }}"}
-DRY = {"check_mode": "{{ dry }}"}
-ALWAYS = {"check_mode": True}
+RUN_MODE = {"check_mode": "{{ ansible_check_mode }}"}
+VARIABLE_MODE = {"check_mode": "{{ dry }}"}
+CHECK_MODE = {"check_mode": True}
 CHECK_MODE_PLAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "no keyword": (False, {"tasks": [BOX]}),
-    "role": (True, {"roles": [{"role": "mk", **ALWAYS}]}),
-    "role, depends on the mode": (False, {"roles": [{"role": "mk", **DEPENDS_ON_MODE}]}),
+    "role": (True, {"roles": [{"role": "mk", **CHECK_MODE}]}),
+    "role, depends on the mode": (False, {"roles": [{"role": "mk", **RUN_MODE}]}),
     "dependency": (True, {"roles": ["top"]}),
-    "import_role": (True, {"tasks": [{"import_role": {"name": "mk"}, **ALWAYS}]}),
-    "include_role": (True, {"tasks": [{"include_role": {"name": "mk", "apply": ALWAYS}}]}),
-    "play": (True, {**ALWAYS, "tasks": [{"import_role": {"name": "mk"}}]}),
-    "play, depends on the mode": (False, {"vars": {"dry": DEPENDS_ON_MODE["check_mode"]}, **DRY, "roles": ["mk"]}),
-    "play, variable": (True, {"vars": {"dry": "yes"}, **DRY, "tasks": [BOX]}),
+    "import_role": (True, {"tasks": [{"import_role": {"name": "mk"}, **CHECK_MODE}]}),
+    "include_role": (True, {"tasks": [{"include_role": {"name": "mk", "apply": CHECK_MODE}}]}),
+    "play": (True, {**CHECK_MODE, "tasks": [{"import_role": {"name": "mk"}}]}),
+    "play, depends on the mode": (
+        False,
+        {"vars": {"dry": RUN_MODE["check_mode"]}, **VARIABLE_MODE, "roles": ["mk"]},
+    ),
+    "play, variable": (True, {"vars": {"dry": "yes"}, **VARIABLE_MODE, "tasks": [BOX]}),
     "text mentions the mode": (True, {"check_mode": "{{ true or ansible_check_mode }}", "tasks": [BOX]}),
-    "block": (False, {"tasks": [{"block": [{**BOX, **DEPENDS_ON_MODE}], **ALWAYS}]}),
-    "block, depends on the mode": (True, {"tasks": [{"block": [{**BOX, **ALWAYS}], **DEPENDS_ON_MODE}]}),
-    "block in block": (False, {"tasks": [{"block": [{"block": [BOX], **DEPENDS_ON_MODE}], **ALWAYS}], **ALWAYS}),
-    "omitted": (True, {"tasks": [{"block": [{**BOX, "check_mode": "{{ omit }}"}], **ALWAYS}]}),
+    "block": (False, {"tasks": [{"block": [{**BOX, **RUN_MODE}], **CHECK_MODE}]}),
+    "block, depends on the mode": (
+        True,
+        {"tasks": [{"block": [{**BOX, **CHECK_MODE}], **RUN_MODE}]},
+    ),
+    "block in block": (
+        False,
+        {"tasks": [{"block": [{"block": [BOX], **RUN_MODE}], **CHECK_MODE}], **CHECK_MODE},
+    ),
+    "omitted": (True, {"tasks": [{"block": [{**BOX, "check_mode": "{{ omit }}"}], **CHECK_MODE}]}),
     "omitted, no other": (False, {"tasks": [{**BOX, "check_mode": "{{ omit }}"}]}),
-    "variable of the task": (False, {"tasks": [{**BOX, **DRY, "vars": {"dry": DEPENDS_ON_MODE["check_mode"]}}]}),
+    "variable of the task": (
+        False,
+        {"tasks": [{**BOX, **VARIABLE_MODE, "vars": {"dry": RUN_MODE["check_mode"]}}]},
+    ),
     "item": (True, {"tasks": [{**BOX, "check_mode": "{{ item }}", "loop": [True]}]}),
 }
-"""By the place of the keyword: whether the task is in check mode in a real run too, and its play."""
+"""For each position of the keyword: whether the task is in check mode even in a real run, and the play."""
 
 
 @pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
 def test_the_innermost_keyword_decides_whether_a_run_changes_something(plan_target: Target, core: str) -> None:
     plan_target.write_file("roles/mk/tasks/main.yml", [BOX])
-    plan_target.write_file("roles/top/meta/main.yml", {"dependencies": [{"role": "mk", **ALWAYS}]})
+    plan_target.write_file("roles/top/meta/main.yml", {"dependencies": [{"role": "mk", **CHECK_MODE}]})
     plays: list[dict[str, Any]] = []
     for number, (_is_always, play) in enumerate(CHECK_MODE_PLAYS.values()):
         plays.append({**play, "vars": {"box": f"box-{number}", **play.get("vars", {})}})
@@ -112,9 +124,9 @@ def test_asynchronous_tasks_are_part_of_the_plan(
     """The callback also ends their sessions, including the session of a key that no other task uses."""
     key = {"gateway_url": plan_gateway.url, "gateway_token": READ_KEY}
     tasks = (
-        {**step("sandbox", name="box", template="base"), "async": 60, "poll": 1},
-        step("sandbox_info", name=["box"]),
-        {**step("sandbox", name="box", metadata={"team": "red"}, **key), "async": 60, "poll": 0},
+        {**make_task("sandbox", name="box", template="base"), "async": 60, "poll": 1},
+        make_task("sandbox_info", name=["box"]),
+        {**make_task("sandbox", name="box", metadata={"team": "red"}, **key), "async": 60, "poll": 0},
         {
             "ansible.builtin.async_status": {"jid": "{{ sandbox.ansible_job_id }}"},
             "register": "job",
@@ -122,7 +134,7 @@ def test_asynchronous_tasks_are_part_of_the_plan(
             "retries": 60,
             "delay": 1,
         },
-        {**step("sandbox_info", **key), "async": 60, "poll": 1},
+        {**make_task("sandbox_info", **key), "async": 60, "poll": 1},
     )
     environment = {"ANSIBLE_CALLBACKS_ENABLED": "record,grove.sandbox.plan"}
     created, found, _started, refused, listed = plan_target.play(*tasks, options=("--check",), environment=environment)
@@ -138,9 +150,9 @@ def test_planned_ids_can_be_searched_for(plan_target: Target) -> None:
     """In the query string of the request, the ids follow an encoded character."""
     metadata = {"peer": "{{ sandbox.sandbox.id }}", "peers": "first,{{ sandbox.sandbox.id }}"}
     play = (
-        step("sandbox", name="box", template="base"),
-        {**step("sandbox", name="other", template="base", metadata=metadata), "register": "other"},
-        step("sandbox_info", metadata=metadata),
+        make_task("sandbox", name="box", template="base"),
+        {**make_task("sandbox", name="other", template="base", metadata=metadata), "register": "other"},
+        make_task("sandbox_info", metadata=metadata),
     )
     for options in (("--check",), ()):
         *_, found = plan_target.play(*play, options=options)
@@ -198,9 +210,9 @@ def opened_ids(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("core", ansible_core_versions.RELEASES)
-@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+@pytest.mark.parametrize("should_fail", [False, True], ids=["succeeds", "fails"])
 def test_the_callback_ends_the_sessions_of_a_run(
-    plan_gateway: MemoryGateway, tmp_path: Path, opened_ids: set[str], core: str, fails: bool
+    plan_gateway: MemoryGateway, tmp_path: Path, opened_ids: set[str], core: str, should_fail: bool
 ) -> None:
     """The second playbook needs the session of the first playbook, unless the first one fails."""
     failing: Task = {"ansible.builtin.fail": {}}
@@ -209,7 +221,7 @@ def test_the_callback_ends_the_sessions_of_a_run(
         {"ansible.builtin.debug": {"msg": "the second playbook has run"}},
     )
     for name, play in (
-        ("first.yml", make_playbook(plan_gateway, *([failing] if fails else []))),
+        ("first.yml", make_playbook(plan_gateway, *([failing] if should_fail else []))),
         ("second.yml", make_playbook(plan_gateway, *checks)),
     ):
         (tmp_path / name).write_text(json.dumps([{"gather_facts": False, **play}]))
@@ -226,8 +238,8 @@ def test_the_callback_ends_the_sessions_of_a_run(
         cwd=tmp_path,
         environment={"ANSIBLE_CALLBACKS_ENABLED": "grove.sandbox.plan"},
     )
-    assert process.returncode == (2 if fails else 0), process.stdout + process.stderr
-    assert ("the second playbook has run" in process.stdout) is not fails, process.stdout
+    assert process.returncode == (2 if should_fail else 0), process.stdout + process.stderr
+    assert ("the second playbook has run" in process.stdout) is not should_fail, process.stdout
     assert len(opened_ids) == 3 and list_sessions(plan_gateway) == [], process.stdout + process.stderr
 
 

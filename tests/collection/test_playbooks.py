@@ -14,12 +14,12 @@ from tests.collection import agents
 from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
 from tests.collection.runner import Target
 from tests.support.gateway import Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def memory_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("agents")) as server:
         yield server
 
 
@@ -120,7 +120,7 @@ def test_nightly_snapshots_applies_the_retention_rule(playbook_runner: PlaybookR
         playbook_runner.run_documented_play("nightly_snapshots", nightly_stamp="2026-01-02", **rule_variables), 1
     )
     # The previous snapshot is removed shortly afterwards.
-    eventually(lambda: sorted(list_snapshot_names(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
+    wait_until(lambda: sorted(list_snapshot_names(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
     all_sandboxes_variables = {
         **rule_variables,
         "nightly_metadata": "",
@@ -128,7 +128,7 @@ def test_nightly_snapshots_applies_the_retention_rule(playbook_runner: PlaybookR
         "nightly_stamp": "2026-01-03",
     }
     check_success(playbook_runner.run_documented_play("nightly_snapshots", **all_sandboxes_variables), 1)
-    eventually(
+    wait_until(
         lambda: sorted(list_snapshot_names(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"]
     )
 

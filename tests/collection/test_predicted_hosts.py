@@ -30,7 +30,7 @@ each_release = pytest.mark.parametrize("core", RELEASES)
 
 @pytest.fixture(scope="module")
 def _gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("predicted"), log={"level": "warning"}) as server:
+    with agents.running_gateway(tmp_path_factory.mktemp("predicted"), log={"level": "warning"}) as server:
         yield server
 
 
@@ -77,10 +77,10 @@ class Run:
         self.output = output
         self.results = {(each["task"], each["host"]): Result(each["status"], each["result"]) for each in records}
 
-    def of(self, host: str) -> dict[str, Result]:
+    def results_of(self, host: str) -> dict[str, Result]:
         return {task: result for (task, each), result in self.results.items() if each == host}
 
-    def recap(self, host: str) -> dict[str, int]:
+    def read_recap(self, host: str) -> dict[str, int]:
         (line,) = re.findall(rf"^{re.escape(host)} +: (.*)$", self.output, re.MULTILINE)
         return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
 
@@ -107,7 +107,7 @@ def run_playbook(
     return Run(output, [json.loads(line) for line in record.read_text().splitlines()])
 
 
-def plan(gateway: MemoryGateway, *tasks: Task) -> Play:
+def make_planning_play(gateway: MemoryGateway, *tasks: Task) -> Play:
     """Return a play in which modules of this collection plan changes."""
     return {
         "hosts": "localhost",
@@ -119,7 +119,7 @@ def plan(gateway: MemoryGateway, *tasks: Task) -> Play:
     }
 
 
-def add_host(gateway: MemoryGateway, name: str, ref: str, key: str = ADMIN_KEY, **variables: str) -> Task:
+def make_add_host_task(gateway: MemoryGateway, name: str, ref: str, key: str = ADMIN_KEY, **variables: str) -> Task:
     return {
         "ansible.builtin.add_host": {
             "name": name,
@@ -180,14 +180,14 @@ def test_tasks_on_a_predicted_host_are_skipped(
     tasks = make_guest_tasks(tmp_path)
     keywords = {} if check_mode is None else {"check_mode": check_mode}
     plays = [
-        plan(gateway, *CREATE_TASKS, add_host(gateway, "guest", PREDICTED_ID)),
+        make_planning_play(gateway, *CREATE_TASKS, make_add_host_task(gateway, "guest", PREDICTED_ID)),
         {"hosts": "guest", "strategy": strategy, "gather_facts": True, "tasks": tasks, **keywords},
     ]
     run = run_playbook(tmp_path, *plays, core=core)
-    results = run.of("guest")
+    results = run.results_of("guest")
     assert set(results) == {"Gathering Facts", *(task["name"] for task in tasks)}, run.output
     assert {result.status for result in results.values()} == {"skipped"}, run.output
-    recap = run.recap("guest")
+    recap = run.read_recap("guest")
     assert recap["skipped"] == len(tasks) + 1 and recap["ok"] == recap["failed"] == recap["unreachable"] == 0
     # In check mode, these skip themselves on every host.
     own_skips = set() if check_mode is False else {"raw", "fetch", "wait_for_connection", "assemble"}
@@ -204,16 +204,16 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
         create_sandbox(gateway, name)
     run = run_playbook(
         tmp_path,
-        plan(
+        make_planning_play(
             gateway,
             *CREATE_TASKS,
             {"grove.sandbox.sandbox": {"name": "updated", "metadata": {"team": "red"}}},
             {"grove.sandbox.sandbox_snapshot": {"name": "before", "sandbox": "updated"}},
             {"grove.sandbox.sandbox": {"name": "late", "template": "base"}, "check_mode": False},
-            add_host(gateway, "predicted", PREDICTED_ID),
-            add_host(gateway, "late", "late", ansible_python_interpreter=sys.executable),
-            add_host(gateway, "real", "real", ansible_python_interpreter=sys.executable),
-            add_host(gateway, "updated", "updated", ansible_python_interpreter=sys.executable),
+            make_add_host_task(gateway, "predicted", PREDICTED_ID),
+            make_add_host_task(gateway, "late", "late", ansible_python_interpreter=sys.executable),
+            make_add_host_task(gateway, "real", "real", ansible_python_interpreter=sys.executable),
+            make_add_host_task(gateway, "updated", "updated", ansible_python_interpreter=sys.executable),
         ),
         {
             "hosts": ["predicted", "late", "real", "updated"],
@@ -229,7 +229,7 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
                 },
             ],
         },
-        plan(
+        make_planning_play(
             gateway,
             {"name": "delegated", "ansible.builtin.ping": {}, "delegate_to": "predicted"},
             {"name": "delegated to real", "ansible.builtin.ping": {}, "delegate_to": "real"},
@@ -237,19 +237,19 @@ def test_a_real_host_alongside_a_predicted_one_is_reached(core: str, gateway: Me
         core=core,
     )
     for host in ("late", "real", "updated"):
-        results = run.of(host)
+        results = run.results_of(host)
         assert results["ping"].data["ping"] == "pong" and results["command"].data["rc"] == 0, run.output
         assert results["fact"].message == "Linux"
-        assert run.recap(host)["skipped"] == 0
-    predicted = run.of("predicted")
+        assert run.read_recap(host)["skipped"] == 0
+    predicted = run.results_of("predicted")
     assert [predicted[task].status for task in ("ping", "command", "local", "fact")] == [
         *("skipped", "skipped"),
         *("ok", "ok"),
     ]
     assert predicted["fact"].message == "unknown"
-    assert run.recap("predicted")["failed"] == run.recap("predicted")["unreachable"] == 0
-    assert run.recap("predicted")["skipped"] == 4
-    local = run.of("localhost")
+    assert run.read_recap("predicted")["failed"] == run.read_recap("predicted")["unreachable"] == 0
+    assert run.read_recap("predicted")["skipped"] == 4
+    local = run.results_of("localhost")
     assert local["delegated"].status == "skipped" and SKIPPED in local["delegated"].message
     assert local["delegated to real"].status == "ok"
 
@@ -298,7 +298,7 @@ def test_changes_to_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
         for tasks, _ in CHANGES.values()
         for task in tasks
     ]
-    hosts = [add_host(gateway, name, name, ansible_python_interpreter=sys.executable) for name in CHANGES]
+    hosts = [make_add_host_task(gateway, name, name, ansible_python_interpreter=sys.executable) for name in CHANGES]
     guest_play = {
         "hosts": list(CHANGES),
         "gather_facts": False,
@@ -309,9 +309,9 @@ def test_changes_to_real_sandboxes_are_respected(gateway: MemoryGateway, tmp_pat
             {"name": "for real", "ansible.builtin.ping": {}, "check_mode": False},
         ],
     }
-    run = run_playbook(tmp_path, plan(gateway, *changes, *hosts), guest_play)
+    run = run_playbook(tmp_path, make_planning_play(gateway, *changes, *hosts), guest_play)
     for name, (_, message) in CHANGES.items():
-        results = run.of(name)
+        results = run.results_of(name)
         expected_status = "skipped" if SKIPPED in message else "unreachable"
         for task in ("planned", "always in check mode"):
             assert results[task].status == expected_status, (name, run.output)
@@ -332,10 +332,10 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         sandboxes = [client.get(path).json() for path in sandbox_paths]
     tasks = make_guest_tasks(tmp_path)
     hosts = [
-        add_host(gateway, name, name, ansible_python_interpreter=sys.executable)
+        make_add_host_task(gateway, name, name, ansible_python_interpreter=sys.executable)
         for name in ("asleep", "stopped", "missing")
     ]
-    local_play = plan(
+    local_play = make_planning_play(
         gateway,
         *(CREATE_TASKS if has_plan else ()),
         *hosts,
@@ -349,7 +349,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         {"hosts": ["stopped", "missing"], "gather_facts": False, "tasks": [ping]},
         core=core,
     )
-    results = run.of("asleep")
+    results = run.results_of("asleep")
     assert set(results) == {"Gathering Facts", *(task["name"] for task in tasks)}, run.output
     assert {result.status for result in results.values()} == {"skipped"}, run.output
     message = f"sandbox asleep is paused, and this task would resume it: {SKIPPED}"
@@ -357,7 +357,7 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
         assert result.status == "skipped" and result.message == message, run.output
     assert not list((tmp_path / "target").iterdir())
     for host, reason in (("stopped", "is paused: resume it first"), ("missing", "not found")):
-        (result,) = run.of(host).values()
+        (result,) = run.results_of(host).values()
         assert result.status == "unreachable" and reason in result.message, run.output
     assert ("plan session" in run.results["stopped ping", "missing"].message) is has_plan
     with gateway.client() as client:
@@ -374,15 +374,17 @@ def test_a_check_run_resumes_no_sandbox(core: str, has_plan: bool, gateway: Memo
 def test_a_check_run_does_not_resume_a_sandbox_that_is_paused_in_the_meantime(
     gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the check of the connection plugin, the sandbox looks like one that a request would not resume."""
+    """To the connection plugin, it looks as if a request would not resume the sandbox."""
     original_shape = shapes.LifecycleShape
     monkeypatch.setattr(shapes, "LifecycleShape", lambda **fields: original_shape(**{**fields, "auto_resume": False}))
     create_sandbox(gateway, "asleep", lifecycle={"autoResume": True})
     with gateway.client() as client:
         client.post("/sandboxes/asleep/pause").raise_for_status()
-    host = add_host(gateway, "asleep", "asleep", ansible_python_interpreter=sys.executable)
+    host = make_add_host_task(gateway, "asleep", "asleep", ansible_python_interpreter=sys.executable)
     ping = {"name": "ping", "ansible.builtin.ping": {}}
-    run = run_playbook(tmp_path, plan(gateway, host), {"hosts": "asleep", "gather_facts": False, "tasks": [ping]})
+    run = run_playbook(
+        tmp_path, make_planning_play(gateway, host), {"hosts": "asleep", "gather_facts": False, "tasks": [ping]}
+    )
     result = run.results["ping", "asleep"]
     assert result.status == "unreachable" and "is paused: resume it first" in result.message, run.output
     with gateway.client() as client:
@@ -395,15 +397,15 @@ def test_a_real_run_uses_no_plan(gateway: MemoryGateway, tmp_path: Path, opened_
         {"name": "predicted ping", "ansible.builtin.ping": {}, "check_mode": True},
         {"name": "wait", "ansible.builtin.wait_for_connection": {"timeout": 60}},
     ]
-    host = add_host(gateway, "guest", PREDICTED_ID, ansible_python_interpreter=sys.executable)
+    host = make_add_host_task(gateway, "guest", PREDICTED_ID, ansible_python_interpreter=sys.executable)
     run = run_playbook(
         tmp_path,
-        plan(gateway, *CREATE_TASKS, host),
+        make_planning_play(gateway, *CREATE_TASKS, host),
         {"hosts": "guest", "gather_facts": False, "tasks": guest_tasks},
         options=(),
     )
-    assert {result.status for result in run.of("guest").values()} == {"ok"}, run.output
-    assert len(run.of("guest")) == 3 and not opened_sessions
+    assert {result.status for result in run.results_of("guest").values()} == {"ok"}, run.output
+    assert len(run.results_of("guest")) == 3 and not opened_sessions
 
 
 def test_a_connection_with_a_different_key_is_unreachable(
@@ -413,21 +415,21 @@ def test_a_connection_with_a_different_key_is_unreachable(
     create_sandbox(gateway, "gone")
     run = run_playbook(
         tmp_path,
-        plan(
+        make_planning_play(
             gateway,
             *CREATE_TASKS,
             {"grove.sandbox.sandbox": {"name": "gone", "state": "absent"}},
             *(
-                add_host(gateway, name, ref, EXEC_KEY, ansible_python_interpreter=sys.executable)
+                make_add_host_task(gateway, name, ref, EXEC_KEY, ansible_python_interpreter=sys.executable)
                 for name, ref in (("predicted", PREDICTED_ID), ("named", "try"), ("real", "real"))
             ),
         ),
         {"hosts": ["predicted", "named", "real"], "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]},
     )
     for host in ("predicted", "named"):
-        (result,) = run.of(host).values()
+        (result,) = run.results_of(host).values()
         assert result.status == "unreachable" and "use the same gateway and the same key" in result.message, run.output
-    (result,) = run.of("real").values()
+    (result,) = run.results_of("real").values()
     assert result.status == "ok" and set(opened_sessions) == {"root", "runner"}
 
 
@@ -452,10 +454,10 @@ def test_without_a_session_real_hosts_are_reached(
 
     monkeypatch.setattr(PlanSessions, "open", open_session)
     create_sandbox(gateway, "real")
-    host = add_host(gateway, "real", "real", EXEC_KEY, ansible_python_interpreter=sys.executable)
+    host = make_add_host_task(gateway, "real", "real", EXEC_KEY, ansible_python_interpreter=sys.executable)
     play = {"hosts": "real", "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]}
-    run = run_playbook(tmp_path, plan(gateway, *CREATE_TASKS, host), play)
-    (result,) = run.of("real").values()
+    run = run_playbook(tmp_path, make_planning_play(gateway, *CREATE_TASKS, host), play)
+    (result,) = run.results_of("real").values()
     assert result.status == "ok", run.output
 
 
@@ -466,7 +468,7 @@ def test_a_check_run_without_planned_changes_opens_no_session(
     inventory = write_inventory(gateway, tmp_path)
     ping = {"hosts": "real", "gather_facts": False, "tasks": [{"ansible.builtin.ping": {}}]}
     run = run_playbook(tmp_path, ping, {**ping, "pre_tasks": [{"meta": "refresh_inventory"}]}, hosts=str(inventory))
-    assert run.recap("real")["ok"] == 2 and not opened_sessions, run.output
+    assert run.read_recap("real")["ok"] == 2 and not opened_sessions, run.output
 
 
 def write_inventory(gateway: MemoryGateway, directory: Path, token: str = ADMIN_KEY) -> Path:
@@ -493,7 +495,7 @@ def test_a_refreshed_inventory_shows_the_plan(
     inventory = write_inventory(gateway, tmp_path)
     plays = (
         {"hosts": "gone", "gather_facts": False, "tasks": [{"name": "first parse", "ansible.builtin.ping": {}}]},
-        plan(
+        make_planning_play(
             gateway,
             *CREATE_TASKS,
             {"grove.sandbox.sandbox": {"name": "gone", "state": "absent"}},

@@ -49,7 +49,7 @@ class CaseResults:
 def results_by_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, CaseResults]]:
     """The results of all cases. One play sets up the cases, and another runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
-    session.run_path().mkdir(parents=True, exist_ok=True)
+    session.get_run_path().mkdir(parents=True, exist_ok=True)
     gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
         gateway.build_template("base")
@@ -288,4 +288,4 @@ def format_value(value: Any) -> str:
 
 def mask_variable_parts(text: str, prefix: str) -> str:
     """Replace ids with an ellipsis, and remove the case's prefix and directory, because they differ between runs."""
-    return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, "").replace(f"{session.run_path()}/", ""))
+    return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, "").replace(f"{session.get_run_path()}/", ""))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.collection.runner import TIMEOUT_SECONDS, find_ansible_playbook
 from tests.support.gateway import Gateway
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 from tests.support.samples import mark_slow_except
 
 
@@ -23,7 +23,7 @@ def run_playbook(name: str, gateway: Gateway, template: str, scratch: Path) -> t
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
-        env=environment(scratch),
+        env=make_environment(scratch),
         check=False,
     )
     recap_match = re.search(r"changed=(\d+)", result.stdout)

@@ -17,8 +17,8 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
 from tests.support.crash import KILLED_EXIT_CODE, OPERATIONS, VOLUME_OPERATIONS, OperationRunner
-from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.live import EngineRunner
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "2")
@@ -29,7 +29,7 @@ QMP_OPERATIONS = {"capture", "claim", "clone", "capture-with-volumes", "pause"}
 class Scenario:
     """The state that all operations start from. A gateway runs only inside ``opened``."""
 
-    def __init__(self, world: World, prepare: Callable[[Live], None]) -> None:
+    def __init__(self, world: World, prepare: Callable[[EngineRunner], None]) -> None:
         self.world = world
         self._prepare = prepare
         self._runner = OperationRunner(world.host_class)
@@ -40,28 +40,28 @@ class Scenario:
         """Create the state unless it exists. After a failure inside the context, the next call creates it again."""
         try:
             if self._config is None:
-                self._config = self.world.config()
-                with self.opened() as live:
-                    self._prepare(live)
+                self._config = self.world.make_config()
+                with self.opened() as runner:
+                    self._prepare(runner)
             yield
         except BaseException:
             self.close()
             raise
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[Live]:
+    def opened(self) -> Iterator[EngineRunner]:
         assert self._config is not None
-        live = Live(self.world.host(self._config), self._config)
+        runner = EngineRunner(self.world.make_host(self._config), self._config)
         try:
-            yield live
+            yield runner
         finally:
-            live.close()
+            runner.close()
 
     def close(self) -> None:
         self._runner.end()
         if self._config is not None:
-            with self.opened() as live:
-                live.remove_all()
+            with self.opened() as runner:
+                runner.remove_all()
             self.world.clean_up(self._config)
             self._config = None
 
@@ -71,7 +71,7 @@ class Scenario:
         return self._runner.run(self._config, operation, kill_step, path), path.read_text()
 
 
-def _create_scenario(world: World, prepare: Callable[[Live], None]) -> Iterator[Scenario]:
+def _create_scenario(world: World, prepare: Callable[[EngineRunner], None]) -> Iterator[Scenario]:
     scenario = Scenario(world, prepare)
     yield scenario
     scenario.close()
@@ -83,18 +83,18 @@ def sandbox_scenario(world: World) -> Iterator[Scenario]:
     yield from _create_scenario(world, prepare_sandboxes)
 
 
-def prepare_sandboxes(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.shell("source", "echo kept >/root/kept")
-    live.do(live.engine.snapshots.create("source", name="mark"))
-    live.do(live.engine.snapshots.create("source", name="spare-mark"))
-    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
-    live.do(live.engine.sandboxes.pause("sleeper"))
+def prepare_sandboxes(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.shell("source", "echo kept >/root/kept")
+    runner.do(runner.engine.snapshots.create("source", name="mark"))
+    runner.do(runner.engine.snapshots.create("source", name="spare-mark"))
+    runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
+    runner.do(runner.engine.sandboxes.pause("sleeper"))
 
 
-def check_lineage(live: Live, when: str) -> None:
+def check_lineage(runner: EngineRunner, when: str) -> None:
     """Check that every parent of a snapshot or sandbox exists."""
-    snapshots, sandboxes = live.engine.index.snapshots, live.engine.index.sandboxes
+    snapshots, sandboxes = runner.engine.index.snapshots, runner.engine.index.sandboxes
     parent_ids = {each.parent for each in snapshots.values() if each.parent}
     assert parent_ids | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
 
@@ -111,8 +111,8 @@ def choose_steps(step_count: int, qmp_steps: list[int]) -> list[int]:
     return sorted(chosen_steps)
 
 
-CheckState = Callable[[Live, World, str], None]
-RestoreState = Callable[[Live], None]
+CheckState = Callable[[EngineRunner, World, str], None]
+RestoreState = Callable[[EngineRunner], None]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -137,9 +137,9 @@ def kill_at_each_step(operation: str, scenario: Scenario, path: Path, check: Che
             code, output = scenario.run(operation, step, path)
             assert code in (0, KILLED_EXIT_CODE), output[-3000:]
             kill_count += code == KILLED_EXIT_CODE
-            with scenario.opened() as live:
-                check(live, scenario.world, f"{operation} killed at step {step} of {step_count}")
-                restore(live)
+            with scenario.opened() as runner:
+                check(runner, scenario.world, f"{operation} killed at step {step} of {step_count}")
+                restore(runner)
         assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(kill_steps)}"
 
 
@@ -150,50 +150,50 @@ def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: R
     """
     code, output = scenario.run(operation, 0, path)
     assert code == 0, output[-3000:]
-    with scenario.opened() as live:
-        restore(live)
+    with scenario.opened() as runner:
+        restore(runner)
     result = json.loads(output.splitlines()[-1])
     return result["steps"], result["qmp"]
 
 
-def check_sandboxes(live: Live, world: World, when: str) -> None:
+def check_sandboxes(runner: EngineRunner, world: World, when: str) -> None:
     """Check that everything that must remain exists, that new objects are complete, and that nothing else exists."""
-    live.stop_prewarming()
-    sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes.list()}
+    runner.stop_prewarming()
+    sandboxes = {sandbox.name: sandbox for sandbox in runner.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), when
-    snapshot_names = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
+    snapshot_names = {name for snapshot in runner.engine.snapshots.list() for name in snapshot.names}
     assert "mark" in snapshot_names, when
     for sandbox in sandboxes.values():
         if sandbox.state is SandboxState.RUNNING:
-            assert live.shell(sandbox.id, "hostname").strip() == sandbox.name, when
+            assert runner.shell(sandbox.id, "hostname").strip() == sandbox.name, when
     if sandboxes["source"].state is SandboxState.PAUSED:
-        live.do(live.engine.sandboxes.resume("source"))
-    assert live.shell("source", "cat /root/kept").strip() == "kept", when
+        runner.do(runner.engine.sandboxes.resume("source"))
+    assert runner.shell("source", "cat /root/kept").strip() == "kept", when
     if "new" in snapshot_names:
-        fork = live.do(live.engine.forks.create("new", ForkSpec()))
-        assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
-        live.do(live.engine.sandboxes.delete(fork.id))
-    check_lineage(live, when)
-    live.wait_for(world.check_no_strays, live.engine, live.config, when)
+        fork = runner.do(runner.engine.forks.create("new", ForkSpec()))
+        assert runner.shell(fork.id, "cat /root/kept").strip() == "kept", when
+        runner.do(runner.engine.sandboxes.delete(fork.id))
+    check_lineage(runner, when)
+    runner.wait_for(world.check_no_strays, runner.engine, runner.config, when)
 
 
-def restore_sandboxes(live: Live) -> None:
+def restore_sandboxes(runner: EngineRunner) -> None:
     """Restore the state that existed before the operation."""
-    engine = live.engine
+    engine = runner.engine
     existing_names = {sandbox.name for sandbox in engine.sandboxes.list()}
     for name in {"new", "new2"} & existing_names:
-        live.do(engine.sandboxes.delete(name))
+        runner.do(engine.sandboxes.delete(name))
     for snapshot in engine.snapshots.list():
         if "new" in snapshot.names:
-            live.do(engine.snapshots.delete(snapshot.id))
-    if live.sandbox("source").state is SandboxState.PAUSED:
-        live.do(engine.sandboxes.resume("source"))
+            runner.do(engine.snapshots.delete(snapshot.id))
+    if runner.get_sandbox("source").state is SandboxState.PAUSED:
+        runner.do(engine.sandboxes.resume("source"))
     if "spare" not in existing_names:
-        live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["spare"])))
-    if live.sandbox("sleeper").state is SandboxState.RUNNING:
-        live.do(engine.sandboxes.pause("sleeper"))
+        runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["spare"])))
+    if runner.get_sandbox("sleeper").state is SandboxState.RUNNING:
+        runner.do(engine.sandboxes.pause("sleeper"))
     if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots.list()):
-        live.do(engine.snapshots.create("source", name="spare-mark"))
+        runner.do(engine.snapshots.create("source", name="spare-mark"))
 
 
 # -- volumes -----------------------------------------------------------------------------------------------------------
@@ -205,32 +205,32 @@ def volume_scenario(world: World) -> Iterator[Scenario]:
     yield from _create_scenario(world, prepare_volumes)
 
 
-def prepare_volumes(live: Live) -> None:
+def prepare_volumes(runner: EngineRunner) -> None:
     for name in ("one", "two", "idle", "spare"):
-        live.do(live.engine.volumes.create(name, 64))
-    live.do(
-        live.engine.forks.create(
+        runner.do(runner.engine.volumes.create(name, 64))
+    runner.do(
+        runner.engine.forks.create(
             TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED_VOLUME_NAMES])
         )
     )
     for name in MOUNTED_VOLUME_NAMES:
-        live.shell("source", f"echo {name} >/{name}/kept && sync")
-    live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
-    prepare_unused_volume(live)
-    live.do(live.engine.volumes.create_snapshot("spare", "before"))
+        runner.shell("source", f"echo {name} >/{name}/kept && sync")
+    runner.do(runner.engine.snapshots.create("source", name="mark", volumes=["one"]))
+    prepare_unused_volume(runner)
+    runner.do(runner.engine.volumes.create_snapshot("spare", "before"))
 
 
 MOUNTED_VOLUME_NAMES = ("one", "two")
 
 
-def prepare_unused_volume(live: Live) -> None:
+def prepare_unused_volume(runner: EngineRunner) -> None:
     """Ensure that the unused volume contains "after" and has a snapshot that contains "before"."""
-    live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
-    if not live.engine.volumes.list_snapshots("idle"):
-        live.shell("source", "echo before >/idle/kept && sync")
-        live.do(live.engine.volumes.create_snapshot("idle", "before"))
-    live.shell("source", "echo after >/idle/kept && sync")
-    live.do(live.engine.attachments.detach("source", "idle"))
+    runner.do(runner.engine.attachments.attach("source", MountSpec("idle", "/idle")))
+    if not runner.engine.volumes.list_snapshots("idle"):
+        runner.shell("source", "echo before >/idle/kept && sync")
+        runner.do(runner.engine.volumes.create_snapshot("idle", "before"))
+    runner.shell("source", "echo after >/idle/kept && sync")
+    runner.do(runner.engine.attachments.detach("source", "idle"))
 
 
 @pytest.mark.parametrize("operation", VOLUME_OPERATIONS)
@@ -240,40 +240,40 @@ def test_a_killed_volume_operation_leaves_no_partial_object(
     kill_at_each_step(operation, volume_scenario, tmp_path / "output", check_volumes, restore_volumes)
 
 
-def check_volumes(live: Live, world: World, when: str) -> None:
+def check_volumes(runner: EngineRunner, world: World, when: str) -> None:
     """Check that the mounts match the records, and that each volume and snapshot is complete or does not exist."""
-    engine = live.engine
+    engine = runner.engine
     volumes = {each.name: each for each in engine.volumes.list()}
     volumes_by_id = {each.id: each for each in volumes.values()}
     assert {*MOUNTED_VOLUME_NAMES, "idle"} <= volumes.keys(), when
-    assert live.sandbox("source").state is SandboxState.RUNNING, when
-    mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
+    assert runner.get_sandbox("source").state is SandboxState.RUNNING, when
+    mount_paths = {volumes_by_id[mount.volume].name: mount.path for mount in runner.get_sandbox("source").mounts}
     assert mount_paths.get("one") == "/one" and mount_paths.keys() <= {"one", "two", "idle"}, when
     expected_contents = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mount_paths}
     names = ("one", "two", "idle")
     command = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
     def has_expected_contents() -> bool:
-        contents = dict(line.split(":") for line in live.shell("source", command).split())
+        contents = dict(line.split(":") for line in runner.shell("source", command).split())
         return all(contents[name] in expected_contents.get(name, ("",)) for name in names)
 
-    eventually(has_expected_contents)
+    wait_until(has_expected_contents)
     write_command = " && ".join(f"echo here >/{name}/written" for name in mount_paths)
     capacity_mb = int(
-        live.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M")
+        runner.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M")
     )
     assert 0.75 < capacity_mb / volumes["one"].size_mb <= 1, (when, capacity_mb)
     if "new" in volumes and volumes["new"].from_snapshot:
-        assert read_contents(live, "new") == "before", when
-    assert read_contents(live, "idle") in ("before", "after"), when
+        assert read_contents(runner, "new") == "before", when
+    assert read_contents(runner, "idle") in ("before", "after"), when
     assert [each.name for each in engine.volumes.list_snapshots("idle")] == ["before"], when
     if "spare" in volumes:
         assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], when
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            probe_volume = live.do(engine.volumes.create("probe", from_snapshot=each.id))
-            assert read_contents(live, probe_volume.name) == "one", when
-            live.do(engine.volumes.delete("probe"))
+            probe_volume = runner.do(engine.volumes.create("probe", from_snapshot=each.id))
+            assert read_contents(runner, probe_volume.name) == "one", when
+            runner.do(engine.volumes.delete("probe"))
     snapshots = {each.id: each for each in engine.snapshots.list()}
     captured_ids = {
         each.id
@@ -287,46 +287,46 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
     assert owner_ids == forks.keys(), when
     for fork in forks.values():
-        assert read_kept_file(live, fork.id, "/one") == "one", when
-    live.wait_for(world.check_no_strays, engine, live.config, when)
+        assert read_kept_file(runner, fork.id, "/one") == "one", when
+    runner.wait_for(world.check_no_strays, engine, runner.config, when)
 
 
-def read_kept_file(live: Live, ref: str, path: str) -> str:
-    return live.shell(ref, f"cat {path}/kept 2>/dev/null || true").strip()
+def read_kept_file(runner: EngineRunner, ref: str, path: str) -> str:
+    return runner.shell(ref, f"cat {path}/kept 2>/dev/null || true").strip()
 
 
-def read_contents(live: Live, name: str) -> str:
+def read_contents(runner: EngineRunner, name: str) -> str:
     """Return the contents of a volume, read in a sandbox that mounts it or from a temporary mount."""
-    volume = live.engine.volumes.get(name)
-    for sandbox, mount in live.engine.volumes.mounts_of(volume):
-        return read_kept_file(live, sandbox.id, mount.path)
-    live.do(live.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
-    contents = read_kept_file(live, "source", "/probe")
-    live.do(live.engine.attachments.detach("source", name))
+    volume = runner.engine.volumes.get(name)
+    for sandbox, mount in runner.engine.volumes.mounts_of(volume):
+        return read_kept_file(runner, sandbox.id, mount.path)
+    runner.do(runner.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
+    contents = read_kept_file(runner, "source", "/probe")
+    runner.do(runner.engine.attachments.detach("source", name))
     return contents
 
 
-def restore_volumes(live: Live) -> None:
+def restore_volumes(runner: EngineRunner) -> None:
     """Restore the state that existed before the operation."""
-    engine = live.engine
+    engine = runner.engine
     for sandbox in engine.sandboxes.list():
         if sandbox.name.startswith("fork"):
-            live.do(engine.sandboxes.delete(sandbox.id))
+            runner.do(engine.sandboxes.delete(sandbox.id))
     for snapshot in engine.snapshots.list():
         if "new-mark" in snapshot.names:
-            live.do(engine.snapshots.delete(snapshot.id))
+            runner.do(engine.snapshots.delete(snapshot.id))
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            live.do(engine.volumes.delete_snapshot("one", each.id))
+            runner.do(engine.volumes.delete_snapshot("one", each.id))
     existing_names = {each.name for each in engine.volumes.list()}
     if "new" in existing_names:
-        live.do(engine.volumes.delete("new"))
+        runner.do(engine.volumes.delete("new"))
     if "spare" not in existing_names:
-        live.do(engine.volumes.create("spare", 64))
-        live.do(engine.volumes.create_snapshot("spare", "before"))
-    mounted_names = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
+        runner.do(engine.volumes.create("spare", 64))
+        runner.do(engine.volumes.create_snapshot("spare", "before"))
+    mounted_names = {engine.volumes.get(mount.volume).name for mount in runner.get_sandbox("source").mounts}
     if "idle" in mounted_names:
-        live.do(engine.attachments.detach("source", "idle"))
+        runner.do(engine.attachments.detach("source", "idle"))
     if "two" not in mounted_names:
-        live.do(engine.attachments.attach("source", MountSpec("two", "/two")))
-    prepare_unused_volume(live)
+        runner.do(engine.attachments.attach("source", MountSpec("two", "/two")))
+    prepare_unused_volume(runner)

@@ -5,37 +5,37 @@ from __future__ import annotations
 import time
 
 from sandbox_gateway.engine.spec import ForkSpec
-from tests.support.live import Live
-from tests.support.waiting import eventually
+from tests.support.live import EngineRunner
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 _WRITTEN_BYTES = 48 << 20
 
 
-def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["busy", "idle"])))
-    sandboxes = [live.sandbox("busy"), live.sandbox("idle")]
-    loads_before = live.do(live.engine.host.loads(sandboxes))
+def test_a_host_measures_cpu_memory_and_disk(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["busy", "idle"])))
+    sandboxes = [runner.get_sandbox("busy"), runner.get_sandbox("idle")]
+    loads_before = runner.do(runner.engine.host.loads(sandboxes))
     assert loads_before.keys() == {sandbox.instance for sandbox in sandboxes}
     for load, sandbox in ((loads_before[each.instance], each) for each in sandboxes):
         assert load.memory_bytes is not None and load.disk_bytes is not None
         assert 1 << 20 < load.memory_bytes < (sandbox.resources.memory_mb + 512) << 20
         assert 1 << 20 < load.disk_bytes <= sandbox.resources.disk_mb << 20
-    live.shell("busy", f"head -c {_WRITTEN_BYTES} /dev/urandom >/root/file && sync")
+    runner.shell("busy", f"head -c {_WRITTEN_BYTES} /dev/urandom >/root/file && sync")
     busy, idle = sandboxes
 
     def measure_disk_growth() -> list[int]:
-        loads_after = live.do(live.engine.host.loads(sandboxes))
+        loads_after = runner.do(runner.engine.host.loads(sandboxes))
         return [loads_after[each.instance].disk_bytes - loads_before[each.instance].disk_bytes for each in (busy, idle)]
 
-    eventually(lambda: measure_disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
+    wait_until(lambda: measure_disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
     assert measure_disk_growth()[1] < _WRITTEN_BYTES / 2
     # One sandbox runs a busy loop, and the other one waits.
-    live.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")
-    live.do(live.engine.loads.history("busy"))
+    runner.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")
+    runner.do(runner.engine.loads.history("busy"))
     time.sleep(3)
-    cpu_percents = [live.do(live.engine.loads.history(name))[-1].cpu_percent for name in ("busy", "idle")]
+    cpu_percents = [runner.do(runner.engine.loads.history(name))[-1].cpu_percent for name in ("busy", "idle")]
     assert all(percent is not None for percent in cpu_percents)
     assert cpu_percents[0] * busy.resources.cpus > 20 and cpu_percents[1] < cpu_percents[0]
-    live.do(live.engine.sandboxes.pause("busy", memory=False))
-    assert live.do(live.engine.host.loads([live.sandbox("busy")])) == {}
+    runner.do(runner.engine.sandboxes.pause("busy", memory=False))
+    assert runner.do(runner.engine.host.loads([runner.get_sandbox("busy")])) == {}

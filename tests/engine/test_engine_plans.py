@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.config import Config
-from tests.collection.plays import empty
+from tests.collection.plays import empty_gateway
 from tests.collection.runner import Target, Task
 from tests.support import session
 from tests.support.gateway import Gateway
@@ -29,21 +29,21 @@ VERBS = {
 """The actions of all modules, apart from `prewarm`, which not every host supports."""
 
 
-def step(module: str, **options: Any) -> Task:
+def make_task(module: str, **options: Any) -> Task:
     return {f"grove.sandbox.{module}": options}
 
 
-def mount(name: str) -> dict[str, Any]:
+def make_mount(name: str) -> dict[str, Any]:
     return {"name": name, "path": f"/srv/{name}"}
 
 
 SET_UP = (
-    step("sandbox_volume", name=["data", "spare", "shared"], size_mb=64, snapshots=["monday"]),
-    step("sandbox", name="box", template=TEMPLATE, volumes=[mount("data")]),
-    step("sandbox", name="other", template=TEMPLATE),
-    step("sandbox", name="busy", template=TEMPLATE, volumes=[mount("shared")]),
-    step("sandbox_snapshot", name="mark", sandbox="box", volumes=["data"]),
-    step("sandbox", name=["box", "other"], state="paused"),
+    make_task("sandbox_volume", name=["data", "spare", "shared"], size_mb=64, snapshots=["monday"]),
+    make_task("sandbox", name="box", template=TEMPLATE, volumes=[make_mount("data")]),
+    make_task("sandbox", name="other", template=TEMPLATE),
+    make_task("sandbox", name="busy", template=TEMPLATE, volumes=[make_mount("shared")]),
+    make_task("sandbox_snapshot", name="mark", sandbox="box", volumes=["data"]),
+    make_task("sandbox", name=["box", "other"], state="paused"),
 )
 
 
@@ -55,38 +55,38 @@ def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
     """
     web = {"name": "web", "from": "rootfs", "path": str(source)}
     prewarm = [
-        step("sandbox_template", **web, prewarm=1),
-        step("sandbox_snapshot", name="mark", sandbox="box", prewarm=1),
+        make_task("sandbox_template", **web, prewarm=1),
+        make_task("sandbox_snapshot", name="mark", sandbox="box", prewarm=1),
     ]
     return (
-        step("sandbox_template", **web),
+        make_task("sandbox_template", **web),
         *(prewarm if can_prewarm else ()),
-        step("sandbox", name="fresh", template="web"),
-        step("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
-        step("sandbox_volume", name="data", snapshots=["monday", "tuesday"]),
-        step("sandbox_volume", name="data", size_mb=128),
-        step("sandbox_volume", name="spare", attachments=[{"sandbox": "busy", "path": "/srv/spare"}]),
-        step("sandbox_volume", name="spare", attachments=[]),
-        step("sandbox_volume", name="spare", rollback_to="monday"),
-        step("sandbox_volume", name="spare", snapshots=[], purge=True),
-        step("sandbox", name="busy", metadata={"a": "b"}, timeout=3600, network={"allow_internet": False}),
-        step("sandbox", name="busy", volumes=[mount("shared"), mount("copy")]),
-        step("sandbox", name="box", state="running"),
-        step("sandbox_snapshot", name="mark-2", sandbox="box"),
-        step("sandbox_fork", snapshot="mark-2", count=2, name_prefix="fork"),
-        step("sandbox_fork", sandbox="busy", names=["clone"]),
-        step("sandbox", name="fork-1", state="paused"),
-        step("sandbox_rollback", sandbox="box", snapshot="mark", unless_clean=False, backup_name="backup"),
-        step("sandbox", name="other", template="web", recreate=True),
-        step("sandbox_info"),
-        step("sandbox_snapshot_info"),
-        step("sandbox_template_info"),
-        step("sandbox_volume_info"),
-        step("sandbox", name=["busy", "box", "other", "fork-1", "fork-2", "clone"], state="absent"),
-        step("sandbox_snapshot", name=["mark-2", "mark", "backup"], state="absent"),
-        step("sandbox_volume", name="copy", state="absent"),
-        step("sandbox_volume", name=["data", "shared"], state="absent", purge=True),
-        step("sandbox_template", name=["web", TEMPLATE], state="absent", when_unused=True),
+        make_task("sandbox", name="fresh", template="web"),
+        make_task("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
+        make_task("sandbox_volume", name="data", snapshots=["monday", "tuesday"]),
+        make_task("sandbox_volume", name="data", size_mb=128),
+        make_task("sandbox_volume", name="spare", attachments=[{"sandbox": "busy", "path": "/srv/spare"}]),
+        make_task("sandbox_volume", name="spare", attachments=[]),
+        make_task("sandbox_volume", name="spare", rollback_to="monday"),
+        make_task("sandbox_volume", name="spare", snapshots=[], purge=True),
+        make_task("sandbox", name="busy", metadata={"a": "b"}, timeout=3600, network={"allow_internet": False}),
+        make_task("sandbox", name="busy", volumes=[make_mount("shared"), make_mount("copy")]),
+        make_task("sandbox", name="box", state="running"),
+        make_task("sandbox_snapshot", name="mark-2", sandbox="box"),
+        make_task("sandbox_fork", snapshot="mark-2", count=2, name_prefix="fork"),
+        make_task("sandbox_fork", sandbox="busy", names=["clone"]),
+        make_task("sandbox", name="fork-1", state="paused"),
+        make_task("sandbox_rollback", sandbox="box", snapshot="mark", unless_clean=False, backup_name="backup"),
+        make_task("sandbox", name="other", template="web", recreate=True),
+        make_task("sandbox_info"),
+        make_task("sandbox_snapshot_info"),
+        make_task("sandbox_template_info"),
+        make_task("sandbox_volume_info"),
+        make_task("sandbox", name=["busy", "box", "other", "fork-1", "fork-2", "clone"], state="absent"),
+        make_task("sandbox_snapshot", name=["mark-2", "mark", "backup"], state="absent"),
+        make_task("sandbox_volume", name="copy", state="absent"),
+        make_task("sandbox_volume", name=["data", "shared"], state="absent", purge=True),
+        make_task("sandbox_template", name=["web", TEMPLATE], state="absent", when_unused=True),
         {
             "ansible.builtin.add_host": {
                 "name": "fresh",
@@ -100,11 +100,11 @@ def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
 
 @pytest.fixture
 def gateway(world: World) -> Iterator[tuple[Gateway, Config]]:
-    directory, config = session.run_dir() / "plans", world.config()
+    directory, config = session.get_run_dir() / "plans", world.make_config()
     directory.mkdir(exist_ok=True)
     with world_gateway(world, directory, config=config) as gateway:
         yield gateway, config
-        empty(gateway.url)
+        empty_gateway(gateway.url)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
     for result in target.play(*SET_UP):
         assert result["changed"], target.output
     play = make_play(server.url, tmp_path / "web", can_prewarm=world.abilities.prewarm)
-    machines = world.traces(config)["processes"]
+    machines = world.read_traces(config)["processes"]
     assert machines
     with collected_events(server, "volume.grown") as events:
         with stopped(machines):
@@ -168,9 +168,9 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
         }
         assert planned_verbs - {"prewarm"} == VERBS
         assert ("prewarm" in planned_verbs) is world.abilities.prewarm
-        # The same comparison sees what a run changes.
+        # The same comparison detects what a run changes.
         for result in target.play(
-            step("sandbox", name="box", state="running"), step("sandbox_volume", name="data", size_mb=128)
+            make_task("sandbox", name="box", state="running"), make_task("sandbox_volume", name="data", size_mb=128)
         ):
             assert result["changed"], target.output
     after = read_machine(world, config)

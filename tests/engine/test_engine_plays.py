@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.plays import PlayChecks, PlayTask, empty, make_plays, make_tasks, read_play_count
+from tests.collection.plays import PlayChecks, PlayTask, empty_gateway, make_plays, make_tasks, read_play_count
 from tests.engine.conftest import HOST_KINDS
 from tests.support import session
 from tests.support.busy_gateway import BUSY_PROGRAM
@@ -31,7 +31,7 @@ def busy_gateway(request: pytest.FixtureRequest) -> Iterator[tuple[Gateway, str]
     if request.param == "kvm_xfs":
         yield request.getfixturevalue("seeded_gateways")(program=BUSY_PROGRAM), KVM_TEMPLATE
     else:
-        directory = session.run_dir() / "plays"
+        directory = session.get_run_dir() / "plays"
         directory.mkdir()
         world = request.getfixturevalue("jail_zfs_world")
         with world_gateway(world, directory, program=BUSY_PROGRAM) as gateway:
@@ -51,7 +51,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
     @settings(
         max_examples=read_play_count(1, long_run_count=40),
         deadline=None,
-        phases=[Phase.generate],  # no attempts to find a shorter play, which would take hours
+        phases=[Phase.generate],  # do not shrink failing plays, which would take hours
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
@@ -60,7 +60,7 @@ def test_a_plan_predicts_a_whole_play_on_real_machines(
         try:
             checks.check(gateway.url, replace_base(history), replace_base(play), template=template)
         finally:
-            empty(gateway.url)
+            empty_gateway(gateway.url)
 
     check()
     with capsys.disabled():

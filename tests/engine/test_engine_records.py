@@ -17,7 +17,7 @@ from sandbox_gateway.errors import BackendFailed, InUse
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.memory_engine import Gate, wait_until
 
 
@@ -58,16 +58,16 @@ def host() -> FaultyHost:
 
 
 @pytest.fixture
-def live(host: FaultyHost, tmp_path: Path) -> Iterator[Live]:
-    live = Live(host, Config.model_validate({"host": {"state_root": str(tmp_path)}}))
+def runner(host: FaultyHost, tmp_path: Path) -> Iterator[EngineRunner]:
+    runner = EngineRunner(host, Config.model_validate({"host": {"state_root": str(tmp_path)}}))
     try:
-        build = live.do(live.engine.templates.build("base", Recipe()))
+        build = runner.do(runner.engine.templates.build("base", Recipe()))
         _wait_until(lambda: build.status == "ready")
-        live.do(live.engine.forks.create("base", ForkSpec(names=["box"])))
-        yield live
+        runner.do(runner.engine.forks.create("base", ForkSpec(names=["box"])))
+        yield runner
     finally:
         host.broken = False
-        live.close()
+        runner.close()
 
 
 def _wait_until(check: Callable[[], bool]) -> None:
@@ -124,38 +124,38 @@ OPERATIONS: dict[str, tuple[Operation, Operation]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost, operation: str) -> None:
+def test_a_failed_save_leaves_the_record_unchanged(runner: EngineRunner, host: FaultyHost, operation: str) -> None:
     prepare, act = OPERATIONS[operation]
-    live.do(_run_operation(prepare, live.engine))
-    records_before = _read_records(live.engine)
+    runner.do(_run_operation(prepare, runner.engine))
+    records_before = _read_records(runner.engine)
     host.broken = True
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(_run_operation(act, live.engine))
-    records_after = _read_records(live.engine)
+        runner.do(_run_operation(act, runner.engine))
+    records_after = _read_records(runner.engine)
     assert {id: records_after.get(id) for id in records_before} == records_before
     host.broken = False
     if not operation.startswith("resume") and operation != "pause":
-        assert live.engine.sandboxes.get("box").name == "box"
+        assert runner.engine.sandboxes.get("box").name == "box"
 
 
-def test_a_stopped_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
+def test_a_stopped_machine_is_recorded_even_if_the_save_fails(runner: EngineRunner, host: FaultyHost) -> None:
     host.broken = True
-    live.call(host._exit, live.sandbox("box").instance)
-    _wait_until(lambda: live.sandbox("box").state is SandboxState.PAUSED)
+    runner.call(host._exit, runner.get_sandbox("box").instance)
+    _wait_until(lambda: runner.get_sandbox("box").state is SandboxState.PAUSED)
     host.broken = False
-    live.do(live.engine.sandboxes.update("box", metadata={"a": "b"}))
-    record = host.saved[live.sandbox("box").id]
+    runner.do(runner.engine.sandboxes.update("box", metadata={"a": "b"}))
+    record = host.saved[runner.get_sandbox("box").id]
     assert record.state is SandboxState.PAUSED and record.state_reason, "the next save does not include the stop"
 
 
-def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
+def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(runner: EngineRunner, host: FaultyHost) -> None:
     """The record lists the volumes until the collector has removed their snapshots and can save the new record."""
-    live.do(_mount_volume(live.engine))
+    runner.do(_mount_volume(runner.engine))
     spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
     host.broken_snapshots = True
-    live.do(live.engine.forks.clone("box", spec))
-    (snapshot,) = (each for each in live.engine.index.snapshots.values() if each.kind == "transient")
-    assert [each.volume for each in snapshot.volumes] == [live.engine.volumes.get("data").id]
+    runner.do(runner.engine.forks.clone("box", spec))
+    (snapshot,) = (each for each in runner.engine.index.snapshots.values() if each.kind == "transient")
+    assert [each.volume for each in snapshot.volumes] == [runner.engine.volumes.get("data").id]
 
 
 async def _run_operation(operation: Operation, engine: Engine) -> None:
@@ -165,107 +165,107 @@ async def _run_operation(operation: Operation, engine: Engine) -> None:
 # -- lineage -----------------------------------------------------------------------------------------------------------
 
 
-def _create_chain(live: Live, *names: str) -> None:
+def _create_chain(runner: EngineRunner, *names: str) -> None:
     for name in names:
-        live.do(live.engine.snapshots.create("box", name=name))
+        runner.do(runner.engine.snapshots.create("box", name=name))
 
 
 def _simplify_tree(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     return {node["names"][0]: _simplify_tree(node["children"]) for node in nodes}
 
 
-def test_children_of_a_deleted_snapshot_move_to_its_parent(live: Live) -> None:
-    _create_chain(live, "one", "two", "three")
-    live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
-    live.do(live.engine.snapshots.delete("two"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
-    live.do(live.engine.snapshots.delete("one"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
+def test_children_of_a_deleted_snapshot_move_to_its_parent(runner: EngineRunner) -> None:
+    _create_chain(runner, "one", "two", "three")
+    runner.do(runner.engine.sandboxes.delete("box"))
+    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    runner.do(runner.engine.snapshots.delete("two"))
+    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    runner.do(runner.engine.snapshots.delete("one"))
+    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"three": {}}}
 
 
-def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Live) -> None:
-    _create_chain(live, "one", "two")
-    live.do(live.engine.snapshots.delete("two"))
-    assert live.engine.sandboxes.get("box").head == live.engine.snapshots.get("one").id
-    _create_chain(live, "three")
-    live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(runner: EngineRunner) -> None:
+    _create_chain(runner, "one", "two")
+    runner.do(runner.engine.snapshots.delete("two"))
+    assert runner.engine.sandboxes.get("box").head == runner.engine.snapshots.get("one").id
+    _create_chain(runner, "three")
+    runner.do(runner.engine.sandboxes.delete("box"))
+    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
-def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> None:
-    _create_chain(live, "one", "two")
-    live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
-    live.do(live.engine.sandboxes.rollback("box", "one"))
-    live.do(live.engine.snapshots.create("fork", name="three"))
-    assert not live.do(live.engine.snapshots.delete("two", when_unused=True))
-    live.do(live.engine.sandboxes.delete("fork"))
-    live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+def test_children_of_a_hidden_snapshot_are_listed_in_its_place(runner: EngineRunner) -> None:
+    _create_chain(runner, "one", "two")
+    runner.do(runner.engine.forks.create("two", ForkSpec(names=["fork"])))
+    runner.do(runner.engine.sandboxes.rollback("box", "one"))
+    runner.do(runner.engine.snapshots.create("fork", name="three"))
+    assert not runner.do(runner.engine.snapshots.delete("two", when_unused=True))
+    runner.do(runner.engine.sandboxes.delete("fork"))
+    runner.do(runner.engine.sandboxes.delete("box"))
+    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
-def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
+def test_descendants_are_saved_before_the_snapshot_is_removed(runner: EngineRunner, host: FaultyHost) -> None:
     """Because of this order, a crash between the two steps leaves a complete tree."""
-    _create_chain(live, "one", "two", "three")
-    removed_id, child_id = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
+    _create_chain(runner, "one", "two", "three")
+    removed_id, child_id = runner.engine.snapshots.get("two").id, runner.engine.snapshots.get("three").id
     host.log.clear()
-    live.do(live.engine.snapshots.delete("two"))
+    runner.do(runner.engine.snapshots.delete("two"))
     assert host.log == [("save_snapshot", child_id), ("remove_snapshot", removed_id)]
 
 
-def test_a_failed_deletion_leaves_the_tree_unchanged(live: Live, host: FaultyHost) -> None:
-    _create_chain(live, "one", "two", "three")
-    live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
-    records_before = _read_records(live.engine)
+def test_a_failed_deletion_leaves_the_tree_unchanged(runner: EngineRunner, host: FaultyHost) -> None:
+    _create_chain(runner, "one", "two", "three")
+    runner.do(runner.engine.forks.create("two", ForkSpec(names=["fork"])))
+    records_before = _read_records(runner.engine)
     with pytest.raises(InUse, match=r"^snapshot 'two' is in use by 1 sandbox \(fork\)\. Delete them first, or pass "):
-        live.do(live.engine.snapshots.delete("two"))
-    assert _read_records(live.engine) == records_before
-    live.do(live.engine.sandboxes.delete("fork"))
-    records_before = _read_records(live.engine)
-    host.unremovable = {live.engine.snapshots.get(name).id for name in ("two", "three")}
+        runner.do(runner.engine.snapshots.delete("two"))
+    assert _read_records(runner.engine) == records_before
+    runner.do(runner.engine.sandboxes.delete("fork"))
+    records_before = _read_records(runner.engine)
+    host.unremovable = {runner.engine.snapshots.get(name).id for name in ("two", "three")}
     for name in ("two", "three"):
         with pytest.raises(BackendFailed):
-            live.do(live.engine.snapshots.delete(name))
-        assert _read_records(live.engine) == records_before
+            runner.do(runner.engine.snapshots.delete(name))
+        assert _read_records(runner.engine) == records_before
 
 
-def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -> None:
+def test_a_full_disk_does_not_prevent_a_deletion(runner: EngineRunner, host: FaultyHost) -> None:
     """A full disk prevents writing records, but a deletion frees space."""
-    _create_chain(live, "one", "two", "three")
-    one_id, two_id = (live.engine.snapshots.get(name).id for name in ("one", "two"))
+    _create_chain(runner, "one", "two", "three")
+    one_id, two_id = (runner.engine.snapshots.get(name).id for name in ("one", "two"))
     host.broken = True
-    assert live.do(live.engine.snapshots.delete("one"))
-    assert one_id not in live.engine.index.snapshots
-    assert live.engine.snapshots.get("two").parent == one_id
-    (root,) = live.engine.snapshots.lineage()
+    assert runner.do(runner.engine.snapshots.delete("one"))
+    assert one_id not in runner.engine.index.snapshots
+    assert runner.engine.snapshots.get("two").parent == one_id
+    (root,) = runner.engine.snapshots.lineage()
     assert two_id in str(root), "it is not shown below the template"
 
 
-def test_adjacent_snapshots_removed_together_leave_no_dangling_parent(live: Live) -> None:
-    _create_chain(live, "one", "two", "three", "four")
-    snapshot_ids = {name: live.engine.snapshots.get(name).id for name in ("one", "four")}
+def test_adjacent_snapshots_removed_together_leave_no_dangling_parent(runner: EngineRunner) -> None:
+    _create_chain(runner, "one", "two", "three", "four")
+    snapshot_ids = {name: runner.engine.snapshots.get(name).id for name in ("one", "four")}
 
     async def delete_both() -> None:
-        await asyncio.gather(*(live.engine.snapshots.delete(name) for name in ("two", "three")))
+        await asyncio.gather(*(runner.engine.snapshots.delete(name) for name in ("two", "three")))
 
-    live.do(delete_both())
-    assert live.engine.snapshots.get("four").parent == snapshot_ids["one"]
+    runner.do(delete_both())
+    assert runner.engine.snapshots.get("four").parent == snapshot_ids["one"]
 
 
-def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Live) -> None:
-    _create_chain(live, "one", "two", "three", "four")
-    one_id = live.engine.snapshots.get("one").id
+def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(runner: EngineRunner) -> None:
+    _create_chain(runner, "one", "two", "three", "four")
+    one_id = runner.engine.snapshots.get("one").id
     for name in ("two", "three"):
-        snapshot = live.engine.snapshots.get(name)
-        live.engine.index.put(snapshot.model_copy(update={"doomed": True}))
-    live.collect()
-    assert live.engine.snapshots.get("four").parent == one_id
+        snapshot = runner.engine.snapshots.get(name)
+        runner.engine.index.put(snapshot.model_copy(update={"doomed": True}))
+    runner.collect()
+    assert runner.engine.snapshots.get("four").parent == one_id
 
 
-def test_an_extension_in_progress_prevents_an_expiry(live: Live, host: FaultyHost) -> None:
+def test_an_extension_in_progress_prevents_an_expiry(runner: EngineRunner, host: FaultyHost) -> None:
     """The expiry waits for the sandbox's lock, and then reads the new timeout. Other sandboxes still expire."""
-    live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
-    sandboxes = live.engine.sandboxes
+    runner.do(runner.engine.forks.create("base", ForkSpec(names=["other"])))
+    sandboxes = runner.engine.sandboxes
     other_id = sandboxes.get("other").id
     gate = Gate()
     original_save = host.save
@@ -282,10 +282,10 @@ def test_an_extension_in_progress_prevents_an_expiry(live: Live, host: FaultyHos
         await gate.reached.wait()
         await sandboxes.set_timeout("box", 0)
         await wait_until(lambda: not any(each.name == "box" for each in sandboxes.list()))
-        await wait_until(lambda: other_id in live.engine._expiry._expiring_ids)
+        await wait_until(lambda: other_id in runner.engine._expiry._expiring_ids)
         gate.opened.set()
         await extension_task
-        await wait_until(lambda: other_id not in live.engine._expiry._expiring_ids)
+        await wait_until(lambda: other_id not in runner.engine._expiry._expiring_ids)
 
-    live.do(extend_during_expiry())
+    runner.do(extend_during_expiry())
     assert [each.name for each in sandboxes.list()] == ["other"]

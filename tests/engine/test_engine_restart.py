@@ -10,110 +10,110 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
 from tests.engine.test_engine_fork import START_COUNTER_COMMAND, read_counter
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, World
 
 
-def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, world: World) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
+def test_running_sandboxes_are_adopted_with_names_and_lineage(make_runner: Any, world: World) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
     if world.abilities.memory:
-        live.shell("source", START_COUNTER_COMMAND)
-    live.do(live.engine.snapshots.create("source", name="mark"))
-    live.do(live.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
-    live.do(live.engine.sandboxes.pause("f2"))
-    sandboxes, lineage = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
-    traces_before = world.traces(live.config)
-    live.close()
+        runner.shell("source", START_COUNTER_COMMAND)
+    runner.do(runner.engine.snapshots.create("source", name="mark"))
+    runner.do(runner.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
+    runner.do(runner.engine.sandboxes.pause("f2"))
+    sandboxes, lineage = runner.engine.sandboxes.list(), runner.engine.snapshots.lineage()
+    traces_before = world.read_traces(runner.config)
+    runner.close()
 
-    live_after_restart = make_live(config=live.config)
-    assert live_after_restart.engine.sandboxes.list() == sandboxes
-    assert live_after_restart.engine.snapshots.lineage() == lineage
-    assert world.traces(live_after_restart.config) == traces_before
-    assert live_after_restart.shell("f1", "hostname").strip() == "f1"
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.engine.sandboxes.list() == sandboxes
+    assert runner_after_restart.engine.snapshots.lineage() == lineage
+    assert world.read_traces(runner_after_restart.config) == traces_before
+    assert runner_after_restart.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
-        assert read_counter(live_after_restart, "source") > 0
-    live_after_restart.do(live_after_restart.engine.snapshots.create("f1", name="after"))
-    live_after_restart.do(live_after_restart.engine.sandboxes.resume("f2"))
-    assert live_after_restart.shell("f2", "hostname").strip() == "f2"
+        assert read_counter(runner_after_restart, "source") > 0
+    runner_after_restart.do(runner_after_restart.engine.snapshots.create("f1", name="after"))
+    runner_after_restart.do(runner_after_restart.engine.sandboxes.resume("f2"))
+    assert runner_after_restart.shell("f2", "hostname").strip() == "f2"
 
 
-def test_a_second_gateway_on_the_same_state_is_refused(make_live: Any) -> None:
-    live = make_live()
+def test_a_second_gateway_on_the_same_state_is_refused(make_runner: Any) -> None:
+    runner = make_runner()
     with pytest.raises(Conflict, match="another gateway"):
-        make_live(config=live.config)
-    assert live.engine.templates.get(TEMPLATE)
+        make_runner(config=runner.config)
+    assert runner.engine.templates.get(TEMPLATE)
 
 
 @pytest.mark.parametrize("policy", ["start", "stay"])
-def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any, world: World, policy: str) -> None:
-    live = make_live(restart=policy)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
-    live.shell("victim", "echo kept >/root/kept && sync")
-    live.close()
-    world.cut_power(live.config)
-    live_after_restart = make_live(config=live.config)
+def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_runner: Any, world: World, policy: str) -> None:
+    runner = make_runner(restart=policy)
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
+    runner.shell("victim", "echo kept >/root/kept && sync")
+    runner.close()
+    world.cut_power(runner.config)
+    runner_after_restart = make_runner(config=runner.config)
     if policy == "start":
-        eventually(lambda: live_after_restart.sandbox("victim").state is SandboxState.RUNNING, 120)
+        wait_until(lambda: runner_after_restart.get_sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
-        assert live_after_restart.sandbox("victim").state is SandboxState.PAUSED
-        assert "host went down" in live_after_restart.sandbox("victim").state_reason
-        live_after_restart.do(live_after_restart.engine.sandboxes.resume("victim"))
-    assert live_after_restart.shell("victim", "cat /root/kept").strip() == "kept"
+        assert runner_after_restart.get_sandbox("victim").state is SandboxState.PAUSED
+        assert "host went down" in runner_after_restart.get_sandbox("victim").state_reason
+        runner_after_restart.do(runner_after_restart.engine.sandboxes.resume("victim"))
+    assert runner_after_restart.shell("victim", "cat /root/kept").strip() == "kept"
 
 
-def test_damaged_records_are_quarantined_at_startup(make_live: Any, world: World) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
+def test_damaged_records_are_quarantined_at_startup(make_runner: Any, world: World) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
-        live.do(live.engine.snapshots.create("fine", name=name))
-    snapshot_ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
-    live.close()
-    world.damage_snapshots(live.config, **{name: snapshot_ids[name] for name in ("torn", "short", "empty")})
-    live_after_restart = make_live(config=live.config)
-    assert [snapshot.names for snapshot in live_after_restart.engine.snapshots.list()] == [["good"]]
-    assert live_after_restart.shell("fine", "echo alive").strip() == "alive"
-    live_after_restart.do(live_after_restart.engine.forks.create("good", ForkSpec()))
+        runner.do(runner.engine.snapshots.create("fine", name=name))
+    snapshot_ids = {name: runner.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
+    runner.close()
+    world.damage_snapshots(runner.config, **{name: snapshot_ids[name] for name in ("torn", "short", "empty")})
+    runner_after_restart = make_runner(config=runner.config)
+    assert [snapshot.names for snapshot in runner_after_restart.engine.snapshots.list()] == [["good"]]
+    assert runner_after_restart.shell("fine", "echo alive").strip() == "alive"
+    runner_after_restart.do(runner_after_restart.engine.forks.create("good", ForkSpec()))
 
 
-def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: World) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    older_snapshot = live.do(live.engine.snapshots.create("source", name="older"))
-    newer_snapshot = live.do(live.engine.snapshots.create("source", name="newer"))
-    live.close()
-    world.rewrite_record(live.config, newer_snapshot, names=["older"])
-    live_after_restart = make_live(config=live.config)
-    assert live_after_restart.engine.snapshots.get("older").id == older_snapshot.id
-    assert live_after_restart.engine.snapshots.get(newer_snapshot.id).names == []
+def test_a_duplicate_name_stays_with_the_older_object(make_runner: Any, world: World) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    older_snapshot = runner.do(runner.engine.snapshots.create("source", name="older"))
+    newer_snapshot = runner.do(runner.engine.snapshots.create("source", name="newer"))
+    runner.close()
+    world.rewrite_record(runner.config, newer_snapshot, names=["older"])
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.engine.snapshots.get("older").id == older_snapshot.id
+    assert runner_after_restart.engine.snapshots.get(newer_snapshot.id).names == []
 
 
-def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
-    live.close()
-    world.rewrite_record(live.config, snapshot, a_field_of_the_future={"x": 1})
-    live_after_restart = make_live(config=live.config)
-    assert live_after_restart.engine.snapshots.get("mark").id == snapshot.id
+def test_records_of_a_newer_gateway_are_readable(make_runner: Any, world: World) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    snapshot = runner.do(runner.engine.snapshots.create("source", name="mark"))
+    runner.close()
+    world.rewrite_record(runner.config, snapshot, a_field_of_the_future={"x": 1})
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.engine.snapshots.get("mark").id == snapshot.id
 
 
-def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any, world: World) -> None:
+def test_each_change_is_counted_and_the_count_survives_a_restart(make_runner: Any, world: World) -> None:
     """A saved plan relies on this count: an object with the same generation is the same as when the plan was made.
 
     The removal of a snapshot gives its children another parent. This is not a change, because their contents stay the
     same.
     """
-    live = make_live()
-    engine = live.engine
-    live.do(engine.volumes.create("data", 64))
-    live.do(engine.volumes.create_snapshot("data", "mark"))
-    live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
-    live.do(engine.snapshots.create("box", name="mark-1"))
+    runner = make_runner()
+    engine = runner.engine
+    runner.do(engine.volumes.create("data", 64))
+    runner.do(engine.volumes.create_snapshot("data", "mark"))
+    runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
+    runner.do(engine.snapshots.create("box", name="mark-1"))
 
-    def generations() -> dict[str, int]:
+    def read_generations() -> dict[str, int]:
         return {
-            "sandbox": live.sandbox("box").generation,
+            "sandbox": runner.get_sandbox("box").generation,
             "snapshot": engine.snapshots.get("mark-1").generation,
             "template": engine.templates.get(TEMPLATE).generation,
             "volume": engine.volumes.get("data").generation,
@@ -139,14 +139,14 @@ def test_each_change_is_counted_and_the_count_survives_a_restart(make_live: Any,
         *prewarm_changes,
     ]
     for change, changed_kind in changes:
-        before = generations()
-        live.do(change())
-        after = generations()
+        before = read_generations()
+        runner.do(change())
+        after = read_generations()
         assert {kind for kind, value in after.items() if value > before[kind]} == {changed_kind} - {""}
         assert all(value >= before[kind] for kind, value in after.items())
-    assert live.sandbox("box").head == engine.snapshots.get("mark-1").id
-    expected = generations()
-    live.close()
-    live = make_live(config=live.config)
-    engine = live.engine
-    assert generations() == expected
+    assert runner.get_sandbox("box").head == engine.snapshots.get("mark-1").id
+    expected = read_generations()
+    runner.close()
+    runner = make_runner(config=runner.config)
+    engine = runner.engine
+    assert read_generations() == expected

@@ -1,4 +1,4 @@
-"""The command lines that the jail host issues, and the manual pages of FreeBSD 14 that allow them.
+"""The command lines that the jail host issues, and the manual pages of FreeBSD 14 that document them.
 
 While tests run jails, `checked` compares each command line with this list. docs/jail_zfs.md contains it as a table.
 """
@@ -19,10 +19,10 @@ from zfs_core import process
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A form of command lines, with words in capitals for what varies.
+    """A form of command lines, with placeholders in capitals.
 
     A word in brackets is optional, and `…` stands for more words like the last one. ``page`` and ``section`` say where
-    FreeBSD's manual describes the form. ``is_rare``: the form is only used after a failure or on a real FreeBSD.
+    FreeBSD's manual describes the form. ``is_rare``: the form is only used after a failure or on a real FreeBSD host.
     """
 
     form: str
@@ -37,16 +37,16 @@ class CommandLine:
             if word == "…":
                 patterns.append(f"(?:{patterns[-1]})*")
             elif word.startswith("["):
-                patterns.append(f"(?:{_word_pattern(word[1:-1])})?")
+                patterns.append(f"(?:{_make_word_pattern(word[1:-1])})?")
             else:
-                patterns.append(_word_pattern(word))
+                patterns.append(_make_word_pattern(word))
         return re.compile("".join(patterns), re.DOTALL)
 
     def matches(self, argv: Sequence[str]) -> bool:
         return bool(self._pattern.fullmatch("".join(f"{word}\0" for word in argv)))
 
 
-def _word_pattern(word: str) -> str:
+def _make_word_pattern(word: str) -> str:
     """Return a pattern for one word. A word that begins with a placeholder does not match options."""
     option_guard = "(?!-)" if re.match("[A-Z]{2}", word) else ""
     return option_guard + "[^\0]+".join(map(re.escape, re.split(r"[A-Z]{2,}", word))) + "\0"
@@ -194,7 +194,7 @@ def checked() -> Iterator[None]:
     with recorded() as recording:
         yield
     assert not recording.unknown, (
-        f"add these command lines to {__name__} with the manual page that allows them: {recording.unknown[:5]}"
+        f"add these command lines to {__name__} with the manual page that documents them: {recording.unknown[:5]}"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.freebsd_shim.harness import Shim, is_supported, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim, is_supported
 from tests.jail_zfs import pools
 from tests.support import session
 
@@ -16,11 +16,11 @@ from tests.support import session
 def shim(tmp_path: Path) -> Iterator[Shim]:
     if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         yield shim
 
 
 @pytest.fixture
-def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
+def pool(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.get_run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
         yield pool

@@ -61,7 +61,7 @@ def is_supported() -> bool:
 
 
 @contextmanager
-def shim_in(directory: Path) -> Iterator[Shim]:
+def created_shim(directory: Path) -> Iterator[Shim]:
     """Create a shim with its files in ``directory``, and at the end remove everything that it created.
 
     The shim has its own network namespace, so it does not change the machine's network.

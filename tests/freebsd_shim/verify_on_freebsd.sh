@@ -225,7 +225,7 @@ clone_with_properties() {
     ok zfs get -Hp -o name,property,value,source mounted,origin $POOL/clone
 }
 
-several_snapshots_at_once() {
+take_several_snapshots() {
     need_openzfs
     ok zfs create $POOL/volume2
     ok zfs snapshot -o vfy:together=yes $POOL/volume2@x $POOL/clone@x
@@ -715,7 +715,7 @@ fi
 
 check "zfs snapshot -o: a snapshot with a property" create_pool
 check "zfs clone -o: a clone inherits no user property" clone_with_properties
-check "zfs snapshot: several snapshots, all or none" several_snapshots_at_once
+check "zfs snapshot: several snapshots, all or none" take_several_snapshots
 check "zfs destroy: refused for a cloned snapshot" refuse_to_destroy_a_cloned_snapshot
 check "zfs destroy: the message for a missing dataset" refuse_to_destroy_a_missing_dataset
 check "zfs destroy -d: hidden until the last clone is gone" deferred_destroy

@@ -16,8 +16,8 @@ _dataset_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def zpool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}z", session.run_dir()) as pool:
+def zpool(requires_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.get_run_id()}z", session.get_run_dir()) as pool:
         yield pool
 
 

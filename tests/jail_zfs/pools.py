@@ -18,7 +18,7 @@ import pytest
 from zfs_core.run import mount_lock
 
 from tests.support import session
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 # A machine can have only one daemon, so all test runs share this lock.
 _LOCK_FILE = Path("/var/run/grove-test-zfs-fuse.lock")
@@ -207,14 +207,14 @@ def mounts_kept_in_use() -> Iterator[None]:
     holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sleep", "infinity"])
     own_namespace = Path("/proc/self/ns/mnt").readlink()
     try:
-        eventually(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own_namespace)
+        wait_until(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own_namespace)
         yield
     finally:
         holder.kill()
         holder.wait(30)
 
 
-def mount_ids(directory: Path) -> dict[str, str]:
+def read_mount_ids(directory: Path) -> dict[str, str]:
     """Return the kernel's ids of the mounts below a directory, by path. Unmounting and mounting again changes an id."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(directory)}

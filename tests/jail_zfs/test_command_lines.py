@@ -11,20 +11,20 @@ from tests.support.worlds import TEMPLATE
 
 
 def test_the_command_lines_of_the_table_are_issued(jail_zfs_world: JailZfsWorld) -> None:
-    with command_lines.recorded() as recording, engines(jail_zfs_world) as make_live:
-        live = make_live()
-        engine = live.engine
-        live.do(engine.volumes.create("data", size_mb=64))
-        live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-        live.do(engine.attachments.attach("one", MountSpec("data", "/data")))
-        live.do(engine.snapshots.create("one", name="s", volumes=["data"]))
-        live.do(engine.sandboxes.usage("one"))
-        live.do(engine.host.loads([live.sandbox("one")]))
-        live.do(engine.sandboxes.set_network("one", NetworkPolicy(allow_internet=False)))
-        live.do(engine.attachments.detach("one", "data"))
-        live.do(engine.sandboxes.rollback("one", "s"))
-        live.do(engine.sandboxes.delete("one"))
-        live.close()
+    with command_lines.recorded() as recording, engines(jail_zfs_world) as make_runner:
+        runner = make_runner()
+        engine = runner.engine
+        runner.do(engine.volumes.create("data", size_mb=64))
+        runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+        runner.do(engine.attachments.attach("one", MountSpec("data", "/data")))
+        runner.do(engine.snapshots.create("one", name="s", volumes=["data"]))
+        runner.do(engine.sandboxes.usage("one"))
+        runner.do(engine.host.loads([runner.get_sandbox("one")]))
+        runner.do(engine.sandboxes.set_network("one", NetworkPolicy(allow_internet=False)))
+        runner.do(engine.attachments.detach("one", "data"))
+        runner.do(engine.sandboxes.rollback("one", "s"))
+        runner.do(engine.sandboxes.delete("one"))
+        runner.close()
     assert recording.unknown == []
     common_lines = [each for each in command_lines.COMMAND_LINES if not each.is_rare]
     assert [each.form for each in common_lines if each not in recording.known] == []

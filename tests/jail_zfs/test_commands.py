@@ -12,12 +12,12 @@ import pytest
 
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def frozen_directory(need_root: None, tmp_path: Path) -> Iterator[Path]:
+def frozen_directory(requires_root: None, tmp_path: Path) -> Iterator[Path]:
     """Create a directory in which every writer hangs and ignores all signals."""
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         subprocess.run(["fsfreeze", "--freeze", str(xfs.mount_point)], check=True, timeout=30)
@@ -30,7 +30,7 @@ def frozen_directory(need_root: None, tmp_path: Path) -> Iterator[Path]:
 def unfreeze(frozen_directory: Path) -> None:
     """Unfreeze the file system, and wait until the command has exited and the event loop has noticed the exit."""
     subprocess.run(["fsfreeze", "--unfreeze", str(frozen_directory)], check=True, timeout=30)
-    eventually(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
+    wait_until(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
     time.sleep(0.2)
 
 

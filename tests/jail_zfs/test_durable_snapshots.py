@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
-from tests.support.jail_world import JailZfsWorld, shim_environment
+from tests.support.jail_world import JailZfsWorld, make_shim_environment
 from tests.support.worlds import TEMPLATE
 
 _SANDBOXCTL = Path(sys.executable).with_name("sandboxctl")
@@ -44,11 +44,11 @@ class JailGateway(Gateway):
 
     def start(self, *, seconds: float = 90) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in shim_environment().items():
+            for name, value in make_shim_environment().items():
                 patch.setenv(name, value)
             super().start(seconds=seconds)
 
-    def snapshot_names(self, **params: Any) -> list[str]:
+    def list_snapshot_names(self, **params: Any) -> list[str]:
         """Return the names of the snapshots that the gateway lists."""
         return [name for item in self.call("GET", "/snapshots", params=params) for name in item["names"]]
 
@@ -66,7 +66,7 @@ class JailGateway(Gateway):
 @pytest.fixture
 def gateway(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
     """Start a gateway on its own dataset, with a sandbox `source` whose word file contains "first"."""
-    settings = jail_zfs_world.config()
+    settings = jail_zfs_world.make_config()
     gateway = JailGateway(tmp_path, settings)
     try:
         gateway.start()
@@ -93,11 +93,11 @@ def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
     later_snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
     assert later_snapshot["parentSnapshotID"] == snapshot["snapshotID"]
 
-    assert gateway.snapshot_names() == gateway.snapshot_names(sandboxID="source") == ["mark", "later"]
-    assert gateway.snapshot_names(name="mark") == ["mark"] and gateway.snapshot_names(sandboxID="other") == []
+    assert gateway.list_snapshot_names() == gateway.list_snapshot_names(sandboxID="source") == ["mark", "later"]
+    assert gateway.list_snapshot_names(name="mark") == ["mark"] and gateway.list_snapshot_names(sandboxID="other") == []
     first_page = gateway.client.get("/snapshots?limit=1")
     token = first_page.headers["x-next-token"]
-    assert first_page.json() == [snapshot] and gateway.snapshot_names(limit=1, nextToken=token) == ["later"]
+    assert first_page.json() == [snapshot] and gateway.list_snapshot_names(limit=1, nextToken=token) == ["later"]
     for ref in ("mark", snapshot["snapshotID"]):
         assert gateway.call("GET", f"/snapshots/{ref}") == {**snapshot, "users": []}
 
@@ -112,7 +112,9 @@ def test_snapshots_can_be_managed_over_http(gateway: JailGateway) -> None:
         gateway.call("DELETE", f"/sandboxes/{name}", status=204)
     gateway.call("DELETE", "/snapshots/mark", status=204)
     assert "not found" in gateway.call("GET", "/snapshots/mark", status=404)["message"]
-    assert gateway.snapshot_names() == ["later"] and gateway.list_zfs_snapshot_ids() == {later_snapshot["snapshotID"]}
+    assert gateway.list_snapshot_names() == ["later"] and gateway.list_zfs_snapshot_ids() == {
+        later_snapshot["snapshotID"]
+    }
     assert read_word(gateway, "source") == "second"
 
 
@@ -158,7 +160,7 @@ def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: Ja
         gateway.call("POST", "/sandboxes/source/snapshots", {"name": name})
     pools.run("zfs", "destroy", gateway.call("GET", "/snapshots/lost")["zfsSnapshot"])
     gateway.restart()
-    assert gateway.snapshot_names() == ["kept"]
+    assert gateway.list_snapshot_names() == ["kept"]
     gateway.call("GET", "/snapshots/lost", status=404)
     gateway.call("POST", "/snapshots/lost/fork", {}, status=404)
     gateway.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
@@ -188,7 +190,7 @@ def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zf
     ):
         pools.run("zfs", "set", f"{prop}={value}", name)
     gateway.start()
-    assert gateway.snapshot_names() == ["good"]
+    assert gateway.list_snapshot_names() == ["good"]
     assert [item["name"] for item in gateway.call("GET", "/sandboxes")] == ["source"]
     log_text = gateway.log_file.read_text()
     for name in (
@@ -217,14 +219,14 @@ def test_two_gateways_cannot_share_a_dataset(gateway: JailGateway, tmp_path: Pat
             second_gateway.start()
         assert second_gateway.process is not None and second_gateway.process.returncode == 2
         second_gateway.client.close()
-        assert gateway.snapshot_names() == ["mark"] and read_word(gateway, "source") == "first", (
+        assert gateway.list_snapshot_names() == ["mark"] and read_word(gateway, "source") == "first", (
             "the first gateway no longer works"
         )
     successor = JailGateway(tmp_path, gateway.settings)
     gateway.stop()
     try:
         successor.start()
-        assert successor.snapshot_names() == ["mark"] and read_word(successor, "source") == "first"
+        assert successor.list_snapshot_names() == ["mark"] and read_word(successor, "source") == "first"
     finally:
         assert successor.stop() == 0
         successor.client.close()

@@ -17,7 +17,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_arp, parse_inet
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, run_shim, shim_environment
+from tests.support.jail_world import JailZfsWorld, make_shim_environment, run_shim
 
 T = TypeVar("T")
 
@@ -28,8 +28,8 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @pytest.fixture
 def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
-    network = session.network()
-    bridge = Bridge(CommandRunner(shim_environment()), name=f"{network['prefix']}br", **network)
+    network = session.allocate_network()
+    bridge = Bridge(CommandRunner(make_shim_environment()), name=f"{network['prefix']}br", **network)
     yield bridge
     if bridge.name in run_shim("ifconfig", "-l").split():
         run_async(bridge.sweep(set()))
@@ -72,7 +72,7 @@ def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> Non
 
 
 def list_arp_entries(bridge: Bridge) -> dict[str, str]:
-    """Return the Ethernet addresses of all permanent ARP entries but the host's own, by IP address."""
+    """Return the Ethernet addresses of all permanent ARP entries except the host's own, by IP address."""
     lines = run_shim("arp", "-n", "-i", bridge.name, "-a").splitlines()
     fields = [line.split() for line in lines if " permanent " in line]
     return {field[1].strip("()"): field[3] for field in fields if field[1] != f"({bridge.gateway})"}
@@ -124,7 +124,7 @@ def test_a_failed_step_leaves_nothing_behind(bridge: Bridge, failing_command: st
     run_async(bridge.open())
     prefix = bridge.epair(5).outer.rpartition("-")[0]
     failing_bridge = Bridge(
-        FailingRunner(shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
+        FailingRunner(make_shim_environment()), name=bridge.name, prefix=prefix, subnet=str(bridge.subnet)
     )
     with pytest.raises(BackendFailed, match="killed"):
         run_async(failing_bridge.create(bridge.epair(5)))

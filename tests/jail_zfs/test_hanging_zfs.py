@@ -15,7 +15,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Timeout
 from tests.support.jail_world import JailZfsWorld
 from tests.support.live import engines
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 _WRAPPER = """#!/bin/sh
@@ -26,7 +26,7 @@ exec {zfs} "$@"
 """
 
 
-def test_other_sandboxes_go_on_while_a_command_hangs(
+def test_other_sandboxes_keep_working_while_a_command_hangs(
     jail_zfs_world: JailZfsWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zfs = shutil.which("zfs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
@@ -34,35 +34,35 @@ def test_other_sandboxes_go_on_while_a_command_hangs(
     wrapper.parent.mkdir()
     wrapper.write_text(_WRAPPER.format(flag=flag, zfs=zfs))
     wrapper.chmod(0o755)
-    with engines(jail_zfs_world) as make_live:
-        live = make_live()
-        engine = live.engine
+    with engines(jail_zfs_world) as make_runner:
+        runner = make_runner()
+        engine = runner.engine
         for name in ("one", "two"):
-            live.do(engine.forks.create(TEMPLATE, ForkSpec(names=[name])))
+            runner.do(engine.forks.create(TEMPLATE, ForkSpec(names=[name])))
         monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
         monkeypatch.setattr(process, "TIMEOUT_SECONDS", 4.0)
-        flag.write_text(live.sandbox("one").instance)
+        flag.write_text(runner.get_sandbox("one").instance)
         timeouts_before = zfs_core.count_timeouts()
         errors: list[Exception] = []
 
         def capture_one() -> None:
             try:
-                live.do(engine.snapshots.create("one", name="s1"))
+                runner.do(engine.snapshots.create("one", name="s1"))
             except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=capture_one)
         thread.start()
-        eventually(lambda: engine.host.storage_commands().slow)
+        wait_until(lambda: engine.host.storage_commands().slow)
         (command,) = engine.host.storage_commands().slow
-        assert command.command == "zfs snapshot" and live.sandbox("one").instance in command.dataset
-        snapshot = live.do(engine.snapshots.create("two", name="s2"))
-        live.do(engine.snapshots.delete(snapshot.id))
-        live.do(engine.sandboxes.delete("two"))
-        assert thread.is_alive() and live.do(engine.room.report()).room.disk_total > 0
+        assert command.command == "zfs snapshot" and runner.get_sandbox("one").instance in command.dataset
+        snapshot = runner.do(engine.snapshots.create("two", name="s2"))
+        runner.do(engine.snapshots.delete(snapshot.id))
+        runner.do(engine.sandboxes.delete("two"))
+        assert thread.is_alive() and runner.do(engine.room.report()).room.disk_total > 0
         thread.join(60)
         (error,) = errors
         assert isinstance(error, Timeout) and "`zfs snapshot` did not finish within 4 s" in str(error)
         assert engine.host.storage_commands().slow == [] and zfs_core.count_timeouts() == timeouts_before + 1
         flag.unlink()
-        live.do(engine.snapshots.create("one", name="s1"))
+        runner.do(engine.snapshots.create("one", name="s1"))

@@ -23,22 +23,22 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, debian_tarball, run_shim
-from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.jail_world import JailZfsWorld, get_debian_tarball, run_shim
+from tests.support.live import EngineRunner, engines
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
     """Return a function that starts engines with their own state. See ``engines``."""
-    with engines(jail_zfs_world) as make_live:
-        yield make_live
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
 
 
 @pytest.fixture
-def live(make_live: Callable[..., Live]) -> Live:
-    return make_live()
+def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
+    return make_runner()
 
 
 @pytest.fixture
@@ -55,33 +55,33 @@ def set_knob() -> Iterator[Callable[[str, str], None]]:
         run_shim("freebsd-shim", "set", name, value)
 
 
-def test_deleting_many_sandboxes_leaves_no_resources(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
-    traces_before = jail_zfs_world.traces(live.config)
+def test_deleting_many_sandboxes_leaves_no_resources(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
+    traces_before = jail_zfs_world.read_traces(runner.config)
     for count in (8, 8):
-        forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
-        assert len(jail_zfs_world.traces(live.config)["jails"]) == count + 1
+        forks = runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
+        assert len(jail_zfs_world.read_traces(runner.config)["jails"]) == count + 1
         for fork in forks:
-            live.do(live.engine.sandboxes.delete(fork.id))
-    assert jail_zfs_world.traces(live.config) == traces_before
+            runner.do(runner.engine.sandboxes.delete(fork.id))
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
 
 
-def test_jails_have_restrictive_parameters(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    jail_name = live.sandbox("one").host["jail"]
+def test_jails_have_restrictive_parameters(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    jail_name = runner.get_sandbox("one").host["jail"]
     output = run_shim(
         "jls", "-j", jail_name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets"
     )
     assert output.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
-    mount_result = live.do(live.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
+    mount_result = runner.do(runner.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
     assert mount_result.exit_code != 0
-    assert live.shell("one", "env | grep -c GROVE || true").strip() == "0"
-    assert live.do(live.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
+    assert runner.shell("one", "env | grep -c GROVE || true").strip() == "0"
+    assert runner.do(runner.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
 
 
-def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
-    jail_name = live.sandbox("small").host["jail"]
+def test_limits_are_enforced_and_removed_with_the_sandbox(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
+    jail_name = runner.get_sandbox("small").host["jail"]
     rules = {line for line in run_shim("rctl").split() if f":{jail_name}:" in line}
     assert rules == {
         f"jail:{jail_name}:maxproc:deny=1000",
@@ -90,34 +90,34 @@ def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
         f"jail:{jail_name}:vmemoryuse:deny={64 << 20}",
         f"jail:{jail_name}:pcpu:deny=200",
     }
-    allocation_result = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
+    allocation_result = runner.do(runner.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
     assert allocation_result.exit_code != 0
-    assert live.do(live.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
-    live.do(live.engine.sandboxes.delete("small"))
+    assert runner.do(runner.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
+    runner.do(runner.engine.sandboxes.delete("small"))
     assert jail_name not in run_shim("rctl")
 
 
 def test_a_host_without_racct_runs_sandboxes_without_limits(
-    make_live: Callable[..., Live], set_knob: Callable[[str, str], None]
+    make_runner: Callable[..., EngineRunner], set_knob: Callable[[str, str], None]
 ) -> None:
     set_knob("kern.racct.enable", "0")
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
-    assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
-    (sample,) = live.do(live.engine.loads.history("free"))
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
+    assert runner.do(runner.engine.sandboxes.usage("free")).memory_bytes == 0
+    (sample,) = runner.do(runner.engine.loads.history("free"))
     assert sample.memory_bytes is None and sample.cpu_percent is None, (
         "a value that the host cannot measure is not None"
     )
     assert sample.disk_bytes is not None and sample.disk_bytes > 1 << 20
-    live.do(live.engine.sandboxes.delete("free"))
-    live.close()
+    runner.do(runner.engine.sandboxes.delete("free"))
+    runner.close()
 
 
-def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Live]) -> None:
-    live = make_live()
-    dataset = live.config.jail_zfs.dataset
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    room = live.do(live.engine.host.room())
+def test_the_free_space_of_the_dataset_limits_forks(make_runner: Callable[..., EngineRunner]) -> None:
+    runner = make_runner()
+    dataset = runner.config.jail_zfs.dataset
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    room = runner.do(runner.engine.host.room())
     assert 0 < room.disk_free < room.disk_total
     assert 0 < room.memory_free < room.memory_total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used_bytes = room.disk_total - room.disk_free
@@ -125,207 +125,211 @@ def test_the_free_space_of_the_dataset_limits_forks(make_live: Callable[..., Liv
     try:
         datasets_before = zfs_core.list_datasets(dataset, types="filesystem,snapshot")
         for operation in (
-            live.engine.forks.create(TEMPLATE, ForkSpec()),
-            live.engine.forks.clone("one", ForkSpec()),
-            live.engine.snapshots.create("one", name="more"),
+            runner.engine.forks.create(TEMPLATE, ForkSpec()),
+            runner.engine.forks.clone("one", ForkSpec()),
+            runner.engine.snapshots.create("one", name="more"),
         ):
             with pytest.raises(NoSpace, match="less than 512 MiB of disk space free"):
-                live.do(operation)
+                runner.do(operation)
         assert zfs_core.list_datasets(dataset, types="filesystem,snapshot") == datasets_before
     finally:
         pools.run("zfs", "set", "quota=none", dataset)
-    live.do(live.engine.snapshots.create("one", name="more"))
+    runner.do(runner.engine.snapshots.create("one", name="more"))
 
 
-def test_a_fork_can_raise_the_disk_quota(live: Live) -> None:
-    template_disk_mb = live.engine.templates.get(TEMPLATE).resources.disk_mb
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=template_disk_mb + 512)))
-    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
+def test_a_fork_can_raise_the_disk_quota(runner: EngineRunner) -> None:
+    template_disk_mb = runner.engine.templates.get(TEMPLATE).resources.disk_mb
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=template_disk_mb + 512)))
+    dataset = f"{runner.config.jail_zfs.dataset}/sandboxes/{runner.get_sandbox('big').instance}"
     assert zfs_core.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (template_disk_mb + 512) << 20
 
 
-def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[..., Live]) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.shell("source", "echo kept >/root/kept")
-    snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
+def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_runner: Callable[..., EngineRunner]) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.shell("source", "echo kept >/root/kept")
+    snapshot = runner.do(runner.engine.snapshots.create("source", name="mark"))
     assert zfs_core.lzc_exists(snapshot.host["zfsSnapshot"])
-    live.do(live.engine.sandboxes.delete("source"))
-    assert zfs_core.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
-    live.close()
-    live_after_restart = make_live(config=live.config)
-    assert zfs_core.lzc_exists(live_after_restart.engine.snapshots.get("mark").host["zfsSnapshot"])
-    fork = live_after_restart.do(live_after_restart.engine.forks.create("mark", ForkSpec()))
-    assert live_after_restart.shell(fork.id, "cat /root/kept").strip() == "kept"
+    runner.do(runner.engine.sandboxes.delete("source"))
+    assert zfs_core.lzc_exists(runner.engine.snapshots.get("mark").host["zfsSnapshot"])
+    runner.close()
+    runner_after_restart = make_runner(config=runner.config)
+    assert zfs_core.lzc_exists(runner_after_restart.engine.snapshots.get("mark").host["zfsSnapshot"])
+    fork = runner_after_restart.do(runner_after_restart.engine.forks.create("mark", ForkSpec()))
+    assert runner_after_restart.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: Callable[..., Live]) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
-    sandbox = live.sandbox("box")
-    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
-    live.close()
+def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_runner: Callable[..., EngineRunner]) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
+    sandbox = runner.get_sandbox("box")
+    dataset = f"{runner.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
+    runner.close()
     record = zfs_core.local_props(dataset)[HEAD]
     zfs_core.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
     with pytest.raises(BackendFailed, match=r"newer release of the gateway \(its format is 2"):
-        make_live(config=live.config)
+        make_runner(config=runner.config)
     assert QUARANTINE not in zfs_core.local_props(dataset)
     zfs_core.lzc_set_prop(dataset, HEAD, record)
-    live_after_restart = make_live(config=live.config)
-    assert live_after_restart.sandbox("box").state is SandboxState.RUNNING
-    assert live_after_restart.sandbox("box").instance == sandbox.instance
-    assert live_after_restart.shell("box", "echo alive").strip() == "alive"
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.get_sandbox("box").state is SandboxState.RUNNING
+    assert runner_after_restart.get_sandbox("box").instance == sandbox.instance
+    assert runner_after_restart.shell("box", "echo alive").strip() == "alive"
 
 
-def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: Callable[..., Live]) -> None:
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_runner: Callable[..., EngineRunner]) -> None:
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
-        live.do(live.engine.snapshots.create("source", name=name))
+        runner.do(runner.engine.snapshots.create("source", name=name))
     for name in ("lost", "also-lost"):
-        zfs_core.lzc_destroy_snaps([live.engine.snapshots.get(name).host["zfsSnapshot"]], False)
-    assert live.do(live.engine.snapshots.delete("also-lost"))
+        zfs_core.lzc_destroy_snaps([runner.engine.snapshots.get(name).host["zfsSnapshot"]], False)
+    assert runner.do(runner.engine.snapshots.delete("also-lost"))
     with pytest.raises(GatewayError, match="not found"):
-        live.do(live.engine.forks.create("lost", ForkSpec()))
-    live.close()
-    live_after_restart = make_live(config=live.config)
-    assert [snapshot.names for snapshot in live_after_restart.engine.snapshots.list()] == [["kept"]]
-    assert live_after_restart.shell("source", "echo alive").strip() == "alive"
+        runner.do(runner.engine.forks.create("lost", ForkSpec()))
+    runner.close()
+    runner_after_restart = make_runner(config=runner.config)
+    assert [snapshot.names for snapshot in runner_after_restart.engine.snapshots.list()] == [["kept"]]
+    assert runner_after_restart.shell("source", "echo alive").strip() == "alive"
 
 
 def test_a_failed_rollback_keeps_the_old_jail_running(
-    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = make_live()
-    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
-    live.shell("victim", "echo now >/root/now")
-    live.shell("broken", "rm -r /opt/sandbox_agent")
-    live.do(live.engine.snapshots.create("broken", name="no-agent"))
-    instance, traces_before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
+    runner = make_runner()
+    runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
+    runner.shell("victim", "echo now >/root/now")
+    runner.shell("broken", "rm -r /opt/sandbox_agent")
+    runner.do(runner.engine.snapshots.create("broken", name="no-agent"))
+    instance, traces_before = runner.get_sandbox("victim").instance, jail_zfs_world.read_traces(runner.config)
     start_time = time.monotonic()
     with pytest.raises(BackendFailed, match="its jail ended together with the agent"):
-        live.do(live.engine.sandboxes.rollback("victim", "no-agent"))
+        runner.do(runner.engine.sandboxes.rollback("victim", "no-agent"))
     assert time.monotonic() - start_time < 10
-    assert live.sandbox("victim").instance == instance
-    assert live.shell("victim", "cat /root/now").strip() == "now"
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert runner.get_sandbox("victim").instance == instance
+    assert runner.shell("victim", "cat /root/now").strip() == "now"
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
 
 
-def test_a_killed_jail_is_detected(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
-    jail_name = live.sandbox("gone").host["jail"]
+def test_a_killed_jail_is_detected(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
+    jail_name = runner.get_sandbox("gone").host["jail"]
     run_shim("pkill", "-KILL", "-j", jail_name)
-    eventually(lambda: live.sandbox("gone").state_reason != "", 20)
-    assert "its jail ended" in live.sandbox("gone").state_reason
-    live.do(live.engine.sandboxes.resume("gone"))
-    assert live.shell("gone", "hostname").strip() == "gone"
+    wait_until(lambda: runner.get_sandbox("gone").state_reason != "", 20)
+    assert "its jail ended" in runner.get_sandbox("gone").state_reason
+    runner.do(runner.engine.sandboxes.resume("gone"))
+    assert runner.shell("gone", "hostname").strip() == "gone"
 
 
-def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
+def test_a_jail_that_outlives_its_agent_is_removed(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
     time.sleep(6)  # long enough for a probe to reach the agent
     with pytest.raises(
         BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox was lost"
     ):
-        live.shell("headless", "kill -KILL -1; sleep 100")
-    eventually(lambda: live.sandbox("headless").state_reason != "", 20)
-    assert jail_zfs_world.traces(live.config)["processes"] == set()
+        runner.shell("headless", "kill -KILL -1; sleep 100")
+    wait_until(lambda: runner.get_sandbox("headless").state_reason != "", 20)
+    assert jail_zfs_world.read_traces(runner.config)["processes"] == set()
 
 
 def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
-    live: Live, jail_zfs_world: JailZfsWorld, set_knob: Callable[[str, str], None]
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, set_knob: Callable[[str, str], None]
 ) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     set_knob("dying", "forever")
     start_time = time.monotonic()
-    live.do(live.engine.sandboxes.delete("slow"))
+    runner.do(runner.engine.sandboxes.delete("slow"))
     assert time.monotonic() - start_time < 10
-    assert live.engine.sandboxes.list() == []
+    assert runner.engine.sandboxes.list() == []
     set_knob("dying", "0")
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 20)
 
 
 def test_resume_chooses_another_name_while_the_old_jail_is_dying(
-    make_live: Callable[..., Live], set_knob: Callable[[str, str], None]
+    make_runner: Callable[..., EngineRunner], set_knob: Callable[[str, str], None]
 ) -> None:
-    live = make_live(jail_zfs={"dying_seconds": 0.3})
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
-    first_jail_name = live.sandbox("slow").host["jail"]
-    live.shell("slow", "echo kept >/root/kept")
+    runner = make_runner(jail_zfs={"dying_seconds": 0.3})
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
+    first_jail_name = runner.get_sandbox("slow").host["jail"]
+    runner.shell("slow", "echo kept >/root/kept")
     set_knob("dying", "forever")
-    live.do(live.engine.sandboxes.pause("slow"))
-    live.do(live.engine.sandboxes.resume("slow"))
-    assert live.shell("slow", "cat /root/kept").strip() == "kept"
-    assert live.sandbox("slow").host["jail"] == f"{first_jail_name}-2"
-    live.close()
-    live_after_restart = make_live(config=live.config)
-    assert live_after_restart.shell("slow", "cat /root/kept").strip() == "kept"
+    runner.do(runner.engine.sandboxes.pause("slow"))
+    runner.do(runner.engine.sandboxes.resume("slow"))
+    assert runner.shell("slow", "cat /root/kept").strip() == "kept"
+    assert runner.get_sandbox("slow").host["jail"] == f"{first_jail_name}-2"
+    runner.close()
+    runner_after_restart = make_runner(config=runner.config)
+    assert runner_after_restart.shell("slow", "cat /root/kept").strip() == "kept"
     set_knob("dying", "0")
 
 
 def test_a_restart_does_not_unmount_paused_sandboxes(
-    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
 ) -> None:
     """Each start retires leftovers of rollbacks with `zfs rename`, which by default unmounts the dataset's clones.
 
     While another mount namespace uses the clones, they cannot be mounted again.
     """
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.do(live.engine.snapshots.create("source", name="mark"))
-    live.do(live.engine.sandboxes.rollback("source", "mark"))
-    live.do(live.engine.sandboxes.pause("source"))
-    live.close()
-    sandbox_mount_point = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
-    mount_id_before = pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point]
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.do(runner.engine.snapshots.create("source", name="mark"))
+    runner.do(runner.engine.sandboxes.rollback("source", "mark"))
+    runner.do(runner.engine.sandboxes.pause("source"))
+    runner.close()
+    sandbox_mount_point = str(
+        jail_zfs_world.get_mount_point(runner.config) / "sandboxes" / runner.get_sandbox("source").instance
+    )
+    mount_id_before = pools.read_mount_ids(jail_zfs_world.get_mount_point(runner.config))[sandbox_mount_point]
     with pools.mounts_kept_in_use():
-        live_after_restart = make_live(config=live.config)
-        assert pools.mount_ids(jail_zfs_world.mount_point(live.config))[sandbox_mount_point] == mount_id_before
-        live_after_restart.do(live_after_restart.engine.sandboxes.resume("source"))
-    assert live_after_restart.shell("source", "hostname").strip() == "source"
+        runner_after_restart = make_runner(config=runner.config)
+        assert (
+            pools.read_mount_ids(jail_zfs_world.get_mount_point(runner.config))[sandbox_mount_point] == mount_id_before
+        )
+        runner_after_restart.do(runner_after_restart.engine.sandboxes.resume("source"))
+    assert runner_after_restart.shell("source", "hostname").strip() == "source"
 
 
 def test_a_mount_error_lists_the_holder(
-    make_live: Callable[..., Live],
+    make_runner: Callable[..., EngineRunner],
     jail_zfs_world: JailZfsWorld,
     set_knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
-    live = make_live(jail_zfs={"dying_seconds": 0.3})
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    sandbox = live.sandbox("held")
-    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
+    runner = make_runner(jail_zfs={"dying_seconds": 0.3})
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
+    sandbox = runner.get_sandbox("held")
+    dataset = f"{runner.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     set_knob("dying", "forever")
-    live.do(live.engine.sandboxes.pause("held"))
-    run_shim("umount", "-f", str(jail_zfs_world.mount_point(live.config) / "sandboxes" / sandbox.instance))
-    with pytest.raises(Busy) as caught:
-        live.do(live.engine.sandboxes.resume("held"))
+    runner.do(runner.engine.sandboxes.pause("held"))
+    run_shim("umount", "-f", str(jail_zfs_world.get_mount_point(runner.config) / "sandboxes" / sandbox.instance))
+    with pytest.raises(Busy) as error_info:
+        runner.do(runner.engine.sandboxes.resume("held"))
     holder = f"the dying jail {sandbox.host['jail']}"
-    assert f"({dataset}) cannot be mounted: it is in use by {holder}." in caught.value.message
+    assert f"({dataset}) cannot be mounted: it is in use by {holder}." in error_info.value.message
     set_knob("dying", "0")
     monkeypatch.undo()
-    live.do(live.engine.sandboxes.resume("held"))
-    live.do(live.engine.sandboxes.pause("held"))
+    runner.do(runner.engine.sandboxes.resume("held"))
+    runner.do(runner.engine.sandboxes.pause("held"))
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.mounts_kept_in_use():
         zfs_core.unmount(dataset)
         with pytest.raises(Busy, match=r"no jail, mount or process that uses it was found\. Stop"):
-            live.do(live.engine.sandboxes.resume("held"))
+            runner.do(runner.engine.sandboxes.resume("held"))
     monkeypatch.undo()
-    live.do(live.engine.sandboxes.resume("held"))
-    assert live.shell("held", "hostname").strip() == "held"
+    runner.do(runner.engine.sandboxes.resume("held"))
+    assert runner.shell("held", "hostname").strip() == "held"
 
 
 def test_a_removal_warning_lists_the_holder(
-    live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("held").instance
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
+    root_path = jail_zfs_world.get_mount_point(runner.config) / "sandboxes" / runner.get_sandbox("held").instance
     with subprocess.Popen(["sleep", "infinity"], cwd=root_path) as holder:
-        live.do(live.engine.sandboxes.delete("held"))
+        runner.do(runner.engine.sandboxes.delete("held"))
         holder.kill()
     warning_fields = [
         record.fields
@@ -333,78 +337,82 @@ def test_a_removal_warning_lists_the_holder(
         if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
     ]
     assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 20)
+    wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 20)
 
 
 def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
-    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
 ) -> None:
     """A gateway that is killed while it creates a jail leaves an epair, limits, rules, a clone and mounts behind."""
-    live = make_live()
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
-    traces_before = jail_zfs_world.traces(live.config)
-    live.close()
-    prefix, root_dataset = live.config.network.prefix, live.config.jail_zfs.dataset
+    runner = make_runner()
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    runner.close()
+    prefix, root_dataset = runner.config.network.prefix, runner.config.jail_zfs.dataset
     run_shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
     run_shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
     run_shim(
         "pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n"
     )
     zfs_core.lzc_clone(
-        f"{root_dataset}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"], mounted=True
+        f"{root_dataset}/sandboxes/0123456789ab",
+        runner.engine.templates.get(TEMPLATE).host["zfsSnapshot"],
+        mounted=True,
     )
-    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
+    root_path = jail_zfs_world.get_mount_point(runner.config) / "sandboxes/0123456789ab"
     run_shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
     run_shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
-    assert jail_zfs_world.traces(live.config) != traces_before
-    live_after_restart = make_live(config=live.config)
-    assert jail_zfs_world.traces(live_after_restart.config) == traces_before
-    assert live_after_restart.shell("fine", "echo alive").strip() == "alive"
+    assert jail_zfs_world.read_traces(runner.config) != traces_before
+    runner_after_restart = make_runner(config=runner.config)
+    assert jail_zfs_world.read_traces(runner_after_restart.config) == traces_before
+    assert runner_after_restart.shell("fine", "echo alive").strip() == "alive"
 
 
-def test_memory_snapshots_are_refused(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    snapshot = live.do(live.engine.snapshots.create("one", name="files"))
+def test_memory_snapshots_are_refused(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = runner.do(runner.engine.snapshots.create("one", name="files"))
     for operation in (
-        live.engine.host.fork(snapshot, live.sandbox("one"), with_memory=True),
-        live.engine.host.capture(live.sandbox("one"), snapshot, memory=True),
+        runner.engine.host.fork(snapshot, runner.get_sandbox("one"), with_memory=True),
+        runner.engine.host.capture(runner.get_sandbox("one"), snapshot, memory=True),
     ):
         with pytest.raises(Unsupported, match="files, not memory"):
-            live.do(operation)
+            runner.do(operation)
 
 
-def build_recipe(live: Live, recipe: Recipe) -> Any:
-    build = live.do(live.engine.templates.build("other", recipe))
+def build_recipe(runner: EngineRunner, recipe: Recipe) -> Any:
+    build = runner.do(runner.engine.templates.build("other", recipe))
 
     async def wait_until_built() -> None:
         async for _ in build.follow():
             pass
 
-    live.do(wait_until_built(), timeout=300)
+    runner.do(wait_until_built(), timeout=300)
     return build
 
 
-def test_a_debootstrap_recipe_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    traces_before = jail_zfs_world.traces(live.config)
-    build = build_recipe(live, Recipe())
+def test_a_debootstrap_recipe_is_refused(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    build = build_recipe(runner, Recipe())
     assert build.status == "error"
     assert "cannot build templates with debootstrap" in build.reason and "base.txz" in build.reason
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
 
 
-def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_path: Path) -> None:
+def test_building_a_template_from_a_directory_runs_its_setup(runner: EngineRunner, tmp_path: Path) -> None:
     subprocess.run(
-        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian_tarball()), "--exclude=./dev/*"], check=True, timeout=120
+        ["tar", "-x", "-C", str(tmp_path), "-f", str(get_debian_tarball()), "--exclude=./dev/*"],
+        check=True,
+        timeout=120,
     )
     recipe = Recipe(
         source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
     )
-    assert build_recipe(live, recipe).status == "ready"
-    live.do(live.engine.forks.create("other", ForkSpec(names=["made"])))
-    assert live.shell("made", "cat /root/set-up").strip() == "done"
-    assert live.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
-    live.do(live.engine.sandboxes.delete("made"))
-    assert live.do(live.engine.snapshots.delete("other"))
+    assert build_recipe(runner, recipe).status == "ready"
+    runner.do(runner.engine.forks.create("other", ForkSpec(names=["made"])))
+    assert runner.shell("made", "cat /root/set-up").strip() == "done"
+    assert runner.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
+    runner.do(runner.engine.sandboxes.delete("made"))
+    assert runner.do(runner.engine.snapshots.delete("other"))
 
 
 @pytest.mark.parametrize(
@@ -412,31 +420,31 @@ def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_pat
     [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")],
 )
 def test_an_unusable_root_file_system_is_refused_and_removed(
-    live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, message: str
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, message: str
 ) -> None:
     for name in ("bin/sh", "usr/bin/python3.11", "usr/bin/python3", "etc/passwd"):
         if name != missing:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
-    traces_before = jail_zfs_world.traces(live.config)
-    build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    build = build_recipe(runner, Recipe(source="rootfs", path=str(tmp_path)))
     assert build.status == "error" and message in build.reason
-    assert jail_zfs_world.traces(live.config) == traces_before
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
 
 
-def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_path: Path) -> None:
+def test_a_planted_symlink_cannot_redirect_the_identity_mount(runner: EngineRunner, tmp_path: Path) -> None:
     """Root in a sandbox replaces /run, which contains the identity's mount point, with a symbolic link to /etc."""
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
-    live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
-    live.do(live.engine.sandboxes.pause("sly"))
-    live.do(live.engine.sandboxes.resume("sly"))
-    assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
+    runner.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
+    runner.do(runner.engine.sandboxes.pause("sly"))
+    runner.do(runner.engine.sandboxes.resume("sly"))
+    assert runner.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
 @pools.needs_zfs_fuse
 def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
     """The scenario runs in new namespaces with a private zfs-fuse daemon."""
-    tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
+    tarball, directory = get_debian_tarball(), session.get_run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import format_rules, parse_usage, parse_usages
 from sandbox_gateway.records import Resources
-from tests.support.jail_world import JailZfsWorld, run_shim, shim_environment
+from tests.support.jail_world import JailZfsWorld, make_shim_environment, run_shim
 
 T = TypeVar("T")
 SAMPLE_OUTPUT = (
@@ -94,12 +94,12 @@ def test_rctl_rules_are_formatted_and_usage_is_parsed() -> None:
 
 @pytest.fixture
 def jails(jail_zfs_world: JailZfsWorld) -> Jails:
-    return Jails(CommandRunner(shim_environment()))
+    return Jails(CommandRunner(make_shim_environment()))
 
 
 @pytest.fixture
 def mount_table(jail_zfs_world: JailZfsWorld) -> MountTable:
-    return MountTable(CommandRunner(shim_environment()))
+    return MountTable(CommandRunner(make_shim_environment()))
 
 
 def test_removing_a_missing_jail_succeeds(jails: Jails, mount_table: MountTable, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.xfs import LoopXfs
 
 temporary, mark_file, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 leaks.record_temporary_directory(temporary)
-place, prefix = session.run_dir(), "t" + session.run_id()
+place, prefix = session.get_run_dir(), "t" + session.get_run_id()
 LoopXfs(place / "xfs.img", place / "xfs", size_mb=320).__enter__()
 pool = pools.pool(prefix + "k", place, megabytes=128)
 pool.__enter__()
@@ -48,7 +48,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_leftovers_of_a_killed_run_are_removed(
-    need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requires_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary_directory = tmp_path / "temporary"
     temporary_directory.mkdir()

@@ -49,11 +49,11 @@ def test_unusable_mount_points_are_refused_and_nothing_is_created(tmp_path: Path
     (root / "dir/inner").symlink_to("../../outside")
     (root / "loop").symlink_to("loop")
     tree_before = list_tree(tmp_path)
-    with pytest.raises(Invalid, match=message) as caught:
+    with pytest.raises(Invalid, match=message) as error_info:
         prepare(root, path)
     assert list_tree(tmp_path) == tree_before
-    assert str(tmp_path) not in caught.value.message
-    assert len(caught.value.message) < 300
+    assert str(tmp_path) not in error_info.value.message
+    assert len(error_info.value.message) < 300
 
 
 @pytest.mark.parametrize("path", ["", "/", "data", "/a/../b", "//a", "/a//b", "/a/", "/a/./b", "/.."])

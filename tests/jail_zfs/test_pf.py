@@ -18,8 +18,8 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
-from tests.support.jail_world import PF_RULES, JailZfsWorld, run_shim, shim_environment
-from tests.support.live import Live
+from tests.support.jail_world import PF_RULES, JailZfsWorld, make_shim_environment, run_shim
+from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 
 SERVER_PROGRAM = (
@@ -54,9 +54,9 @@ class OutsideJail:
     """A jail on another network that simulates the internet, with servers on ports 7000 and 7001."""
 
     def __init__(self, root: Path) -> None:
-        network = ipaddress.IPv4Network(session.network()["subnet"])
+        network = ipaddress.IPv4Network(session.allocate_network()["subnet"])
         self.host_address, self.address = str(network.network_address + 1), str(network.network_address + 9)
-        self.interface = f"t{session.run_id()}-outa"
+        self.interface = f"t{session.get_run_id()}-outa"
         self._root = root
         self._servers: list[subprocess.Popen[str]] = []
 
@@ -82,7 +82,7 @@ class OutsideJail:
 
 
 def start_server(argv: list[str]) -> subprocess.Popen[str]:
-    env = {**os.environ, **shim_environment()}
+    env = {**os.environ, **make_shim_environment()}
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
     return server
@@ -95,77 +95,83 @@ def outside_jail(jail_zfs_world: JailZfsWorld) -> Iterator[OutsideJail]:
 
 
 @pytest.fixture
-def live(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[Live]:
-    config = jail_zfs_world.config(jail_zfs={"egress": outside_jail.interface}, network={"dns": ["9.9.9.9"]})
-    live = Live(jail_zfs_world.host(config), config)
-    yield live
-    live.remove_all()
-    live.close()
+def runner(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[EngineRunner]:
+    config = jail_zfs_world.make_config(jail_zfs={"egress": outside_jail.interface}, network={"dns": ["9.9.9.9"]})
+    runner = EngineRunner(jail_zfs_world.make_host(config), config)
+    yield runner
+    runner.remove_all()
+    runner.close()
     jail_zfs_world.clean_up(config)
 
 
-def request_from(live: Live, ref: str, address: str) -> str:
+def request_from(runner: EngineRunner, ref: str, address: str) -> str:
     """Connect to port 7000 of an address from a sandbox. Returns the response, or "" if the server is unreachable."""
-    result = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT_PROGRAM, address]))
+    result = runner.do(runner.engine.commands.exec(ref, ["python3", "-c", CLIENT_PROGRAM, address]))
     return result.stdout.decode().strip() if result.exit_code == 0 else ""
 
 
-def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside_jail: OutsideJail) -> None:
-    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
-    other_address = live.sandbox("b").host["address"]
-    gateway_address = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
-    live.shell("b", f'python3 -c "{SERVER_PROGRAM}" </dev/null >/dev/null 2>&1 &')
+def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(
+    runner: EngineRunner, outside_jail: OutsideJail
+) -> None:
+    runner.do(runner.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    other_address = runner.get_sandbox("b").host["address"]
+    gateway_address = str(ipaddress.IPv4Network(runner.config.network.subnet).network_address + 1)
+    runner.shell("b", f'python3 -c "{SERVER_PROGRAM}" </dev/null >/dev/null 2>&1 &')
     host_server = start_server(["/usr/bin/python3", "-c", SERVER_PROGRAM])
     try:
-        assert request_from(live, "a", outside_jail.address) == outside_jail.host_address  # under the host's address
+        assert request_from(runner, "a", outside_jail.address) == outside_jail.host_address  # under the host's address
         for address in (other_address, gateway_address, outside_jail.host_address):
-            assert not request_from(live, "a", address), address
-        assert live.shell("b", "echo alive").strip() == "alive"
+            assert not request_from(runner, "a", address), address
+        assert runner.shell("b", "echo alive").strip() == "alive"
     finally:
         host_server.kill()
         host_server.communicate()
 
 
-def test_a_policy_also_applies_to_open_connections(live: Live, outside_jail: OutsideJail) -> None:
+def test_a_policy_also_applies_to_open_connections(runner: EngineRunner, outside_jail: OutsideJail) -> None:
     no_internet_policy = NetworkPolicy(allow_internet=False)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet_policy)))
-    assert not request_from(live, "shut", outside_jail.address)
-    assert live.shell("shut", "cat /etc/resolv.conf") == ""
-    live.do(
-        live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside_jail.address]))
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet_policy)))
+    assert not request_from(runner, "shut", outside_jail.address)
+    assert runner.shell("shut", "cat /etc/resolv.conf") == ""
+    runner.do(
+        runner.engine.sandboxes.set_network(
+            "shut", NetworkPolicy(allow_internet=False, allow_out=[outside_jail.address])
+        )
     )
-    assert request_from(live, "shut", outside_jail.address)
-    assert live.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
-    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside_jail.address}/24"])))
-    assert not request_from(live, "shut", outside_jail.address)
-    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
-    live.shell("shut", f'python3 -c "{KEEP_OPEN_PROGRAM}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
-    live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
-    live.do(live.engine.sandboxes.set_network("shut", no_internet_policy))
-    first_beat, later_beat = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
+    assert request_from(runner, "shut", outside_jail.address)
+    assert runner.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
+    runner.do(runner.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside_jail.address}/24"])))
+    assert not request_from(runner, "shut", outside_jail.address)
+    runner.do(runner.engine.sandboxes.set_network("shut", NetworkPolicy()))
+    runner.shell("shut", f'python3 -c "{KEEP_OPEN_PROGRAM}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
+    runner.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
+    runner.do(runner.engine.sandboxes.set_network("shut", no_internet_policy))
+    first_beat, later_beat = (runner.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
     assert first_beat == later_beat, "the open connection still works"
 
 
-def test_packets_with_a_spoofed_address_are_dropped(live: Live, outside_jail: OutsideJail) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
+def test_packets_with_a_spoofed_address_are_dropped(runner: EngineRunner, outside_jail: OutsideJail) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, interface = (
-        live.sandbox("liar").host["number"],
-        f"{live.config.network.prefix}-{live.sandbox('liar').host['number']}b",
+        runner.get_sandbox("liar").host["number"],
+        f"{runner.config.network.prefix}-{runner.get_sandbox('liar').host['number']}b",
     )
-    network = ipaddress.IPv4Network(live.config.network.subnet)
-    live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {interface}")
+    network = ipaddress.IPv4Network(runner.config.network.subnet)
+    runner.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {interface}")
     spoofing_program = CLIENT_PROGRAM.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
-    assert request_from(live, "liar", outside_jail.address)
+    assert request_from(runner, "liar", outside_jail.address)
     assert (
-        live.do(live.engine.commands.exec("liar", ["python3", "-c", spoofing_program, outside_jail.address])).exit_code
+        runner.do(
+            runner.engine.commands.exec("liar", ["python3", "-c", spoofing_program, outside_jail.address])
+        ).exit_code
         != 0
     )
 
 
-def test_an_invalid_address_is_refused(live: Live) -> None:
+def test_an_invalid_address_is_refused(runner: EngineRunner) -> None:
     with pytest.raises(Invalid, match="allow_out: 'nowhere'"):
-        live.do(live.engine.forks.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
-    assert live.engine.sandboxes.list() == []
+        runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
+    assert runner.engine.sandboxes.list() == []
 
 
 @pytest.mark.parametrize(
@@ -173,24 +179,24 @@ def test_an_invalid_address_is_refused(live: Live) -> None:
     [("pass\n", 'no `anchor "sbx/\\*"`'), ('anchor "sbx/*"\n', 'no `nat-anchor "sbx/\\*"`')],
 )
 def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, message: str) -> None:
-    config = jail_zfs_world.config()
+    config = jail_zfs_world.make_config()
     run_shim("pfctl", "-q", "-f", "-", input=rules)
     try:
         with pytest.raises(BackendFailed, match=message):
-            Live(jail_zfs_world.host(config), config)
+            EngineRunner(jail_zfs_world.make_host(config), config)
     finally:
         run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
-    Live(jail_zfs_world.host(config), config).close()
+    EngineRunner(jail_zfs_world.make_host(config), config).close()
     jail_zfs_world.clean_up(config)
 
 
 def test_disabled_pf_is_refused_at_startup(jail_zfs_world: JailZfsWorld) -> None:
-    config = jail_zfs_world.config()
+    config = jail_zfs_world.make_config()
     run_shim("pfctl", "-q", "-d")
     with contextlib.ExitStack() as stack:
         stack.callback(run_shim, "pfctl", "-q", "-e")
         with pytest.raises(BackendFailed, match=r"pf is not enabled.*service pf start"):
-            Live(jail_zfs_world.host(config), config)
+            EngineRunner(jail_zfs_world.make_host(config), config)
     jail_zfs_world.clean_up(config)
 
 

@@ -19,45 +19,45 @@ from sandbox_gateway.hosts.base import SnapshotPart
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld
-from tests.support.live import Live, engines
+from tests.support.live import EngineRunner, engines
 from tests.support.worlds import TEMPLATE
 
-MakeLive = Callable[..., Live]
+MakeRunner = Callable[..., EngineRunner]
 
 
 @pytest.fixture
-def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[MakeLive]:
-    with engines(jail_zfs_world) as make_live:
-        yield make_live
+def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[MakeRunner]:
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
 
 
 @pytest.fixture
-def live(make_live: MakeLive) -> Live:
-    return make_live()
+def runner(make_runner: MakeRunner) -> EngineRunner:
+    return make_runner()
 
 
-def export(live: Live, ref: str) -> bytes:
+def export(runner: EngineRunner, ref: str) -> bytes:
     async def read() -> bytes:
-        export = await live.engine.transfers.export(ref)
+        export = await runner.engine.transfers.export(ref)
         try:
             return b"".join([piece async for piece in export.pieces()])
         finally:
             await export.close()
 
-    return live.do(read())
+    return runner.do(read())
 
 
-def import_(live: Live, file: bytes, name: str | None = None) -> Snapshot:
+def import_(runner: EngineRunner, file: bytes, name: str | None = None) -> Snapshot:
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(file), 100_000):
             yield file[start : start + 100_000]
 
-    return live.do(live.engine.transfers.import_(pieces(), name=name))
+    return runner.do(runner.engine.transfers.import_(pieces(), name=name))
 
 
-def make_file(live: Live, stream: bytes) -> bytes:
+def make_file(runner: EngineRunner, stream: bytes) -> bytes:
     """Return a snapshot file that the gateway has signed, with ``stream`` as its contents."""
-    encoder = Encoder(live.engine.transfers.signer())
+    encoder = Encoder(runner.engine.transfers.signer())
     manifest = Manifest(
         snapshot_id="0123456789ab",
         kind="snapshot",
@@ -79,43 +79,45 @@ def make_file(live: Live, stream: bytes) -> bytes:
     return b"".join([*records, encoder.end()])
 
 
-def list_objects(live: Live) -> set[str]:
+def list_objects(runner: EngineRunner) -> set[str]:
     """Return the names of all datasets and snapshots of the gateway."""
-    return {*zfs_core.get_tree(live.config.jail_zfs.dataset, ["createtxg"])}
+    return {*zfs_core.get_tree(runner.config.jail_zfs.dataset, ["createtxg"])}
 
 
-def test_an_imported_snapshot_is_forked_after_the_original_is_gone(live: Live, make_live: MakeLive) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.shell("source", "head -c 3000000 /dev/urandom >/root/blob && ln -s blob /root/link")
-    digest = live.shell("source", "sha256sum /root/link")
-    snapshot = live.do(live.engine.snapshots.create("source", name="taken", description="a blob"))
-    file = export(live, "taken")
-    live.do(live.engine.sandboxes.delete("source"))
-    live.do(live.engine.snapshots.delete("taken"))
-    before = list_objects(live)
-    imported = import_(live, file)
+def test_an_imported_snapshot_is_forked_after_the_original_is_gone(
+    runner: EngineRunner, make_runner: MakeRunner
+) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.shell("source", "head -c 3000000 /dev/urandom >/root/blob && ln -s blob /root/link")
+    digest = runner.shell("source", "sha256sum /root/link")
+    snapshot = runner.do(runner.engine.snapshots.create("source", name="taken", description="a blob"))
+    file = export(runner, "taken")
+    runner.do(runner.engine.sandboxes.delete("source"))
+    runner.do(runner.engine.snapshots.delete("taken"))
+    before = list_objects(runner)
+    imported = import_(runner, file)
     assert (imported.names, imported.description, imported.resources) == (["taken"], "a blob", snapshot.resources)
     assert imported.imported and imported.imported.snapshot == snapshot.id
-    dataset = f"{live.config.jail_zfs.dataset}/retired/{imported.id}"
-    assert list_objects(live) - before == {dataset, f"{dataset}@{imported.id}"}
-    live.close()
-    live = make_live(config=live.config)
-    live.do(live.engine.forks.create("taken", ForkSpec(names=["fork"])))
-    assert live.shell("fork", "sha256sum /root/link") == digest
-    live.do(live.engine.sandboxes.delete("fork"))
-    live.do(live.engine.snapshots.delete("taken"))
-    assert list_objects(live) == before
+    dataset = f"{runner.config.jail_zfs.dataset}/retired/{imported.id}"
+    assert list_objects(runner) - before == {dataset, f"{dataset}@{imported.id}"}
+    runner.close()
+    runner = make_runner(config=runner.config)
+    runner.do(runner.engine.forks.create("taken", ForkSpec(names=["fork"])))
+    assert runner.shell("fork", "sha256sum /root/link") == digest
+    runner.do(runner.engine.sandboxes.delete("fork"))
+    runner.do(runner.engine.snapshots.delete("taken"))
+    assert list_objects(runner) == before
 
 
-def test_a_template_is_imported_as_a_template(live: Live) -> None:
-    before = list_objects(live)
-    imported = import_(live, export(live, TEMPLATE), name="copy")
+def test_a_template_is_imported_as_a_template(runner: EngineRunner) -> None:
+    before = list_objects(runner)
+    imported = import_(runner, export(runner, TEMPLATE), name="copy")
     assert imported.kind is SnapshotKind.TEMPLATE
-    live.do(live.engine.forks.create("copy", ForkSpec(names=["fork"])))
-    assert live.shell("fork", "echo alive").strip() == "alive"
-    live.do(live.engine.sandboxes.delete("fork"))
-    live.do(live.engine.snapshots.delete("copy"))
-    assert list_objects(live) == before
+    runner.do(runner.engine.forks.create("copy", ForkSpec(names=["fork"])))
+    assert runner.shell("fork", "echo alive").strip() == "alive"
+    runner.do(runner.engine.sandboxes.delete("fork"))
+    runner.do(runner.engine.snapshots.delete("copy"))
+    assert list_objects(runner) == before
 
 
 def read_stream(*arguments: str) -> bytes:
@@ -123,9 +125,9 @@ def read_stream(*arguments: str) -> bytes:
 
 
 @pytest.fixture
-def foreign_streams(live: Live) -> dict[str, bytes]:
-    """Streams that are not those of one whole snapshot, by the problem that an error must name."""
-    dataset = f"{live.config.jail_zfs.dataset}/foreign"
+def foreign_streams(runner: EngineRunner) -> dict[str, bytes]:
+    """Streams that do not contain exactly one complete snapshot, by the problem that the error must name."""
+    dataset = f"{runner.config.jail_zfs.dataset}/foreign"
     zfs_core.lzc_create(dataset)
     for name in ("a", "b"):
         zfs_core.lzc_snapshot([f"{dataset}@{name}"])
@@ -138,41 +140,45 @@ def foreign_streams(live: Live) -> dict[str, bytes]:
     return streams
 
 
-def test_foreign_streams_are_refused_and_leave_nothing(live: Live, foreign_streams: dict[str, bytes]) -> None:
-    before = list_objects(live)
+def test_foreign_streams_are_refused_and_leave_nothing_behind(
+    runner: EngineRunner, foreign_streams: dict[str, bytes]
+) -> None:
+    before = list_objects(runner)
     for problem, stream in foreign_streams.items():
         with pytest.raises(Invalid, match=problem):
-            import_(live, make_file(live, stream))
-        assert list_objects(live) == before
+            import_(runner, make_file(runner, stream))
+        assert list_objects(runner) == before
 
 
-def test_a_damaged_stream_is_refused_and_leaves_nothing(live: Live) -> None:
-    stream = read_stream(live.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
-    before = list_objects(live)
+def test_a_damaged_stream_is_refused_and_leaves_nothing_behind(runner: EngineRunner) -> None:
+    stream = read_stream(runner.engine.snapshots.get(TEMPLATE).host["zfsSnapshot"])
+    before = list_objects(runner)
     for damaged_stream in (stream[: len(stream) // 2], stream[:5000] + b"x" * 5000 + stream[10000:]):
         with pytest.raises(GatewayError):
-            import_(live, make_file(live, damaged_stream))
-        assert list_objects(live) == before
+            import_(runner, make_file(runner, damaged_stream))
+        assert list_objects(runner) == before
 
 
-def test_an_import_that_fails_at_its_last_step_leaves_nothing(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = export(live, TEMPLATE)
-    before = list_objects(live)
+def test_an_import_that_fails_at_its_last_step_leaves_nothing_behind(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = export(runner, TEMPLATE)
+    before = list_objects(runner)
 
     def fail(source: str, target: str) -> None:
         raise zfs_core.exceptions.ZFSGenericError(5, source, "Cannot rename")
 
     monkeypatch.setattr(zfs_core, "lzc_rename", fail)
     with pytest.raises(BackendFailed):
-        import_(live, file, name="copy")
-    assert list_objects(live) == before
+        import_(runner, file, name="copy")
+    assert list_objects(runner) == before
 
 
 def test_an_interrupted_import_is_removed_at_the_next_start(
-    live: Live, make_live: MakeLive, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = export(live, TEMPLATE)
-    before = list_objects(live)
+    file = export(runner, TEMPLATE)
+    before = list_objects(runner)
 
     def fail(*_: object, **__: object) -> None:
         raise zfs_core.exceptions.ZFSGenericError(5, "", "the process was killed")
@@ -181,20 +187,20 @@ def test_an_interrupted_import_is_removed_at_the_next_start(
         for name in ("lzc_rename", "lzc_destroy_snaps", "lzc_destroy"):
             patch.setattr(zfs_core, name, fail)
         with pytest.raises(BackendFailed):
-            import_(live, file, name="copy")
-    assert any("/retired/import-" in name and "@" in name for name in list_objects(live) - before)
-    live.close()
-    live = make_live(config=live.config)
-    assert list_objects(live) == before
-    assert [template.names for template in live.engine.templates.list()] == [[TEMPLATE]]
+            import_(runner, file, name="copy")
+    assert any("/retired/import-" in name and "@" in name for name in list_objects(runner) - before)
+    runner.close()
+    runner = make_runner(config=runner.config)
+    assert list_objects(runner) == before
+    assert [template.names for template in runner.engine.templates.list()] == [[TEMPLATE]]
 
 
-def test_a_stream_needs_room_in_the_state_directory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = export(live, TEMPLATE)
-    before = list_objects(live)
+def test_a_stream_needs_room_in_the_state_directory(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = export(runner, TEMPLATE)
+    before = list_objects(runner)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(NoSpace, match=f"not enough space in {live.config.host.state_root} to export the snapshot"):
-        export(live, TEMPLATE)
+    with pytest.raises(NoSpace, match=f"not enough space in {runner.config.host.state_root} to export the snapshot"):
+        export(runner, TEMPLATE)
     with pytest.raises(NoSpace, match="to import the snapshot"):
-        import_(live, file, name="copy")
-    assert list_objects(live) == before
+        import_(runner, file, name="copy")
+    assert list_objects(runner) == before

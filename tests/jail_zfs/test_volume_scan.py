@@ -22,7 +22,7 @@ VOLUME = Volume(name="one", size_mb=64)
 SNAPSHOT = VolumeSnapshot(name="mark", volume=VOLUME.id, size_mb=64)
 
 
-def dataset_name(volume: Volume, number: int = 0) -> str:
+def make_dataset_name(volume: Volume, number: int = 0) -> str:
     return f"{ROOT}/volumes/{volume.id}{f'.{number}' if number else ''}"
 
 
@@ -48,7 +48,7 @@ class Tree:
         return self
 
     def add_volume(self, volume: Volume, number: int = 0, generation: int = 1, **facts: Any) -> Tree:
-        return self.add(dataset_name(volume, number), encode(volume, generation), **facts)
+        return self.add(make_dataset_name(volume, number), encode(volume, generation), **facts)
 
     def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
         return self.add(
@@ -60,16 +60,16 @@ class Tree:
 
 
 def test_volumes_and_their_snapshots_are_found() -> None:
-    tree = Tree().add(ROOT).add(f"{ROOT}/volumes").add_volume(VOLUME).add_snapshot(SNAPSHOT, dataset_name(VOLUME))
-    tree.add(f"{dataset_name(VOLUME)}@hourly")
+    tree = Tree().add(ROOT).add(f"{ROOT}/volumes").add_volume(VOLUME).add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
+    tree.add(f"{make_dataset_name(VOLUME)}@hourly")
     findings = tree.interpret()
-    assert findings.volumes == [VOLUME.model_copy(update={"host": {"dataset": dataset_name(VOLUME)}})]
+    assert findings.volumes == [VOLUME.model_copy(update={"host": {"dataset": make_dataset_name(VOLUME)}})]
     assert (findings.snapshots, findings.snapshot_names) == (
         [SNAPSHOT],
-        {SNAPSHOT.id: f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"},
+        {SNAPSHOT.id: f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"},
     )
     assert (findings.datasets, findings.marks.quarantined, findings.leftover, findings.uncommitted) == (
-        {VOLUME.id: dataset_name(VOLUME)},
+        {VOLUME.id: make_dataset_name(VOLUME)},
         {},
         [],
         [],
@@ -82,43 +82,46 @@ def test_the_newest_record_of_a_volume_is_used() -> None:
         Tree()
         .add_volume(VOLUME, generation=3)
         .add_volume(VOLUME, 1, generation=4)
-        .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
+        .add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
     )
     findings = tree.interpret()
-    assert (findings.datasets, findings.leftover) == ({VOLUME.id: dataset_name(VOLUME, 1)}, [dataset_name(VOLUME)])
+    assert (findings.datasets, findings.leftover) == (
+        {VOLUME.id: make_dataset_name(VOLUME, 1)},
+        [make_dataset_name(VOLUME)],
+    )
     assert findings.snapshots == [SNAPSHOT]
 
 
 @pytest.mark.parametrize("is_retired", [True, False])
 def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
     tree = Tree().add_volume(VOLUME, 2)
-    tree.add(dataset_name(VOLUME), canmount="noauto" if is_retired else "on").add_snapshot(
-        SNAPSHOT, dataset_name(VOLUME)
+    tree.add(make_dataset_name(VOLUME), canmount="noauto" if is_retired else "on").add_snapshot(
+        SNAPSHOT, make_dataset_name(VOLUME)
     )
-    tree.add(dataset_name(VOLUME, 3))  # created by an uncommitted rollback
+    tree.add(make_dataset_name(VOLUME, 3))  # created by an uncommitted rollback
     findings = tree.interpret()
     assert (
-        findings.leftover == [dataset_name(VOLUME, 3)]
+        findings.leftover == [make_dataset_name(VOLUME, 3)]
         if is_retired
-        else [dataset_name(VOLUME), dataset_name(VOLUME, 3)]
+        else [make_dataset_name(VOLUME), make_dataset_name(VOLUME, 3)]
     )
     assert (findings.snapshots, findings.uncommitted, findings.marks.quarantined) == ([SNAPSHOT], [], {})
 
 
 def test_uncommitted_datasets_are_found() -> None:
-    findings = Tree().add(dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.volumes, findings.marks.quarantined) == ([dataset_name(VOLUME)], [], {})
+    findings = Tree().add(make_dataset_name(VOLUME)).interpret()
+    assert (findings.uncommitted, findings.volumes, findings.marks.quarantined) == ([make_dataset_name(VOLUME)], [], {})
 
 
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
-    findings = Tree().add(dataset_name(VOLUME)).add_snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
+    findings = Tree().add(make_dataset_name(VOLUME)).add_snapshot(SNAPSHOT, make_dataset_name(VOLUME)).interpret()
     assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
-    assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.pending_marks == {}
+    assert list(findings.marks.quarantined) == [make_dataset_name(VOLUME)] and findings.marks.pending_marks == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
-    tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
-    tree.add(dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, dataset_name(VOLUME))
+    tree = Tree().add(make_dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
+    tree.add(make_dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
     findings = tree.interpret()
     assert (findings.doomed, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
         {VOLUME.id},
@@ -133,41 +136,41 @@ def test_damaged_records_are_quarantined() -> None:
     other_volume = Volume(name="other", size_mb=64)
     tree = (
         Tree()
-        .add(dataset_name(VOLUME), {HEAD: "{not json"})
-        .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
-        .add(dataset_name(VOLUME, 1))
+        .add(make_dataset_name(VOLUME), {HEAD: "{not json"})
+        .add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
+        .add(make_dataset_name(VOLUME, 1))
     )
-    tree.add(dataset_name(other_volume), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
+    tree.add(make_dataset_name(other_volume), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
     findings = tree.interpret()
     assert findings.unreadable == {VOLUME.id, other_volume.id}
     assert (findings.volumes, findings.snapshots, findings.uncommitted, findings.leftover) == ([], [], [], [])
     assert (
         set(findings.marks.quarantined)
-        == {dataset_name(VOLUME), dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
+        == {make_dataset_name(VOLUME), make_dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.pending_marks)
     )
-    recovered_findings = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
+    recovered_findings = Tree().add(make_dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
     assert (recovered_findings.marks.recovered, [volume.id for volume in recovered_findings.volumes]) == (
-        [dataset_name(VOLUME)],
+        [make_dataset_name(VOLUME)],
         [VOLUME.id],
     )
 
 
 def test_damaged_snapshot_records_are_quarantined() -> None:
     foreign_snapshot = VolumeSnapshot(name="x", volume="0" * 12, size_mb=64)
-    tree = Tree().add_volume(VOLUME).add_snapshot(foreign_snapshot, dataset_name(VOLUME))
-    tree.add(f"{dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
+    tree = Tree().add_volume(VOLUME).add_snapshot(foreign_snapshot, make_dataset_name(VOLUME))
+    tree.add(f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_property(SNAPSHOT.id): '{"v": 1}'})
     findings = tree.interpret()
     assert findings.snapshots == [] and len(findings.marks.quarantined) == 2
 
 
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
     head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":3')
-    findings = Tree().add(dataset_name(VOLUME), {HEAD: head}).interpret()
-    assert list(findings.marks.newer) == [dataset_name(VOLUME)]
+    findings = Tree().add(make_dataset_name(VOLUME), {HEAD: head}).interpret()
+    assert list(findings.marks.newer) == [make_dataset_name(VOLUME)]
     assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])
     head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
-    snapshot_name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
+    snapshot_name = f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"
     findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
     assert (list(findings.marks.newer), findings.marks.quarantined) == ([snapshot_name], {})
 
@@ -178,7 +181,7 @@ def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
     )
     tree = Tree().add_volume(VOLUME)
     for record in (valid_snapshot, orphaned_snapshot, hidden_snapshot):
-        tree.add_snapshot(record, dataset_name(VOLUME))
+        tree.add_snapshot(record, make_dataset_name(VOLUME))
     # A damaged record still counts, because it may be repaired.
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {HEAD: "{not json"})
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
@@ -189,7 +192,7 @@ def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
 
 def test_differences_between_dataset_and_record_are_found() -> None:
     findings = Tree().add_volume(VOLUME, refquota=128 << 20, mounted="no").interpret()
-    assert (findings.unmounted, findings.sizes) == ([dataset_name(VOLUME)], {dataset_name(VOLUME): 64 << 20})
+    assert (findings.unmounted, findings.sizes) == ([make_dataset_name(VOLUME)], {make_dataset_name(VOLUME): 64 << 20})
 
 
 def test_each_snapshot_of_one_command_has_its_own_record() -> None:
@@ -199,6 +202,6 @@ def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     props = {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
     tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
-        dataset = dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)
+        dataset = make_dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)
         tree.add(f"{dataset}@{record.id}", props | {HEAD: "the record of the sandbox's snapshot"})
     assert tree.interpret().snapshots == records

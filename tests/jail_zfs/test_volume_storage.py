@@ -48,7 +48,7 @@ def take_snapshot(storage: ZfsStorage, volume: Volume, name: str, **fields: str)
     return snapshot
 
 
-def data_file(storage: ZfsStorage, volume: Volume) -> Path:
+def get_data_file(storage: ZfsStorage, volume: Volume) -> Path:
     return storage.volumes.mount(volume.id) / "file"
 
 
@@ -79,7 +79,7 @@ def test_a_volume_is_accessible_only_inside_sandboxes(storage: ZfsStorage) -> No
 
 def test_the_size_of_a_volume_is_enforced_and_can_grow_while_in_use(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    path = data_file(storage, volume)
+    path = get_data_file(storage, volume)
     with pytest.raises(OSError, match="quota"):
         write_megabytes(path, 80)
     path.unlink()
@@ -106,13 +106,13 @@ def test_a_scan_undoes_an_interrupted_growth(storage: ZfsStorage) -> None:
 
 def test_a_clone_has_the_snapshots_contents_and_is_independent(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    data_file(storage, volume).write_text("first")
+    get_data_file(storage, volume).write_text("first")
     snapshot = take_snapshot(storage, volume, "mark")
-    data_file(storage, volume).write_text("second")
+    get_data_file(storage, volume).write_text("second")
     clones = [create_volume(storage, f"clone{n}", source=snapshot) for n in range(2)]
-    assert [data_file(storage, each).read_text() for each in clones] == ["first", "first"]
-    data_file(storage, clones[0]).write_text("third")
-    assert data_file(storage, volume).read_text() == "second"
+    assert [get_data_file(storage, each).read_text() for each in clones] == ["first", "first"]
+    get_data_file(storage, clones[0]).write_text("third")
+    assert get_data_file(storage, volume).read_text() == "second"
     for operation in (
         lambda: storage.volume_snapshots.destroy(snapshot.id),
         lambda: storage.volumes.commit_removal(volume.id),
@@ -138,7 +138,7 @@ def test_a_clone_has_the_snapshots_contents_and_is_independent(storage: ZfsStora
 def test_a_clone_too_small_for_the_snapshot_is_refused(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     storage.volumes.grow(volume, 128)
-    write_megabytes(data_file(storage, volume), 80)
+    write_megabytes(get_data_file(storage, volume), 80)
     snapshot = take_snapshot(storage, volume, "mark")
     with pytest.raises(OverQuota, match=r"a volume of 64 MiB is too small|quota"):
         storage.volumes.create(Volume(name="small", size_mb=64), snapshot.id)
@@ -149,13 +149,13 @@ def test_rollback_keeps_newer_snapshots(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     taken_snapshots = []
     for text in ("one", "two", "three"):
-        data_file(storage, volume).write_text(text)
+        get_data_file(storage, volume).write_text(text)
         taken_snapshots.append(take_snapshot(storage, volume, text))
     storage.volumes.grow(volume, 128)
     volume.size_mb = 128
     for index in (0, 2, 1):
         roll_back(storage, volume, taken_snapshots[index])
-        assert data_file(storage, volume).read_text() == taken_snapshots[index].name
+        assert get_data_file(storage, volume).read_text() == taken_snapshots[index].name
         scan = reopen(storage).scan()
         assert (scan.volumes, scan.volume_snapshots, scan.repaired) == ([volume], taken_snapshots, [])
         assert (storage.volumes.sweep(), volume.size_mb) == ([], 128)
@@ -163,7 +163,7 @@ def test_rollback_keeps_newer_snapshots(storage: ZfsStorage) -> None:
     # The volume depends only on the first of these, which is hidden until the volume is removed.
     for snapshot in (taken_snapshots[1], taken_snapshots[0], taken_snapshots[2], last_snapshot):
         storage.volume_snapshots.destroy(snapshot.id)
-    assert data_file(storage, volume).read_text() == "two"
+    assert get_data_file(storage, volume).read_text() == "two"
     scan = reopen(storage).scan()
     assert (scan.volume_snapshots, scan.repaired) == ([], [])
     storage.volumes.commit_removal(volume.id)
@@ -202,15 +202,15 @@ INTERRUPTIONS: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]]
 @pytest.mark.parametrize("interruption", INTERRUPTIONS)
 def test_a_scan_completes_or_undoes_an_interrupted_rollback(storage: ZfsStorage, interruption: str) -> None:
     volume = create_volume(storage)
-    data_file(storage, volume).write_text("old")
+    get_data_file(storage, volume).write_text("old")
     snapshot = take_snapshot(storage, volume, "mark")
-    data_file(storage, volume).write_text("new")
+    get_data_file(storage, volume).write_text("new")
     later_snapshot = take_snapshot(storage, volume, "later")
     INTERRUPTIONS[interruption](storage, volume, snapshot)
     scan = reopen(storage).scan()
     notes = storage.volumes.sweep()
     assert ([each.id for each in scan.volumes], scan.volume_snapshots) == ([volume.id], [snapshot, later_snapshot])
-    assert data_file(storage, volume).read_text() == ("new" if interruption == "before the commit" else "old")
+    assert get_data_file(storage, volume).read_text() == ("new" if interruption == "before the commit" else "old")
     assert len(notes) == (0 if interruption == "none" else 1), notes
     assert len(list_volume_datasets(storage, "filesystem")) == (1 if interruption == "before the commit" else 2)
     assert (

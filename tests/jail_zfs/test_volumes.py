@@ -22,40 +22,40 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, run_shim
-from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.live import EngineRunner, engines
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+def make_runner(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
     """Return a function that starts engines with their own state. See ``engines``."""
-    with engines(jail_zfs_world) as make_live:
-        yield make_live
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
         run_shim("freebsd-shim", "set", "busy", "")
 
 
 @pytest.fixture
-def live(make_live: Callable[..., Live]) -> Live:
-    return make_live()
+def runner(make_runner: Callable[..., EngineRunner]) -> EngineRunner:
+    return make_runner()
 
 
-def jail_host(live: Live) -> JailZfsHost:
-    assert isinstance(live.engine.host, JailZfsHost)
-    return live.engine.host
+def get_jail_host(runner: EngineRunner) -> JailZfsHost:
+    assert isinstance(runner.engine.host, JailZfsHost)
+    return runner.engine.host
 
 
-def create_volume(live: Live, name: str = "data", size_mb: int = 64, **options: Any) -> Volume:
-    return live.do(live.engine.volumes.create(name, size_mb, **options))
+def create_volume(runner: EngineRunner, name: str = "data", size_mb: int = 64, **options: Any) -> Volume:
+    return runner.do(runner.engine.volumes.create(name, size_mb, **options))
 
 
-def create_sandbox(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
+def create_sandbox(runner: EngineRunner, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
     mount_specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
-    return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=mount_specs)))
+    return runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=mount_specs)))
 
 
-def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
-    return world.mount_point(live.config) / "sandboxes" / live.sandbox(name).instance
+def get_root_path(world: JailZfsWorld, runner: EngineRunner, name: str) -> Path:
+    return world.get_mount_point(runner.config) / "sandboxes" / runner.get_sandbox(name).instance
 
 
 def list_startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -66,97 +66,99 @@ def list_startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- mounts -----------------------------------------------------------------------------------------------------------
 
 
-def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
-    create_volume(live)
-    create_sandbox(live, "box", ("data", "/data"))
-    live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
-    assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
+def test_setuid_has_no_effect_on_a_volume(runner: EngineRunner) -> None:
+    create_volume(runner)
+    create_sandbox(runner, "box", ("data", "/data"))
+    runner.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
+    assert runner.do(runner.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
 
-def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_volumes_can_be_mounted_inside_volumes(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
     """The engine refuses such mounts, but the host supports them: it mounts outer volumes before inner ones."""
-    outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
-    sandbox = create_sandbox(live, "box")
+    outer, inner = create_volume(runner, "outer"), create_volume(runner, "inner")
+    sandbox = create_sandbox(runner, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
-        live.do(jail_host(live).attach(sandbox, mount))
-    live.shell("box", "touch /data/a /data/below/b")
-    assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
-    live.do(live.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(live.config) == set()
+        runner.do(get_jail_host(runner).attach(sandbox, mount))
+    runner.shell("box", "touch /data/a /data/below/b")
+    assert runner.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
+    runner.do(runner.engine.sandboxes.delete("box"))
+    assert jail_zfs_world.list_volume_mounts(runner.config) == set()
 
 
-def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_long_names_and_paths_are_supported(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
     name = "v" + "-" * 63
-    volume = create_volume(live, name)
-    sandbox = create_sandbox(live, "box")
+    volume = create_volume(runner, name)
+    sandbox = create_sandbox(runner, "box")
     deep_path = "/srv/" + "/".join(["d" * 120] * 3)
-    live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
-    live.shell("box", f"touch {deep_path}/file")
-    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep_path}", volume.id, False) in jail_zfs_world.volume_mounts(
-        live.config
-    )
-    live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
-    assert live.shell("box", f"ls {deep_path}") == ""
+    runner.do(get_jail_host(runner).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    runner.shell("box", f"touch {deep_path}/file")
+    assert (
+        f"{get_root_path(jail_zfs_world, runner, 'box')}{deep_path}",
+        volume.id,
+        False,
+    ) in jail_zfs_world.list_volume_mounts(runner.config)
+    runner.do(get_jail_host(runner).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    assert runner.shell("box", f"ls {deep_path}") == ""
     with pytest.raises(Invalid, match="File name too long"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=f"/srv/{'x' * 300}")))
-    assert live.shell("box", "ls /srv").split() == ["d" * 120]
+        runner.do(get_jail_host(runner).attach(sandbox, Mount(volume=volume.id, path=f"/srv/{'x' * 300}")))
+    assert runner.shell("box", "ls /srv").split() == ["d" * 120]
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    create_volume(live, "a")
-    create_volume(live, "b")
-    create_sandbox(live, "source", ("a", "/a"), ("b", "/b"))
-    live.shell("source", "echo one | tee /a/file >/b/file")
-    live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
-    live.shell("source", "echo two | tee /a/file >/b/file")
+def test_a_volume_is_captured_and_cloned_with_its_sandbox(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    create_volume(runner, "a")
+    create_volume(runner, "b")
+    create_sandbox(runner, "source", ("a", "/a"), ("b", "/b"))
+    runner.shell("source", "echo one | tee /a/file >/b/file")
+    runner.do(runner.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
+    runner.shell("source", "echo two | tee /a/file >/b/file")
     clone_specs = [MountSpec(name, f"/{name}", clone=True) for name in ("a", "b")]
-    live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], mounts=clone_specs)))
-    assert live.shell("fork", "cat /a/file /b/file").split() == ["one", "one"]
-    live.shell("fork", "echo three >/a/file")
-    assert live.shell("source", "cat /a/file").strip() == "two"
-    assert list((live.config.host.state_root / "stopped").iterdir()) == []
+    runner.do(runner.engine.forks.create("mark", ForkSpec(names=["fork"], mounts=clone_specs)))
+    assert runner.shell("fork", "cat /a/file /b/file").split() == ["one", "one"]
+    runner.shell("fork", "echo three >/a/file")
+    assert runner.shell("source", "cat /a/file").strip() == "two"
+    assert list((runner.config.host.state_root / "stopped").iterdir()) == []
     with pytest.raises(InUse):
-        live.do(live.engine.snapshots.delete("mark"))
-    live.do(live.engine.sandboxes.delete("fork"))
-    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
-    assert live.do(live.engine.snapshots.delete("mark"))
-    assert [each for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)] == []
-    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
+        runner.do(runner.engine.snapshots.delete("mark"))
+    runner.do(runner.engine.sandboxes.delete("fork"))
+    runner.wait_for(jail_zfs_world.check_no_strays, runner.engine, runner.config, "after the fork")
+    assert runner.do(runner.engine.snapshots.delete("mark"))
+    assert [each for name in ("a", "b") for each in runner.engine.volumes.list_snapshots(name)] == []
+    runner.wait_for(jail_zfs_world.check_no_strays, runner.engine, runner.config, "after the snapshot")
 
 
 def test_all_writers_are_stopped_during_a_capture(
-    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writers must be stopped because zfs-fuse cannot take several snapshots atomically."""
-    create_volume(live)
-    create_sandbox(live, "source", ("data", "/data"))
-    create_sandbox(live, "writer", ("data", "/data"))
-    create_sandbox(live, "reader", ("data", "/data"), read_only=True)
+    create_volume(runner)
+    create_sandbox(runner, "source", ("data", "/data"))
+    create_sandbox(runner, "writer", ("data", "/data"))
+    create_sandbox(runner, "reader", ("data", "/data"), read_only=True)
     states: dict[str, set[str]] = {}
     original_snapshot_atomically = snapshots._snapshot_atomically
 
     def record_states(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
-            states.setdefault(name, set()).update(read_process_states(jail_zfs_world, live, name))
+            states.setdefault(name, set()).update(read_process_states(jail_zfs_world, runner, name))
         original_snapshot_atomically(names, options)
 
     monkeypatch.setattr(snapshots, "_snapshot_atomically", record_states)
-    live.do(live.engine.snapshots.create("source", volumes=["data"]))
+    runner.do(runner.engine.snapshots.create("source", volumes=["data"]))
     assert (states["source"], states["writer"]) == ({"T"}, {"T"})
     assert "T" not in states["reader"]
-    assert "T" not in read_process_states(jail_zfs_world, live, "source") | read_process_states(
-        jail_zfs_world, live, "writer"
+    assert "T" not in read_process_states(jail_zfs_world, runner, "source") | read_process_states(
+        jail_zfs_world, runner, "writer"
     )
 
 
-def read_process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
+def read_process_states(world: JailZfsWorld, runner: EngineRunner, name: str) -> set[str]:
     """Return the states of a jail's processes, as `ps` prints them."""
     states = set()
-    for pid in run_shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
+    for pid in run_shim("pgrep", "-j", runner.get_sandbox(name).host["jail"], check=False).split():
         try:
             states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
         except OSError:
@@ -164,37 +166,40 @@ def read_process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
     return states
 
 
-def test_rolling_back_a_mounted_volume_updates_all_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    volume = create_volume(live)
-    create_sandbox(live, "writer", ("data", "/data"))
-    create_sandbox(live, "reader", ("data", "/srv/data"), read_only=True)
+def test_rolling_back_a_mounted_volume_updates_all_jails(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    volume = create_volume(runner)
+    create_sandbox(runner, "writer", ("data", "/data"))
+    create_sandbox(runner, "reader", ("data", "/srv/data"), read_only=True)
     taken_snapshots = []
     for text in ("one", "two"):
-        live.shell("writer", f"echo {text} >/data/file")
-        taken_snapshots.append(live.do(live.engine.volumes.create_snapshot("data", text)))
-    live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
+        runner.shell("writer", f"echo {text} >/data/file")
+        taken_snapshots.append(runner.do(runner.engine.volumes.create_snapshot("data", text)))
+    runner.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
     for snapshot in (taken_snapshots[0], taken_snapshots[1], taken_snapshots[0]):
-        live.do(live.engine.volumes.rollback("data", snapshot.name, force=True))
-        assert live.shell("writer", "cat /data/file").strip() == snapshot.name
-        assert live.shell("reader", "cat /srv/data/file").strip() == snapshot.name
-        assert live.do(live.engine.commands.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
-    live.shell("writer", "echo on >/data/file")
-    assert live.shell("reader", "cat /srv/data/file").strip() == "on"
-    assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["one", "two"]
-    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
-    assert volume.id == live.engine.volumes.get("data").id
+        runner.do(runner.engine.volumes.rollback("data", snapshot.name, force=True))
+        assert runner.shell("writer", "cat /data/file").strip() == snapshot.name
+        assert runner.shell("reader", "cat /srv/data/file").strip() == snapshot.name
+        assert runner.do(runner.engine.commands.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
+    runner.shell("writer", "echo on >/data/file")
+    assert runner.shell("reader", "cat /srv/data/file").strip() == "on"
+    assert [each.name for each in runner.engine.volumes.list_snapshots("data")] == ["one", "two"]
+    runner.wait_for(jail_zfs_world.check_no_strays, runner.engine, runner.config, "after rollbacks")
+    assert volume.id == runner.engine.volumes.get("data").id
 
 
 def test_a_failed_rollback_restores_the_mounts(
-    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_volume(live)
+    create_volume(runner)
     for name in ("first", "second"):
-        create_sandbox(live, name, ("data", f"/data/{name}"))
-    live.shell("first", "echo old >/data/first/file")
-    live.do(live.engine.volumes.create_snapshot("data", "mark"))
-    live.shell("first", "echo new >/data/first/file")
-    mounts_and_traces_before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
+        create_sandbox(runner, name, ("data", f"/data/{name}"))
+    runner.shell("first", "echo old >/data/first/file")
+    runner.do(runner.engine.volumes.create_snapshot("data", "mark"))
+    runner.shell("first", "echo new >/data/first/file")
+    mounts_and_traces_before = (
+        jail_zfs_world.list_volume_mounts(runner.config),
+        jail_zfs_world.read_traces(runner.config),
+    )
     commit_method_name = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
 
     def fail(*args: Any) -> None:
@@ -202,15 +207,18 @@ def test_a_failed_rollback_restores_the_mounts(
 
     with monkeypatch.context() as patch, pytest.raises(BackendFailed, match="forced"):
         patch.setattr(commit_method_name, fail)
-        live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == mounts_and_traces_before
+        runner.do(runner.engine.volumes.rollback("data", "mark", force=True))
+    assert (
+        jail_zfs_world.list_volume_mounts(runner.config),
+        jail_zfs_world.read_traces(runner.config),
+    ) == mounts_and_traces_before
     # Root in a jail may remove the mount point, which does not affect other jails.
-    live.shell("second", "mv /data /gone; ln -s /etc /data")
+    runner.shell("second", "mv /data /gone; ln -s /etc /data")
     with pytest.raises(Invalid, match="symbolic link"):
-        live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    assert live.shell("first", "cat /data/first/file").strip() == "new"
-    assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
-        f"{root_path(jail_zfs_world, live, 'first')}/data/first"
+        runner.do(runner.engine.volumes.rollback("data", "mark", force=True))
+    assert runner.shell("first", "cat /data/first/file").strip() == "new"
+    assert {node for node, *_ in jail_zfs_world.list_volume_mounts(runner.config)} == {
+        f"{get_root_path(jail_zfs_world, runner, 'first')}/data/first"
     }
 
 
@@ -218,38 +226,38 @@ def test_a_failed_rollback_restores_the_mounts(
 
 
 def test_a_restart_corrects_mounts_to_match_the_records(
-    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = make_live()
+    runner = make_runner()
     for name in ("kept", "missing", "stray", "wrong"):
-        create_volume(live, name)
-    sandbox = create_sandbox(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
-    live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
-    expected_mounts = jail_zfs_world.volume_mounts(live.config)
-    live.close()
+        create_volume(runner, name)
+    sandbox = create_sandbox(runner, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
+    runner.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
+    expected_mounts = jail_zfs_world.list_volume_mounts(runner.config)
+    runner.close()
     root, volumes_directory = (
-        root_path(jail_zfs_world, live, "box"),
-        jail_zfs_world.mount_point(live.config) / "volumes",
+        get_root_path(jail_zfs_world, runner, "box"),
+        jail_zfs_world.get_mount_point(runner.config) / "volumes",
     )
     for name in ("missing", "wrong"):
         run_shim("umount", f"{root}/{name}")
     (root / "stray").mkdir()
-    stray_volume_id = live.engine.volumes.get("stray").id
+    stray_volume_id = runner.engine.volumes.get("stray").id
     run_shim(
         "mount",
         "-t",
         "nullfs",
         "-o",
         "ro",
-        str(volumes_directory / live.engine.volumes.get("wrong").id),
+        str(volumes_directory / runner.engine.volumes.get("wrong").id),
         f"{root}/wrong",
     )
     run_shim("mount", "-t", "nullfs", str(volumes_directory / stray_volume_id), f"{root}/stray")
-    (live.config.host.state_root / "stopped").mkdir(exist_ok=True)
-    (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
+    (runner.config.host.state_root / "stopped").mkdir(exist_ok=True)
+    (runner.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
     run_shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
-    live_after_restart = make_live(live.config)
+    runner_after_restart = make_runner(runner.config)
     repairs = list_startup_repairs(caplog)
     for expected_text in (
         f"mounted /missing in sandbox {sandbox.id} again",
@@ -258,124 +266,130 @@ def test_a_restart_corrects_mounts_to_match_the_records(
         f"resumed the jail {sandbox.host['jail']}",
     ):
         assert any(expected_text in sentence for sentence in repairs), repairs
-    assert jail_zfs_world.volume_mounts(live_after_restart.config) == expected_mounts
-    assert live_after_restart.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
-    live_after_restart.shell("box", "echo works >/wrong/file")
-    live_after_restart.close()
+    assert jail_zfs_world.list_volume_mounts(runner_after_restart.config) == expected_mounts
+    assert runner_after_restart.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
+    runner_after_restart.shell("box", "echo works >/wrong/file")
+    runner_after_restart.close()
     caplog.clear()
-    live_after_second_restart = make_live(live.config)
+    runner_after_second_restart = make_runner(runner.config)
     assert list_startup_repairs(caplog) == [], "the second start repaired something"
-    live_after_second_restart.do(live_after_second_restart.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(live_after_second_restart.config) == set()
+    runner_after_second_restart.do(runner_after_second_restart.engine.sandboxes.delete("box"))
+    assert jail_zfs_world.list_volume_mounts(runner_after_second_restart.config) == set()
 
 
-def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    live = make_live()
-    create_volume(live)
-    create_sandbox(live, "box", ("data", "/data"))
-    live.shell("box", "echo kept >/data/file")
-    live.close()
-    run_shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
-    live_after_restart = make_live(live.config)
-    eventually(lambda: live_after_restart.sandbox("box").state is SandboxState.RUNNING, 60)
-    assert live_after_restart.shell("box", "cat /data/file").strip() == "kept"
-    live_after_restart.wait_for(
-        jail_zfs_world.check_no_strays, live_after_restart.engine, live_after_restart.config, "after the resume"
+def test_volumes_of_dead_jails_are_unmounted(
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
+) -> None:
+    runner = make_runner()
+    create_volume(runner)
+    create_sandbox(runner, "box", ("data", "/data"))
+    runner.shell("box", "echo kept >/data/file")
+    runner.close()
+    run_shim("pkill", "-KILL", "-j", runner.get_sandbox("box").host["jail"])
+    runner_after_restart = make_runner(runner.config)
+    wait_until(lambda: runner_after_restart.get_sandbox("box").state is SandboxState.RUNNING, 60)
+    assert runner_after_restart.shell("box", "cat /data/file").strip() == "kept"
+    runner_after_restart.wait_for(
+        jail_zfs_world.check_no_strays, runner_after_restart.engine, runner_after_restart.config, "after the resume"
     )
 
 
 def test_a_sandbox_starts_without_a_volume_destroyed_with_zfs(
-    make_live: Callable[..., Live], caplog: pytest.LogCaptureFixture
+    make_runner: Callable[..., EngineRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = make_live()
-    lost_volume, kept_volume = create_volume(live, "lost"), create_volume(live, "kept")
-    sandbox = create_sandbox(live, "box", ("lost", "/lost"), ("kept", "/kept"))
-    live.do(live.engine.sandboxes.pause("box"))
-    live.close()
+    runner = make_runner()
+    lost_volume, kept_volume = create_volume(runner, "lost"), create_volume(runner, "kept")
+    sandbox = create_sandbox(runner, "box", ("lost", "/lost"), ("kept", "/kept"))
+    runner.do(runner.engine.sandboxes.pause("box"))
+    runner.close()
     pools.destroy_all(lost_volume.host["dataset"])
     caplog.clear()
-    live_after_restart = make_live(live.config)
+    runner_after_restart = make_runner(runner.config)
     repairs = list_startup_repairs(caplog)
     assert (
         f"sandbox {sandbox.id} mounts volume {lost_volume.id} at /lost, but the volume is missing: restore or detach it"
         in repairs
     ), repairs
-    assert [each.id for each in live_after_restart.engine.volumes.list()] == [kept_volume.id]
-    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/lost", "/kept"]
-    live_after_restart.do(live_after_restart.engine.sandboxes.resume("box"))
-    live_after_restart.shell("box", "touch /kept/file")
-    live_after_restart.do(live_after_restart.engine.attachments.detach("box", lost_volume.id))
-    assert [each.path for each in live_after_restart.sandbox("box").mounts] == ["/kept"]
+    assert [each.id for each in runner_after_restart.engine.volumes.list()] == [kept_volume.id]
+    assert [each.path for each in runner_after_restart.get_sandbox("box").mounts] == ["/lost", "/kept"]
+    runner_after_restart.do(runner_after_restart.engine.sandboxes.resume("box"))
+    runner_after_restart.shell("box", "touch /kept/file")
+    runner_after_restart.do(runner_after_restart.engine.attachments.detach("box", lost_volume.id))
+    assert [each.path for each in runner_after_restart.get_sandbox("box").mounts] == ["/kept"]
 
 
 def test_damaged_volume_records_do_not_prevent_startup(
-    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = make_live()
-    damaged_volume = create_volume(live, "torn")
-    create_sandbox(live, "box", ("torn", "/torn"))
-    live.shell("box", "echo kept >/torn/file")
+    runner = make_runner()
+    damaged_volume = create_volume(runner, "torn")
+    create_sandbox(runner, "box", ("torn", "/torn"))
+    runner.shell("box", "echo kept >/torn/file")
     record = zfs_core.local_props(damaged_volume.host["dataset"])[HEAD]
-    live.close()
+    runner.close()
     zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record[:60])
-    live_after_restart = make_live(live.config)
-    assert live_after_restart.engine.volumes.list() == []
-    assert live_after_restart.shell("box", "cat /torn/file").strip() == "kept", (
+    runner_after_restart = make_runner(runner.config)
+    assert runner_after_restart.engine.volumes.list() == []
+    assert runner_after_restart.shell("box", "cat /torn/file").strip() == "kept", (
         "the volume with the damaged record was unmounted"
     )
-    live_after_restart.do(live_after_restart.engine.sandboxes.update("box", metadata={"saved": "again"}))
-    live_after_restart.close()
+    runner_after_restart.do(runner_after_restart.engine.sandboxes.update("box", metadata={"saved": "again"}))
+    runner_after_restart.close()
     zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
-    live_after_second_restart = make_live(live.config)
-    assert [each.name for each in live_after_second_restart.engine.volumes.list()] == ["torn"]
-    assert [each.path for each in live_after_second_restart.sandbox("box").mounts] == ["/torn"]
-    assert live_after_second_restart.shell("box", "cat /torn/file").strip() == "kept"
+    runner_after_second_restart = make_runner(runner.config)
+    assert [each.name for each in runner_after_second_restart.engine.volumes.list()] == ["torn"]
+    assert [each.path for each in runner_after_second_restart.get_sandbox("box").mounts] == ["/torn"]
+    assert runner_after_second_restart.shell("box", "cat /torn/file").strip() == "kept"
 
 
 # -- stuck mounts -----------------------------------------------------------------------------------------------------
 
 
-def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    volume = create_volume(live)
-    create_sandbox(live, "bystander")
-    traces_before = jail_zfs_world.traces(live.config)
-    sandbox = create_sandbox(live, "box", ("data", "/data"))
-    node = f"{root_path(jail_zfs_world, live, 'box')}/data"
+def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(runner: EngineRunner, jail_zfs_world: JailZfsWorld) -> None:
+    volume = create_volume(runner)
+    create_sandbox(runner, "bystander")
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    sandbox = create_sandbox(runner, "box", ("data", "/data"))
+    node = f"{get_root_path(jail_zfs_world, runner, 'box')}/data"
     run_shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
-        live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert live.do(live.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
-    live.shell("box", "touch /data/file")
+        runner.do(get_jail_host(runner).detach(sandbox, Mount(volume=volume.id, path="/data")))
+    assert runner.do(runner.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
+    runner.shell("box", "touch /data/file")
     start_time = time.monotonic()
-    live.do(live.engine.sandboxes.delete("box"))
+    runner.do(runner.engine.sandboxes.delete("box"))
     assert time.monotonic() - start_time < 10
-    assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
-    (sentence,) = live.do(live.engine.volumes.state("data")).stuck
+    assert [each.name for each in runner.engine.sandboxes.list()] == ["bystander"]
+    (sentence,) = runner.do(runner.engine.volumes.state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
-    assert jail_zfs_world.traces(live.config) != traces_before, "the files were removed although a mount is stuck"
+    assert jail_zfs_world.read_traces(runner.config) != traces_before, (
+        "the files were removed although a mount is stuck"
+    )
     run_shim("freebsd-shim", "set", "busy", "")
-    eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
-    assert live.do(live.engine.volumes.state("data")).stuck == []
+    wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 40)
+    assert runner.do(runner.engine.volumes.state("data")).stuck == []
 
 
-def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    live = make_live()
-    traces_before = jail_zfs_world.traces(live.config)
-    create_volume(live)
-    create_sandbox(live, "box", ("data", "/data"))
-    run_shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
-    live.do(live.engine.sandboxes.delete("box"))
+def test_a_stuck_volume_is_removed_later(
+    make_runner: Callable[..., EngineRunner], jail_zfs_world: JailZfsWorld
+) -> None:
+    runner = make_runner()
+    traces_before = jail_zfs_world.read_traces(runner.config)
+    create_volume(runner)
+    create_sandbox(runner, "box", ("data", "/data"))
+    run_shim("freebsd-shim", "set", "busy", f"{get_root_path(jail_zfs_world, runner, 'box')}/data")
+    runner.do(runner.engine.sandboxes.delete("box"))
     start_time = time.monotonic()
-    live.do(live.engine.volumes.delete("data"))
+    runner.do(runner.engine.volumes.delete("data"))
     assert time.monotonic() - start_time < 5
-    live.close()
-    live_after_restart = make_live(live.config)
-    assert live_after_restart.engine.volumes.list() == [], "a volume that is being removed is still listed"
+    runner.close()
+    runner_after_restart = make_runner(runner.config)
+    assert runner_after_restart.engine.volumes.list() == [], "a volume that is being removed is still listed"
     run_shim("freebsd-shim", "set", "busy", "")
-    eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
-    live_after_restart.close()
-    live_after_second_restart = make_live(live.config)
-    assert jail_zfs_world.traces(live_after_second_restart.config) == traces_before
+    wait_until(lambda: jail_zfs_world.list_volume_mounts(runner.config) == set(), 40)
+    runner_after_restart.close()
+    runner_after_second_restart = make_runner(runner.config)
+    assert jail_zfs_world.read_traces(runner_after_second_restart.config) == traces_before
 
 
 # -- malicious jails --------------------------------------------------------------------------------------------------
@@ -401,33 +415,33 @@ def host_directory(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_a_planted_symlink_cannot_redirect_a_volume_mount(
-    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path, script: str, path: str
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, host_directory: Path, script: str, path: str
 ) -> None:
-    volume = create_volume(live)
-    sandbox = create_sandbox(live, "sly")
-    live.shell("sly", script.format(host_directory=host_directory))
-    traces_before = jail_zfs_world.traces(live.config)
+    volume = create_volume(runner)
+    sandbox = create_sandbox(runner, "sly")
+    runner.shell("sly", script.format(host_directory=host_directory))
+    traces_before = jail_zfs_world.read_traces(runner.config)
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
-    assert jail_zfs_world.traces(live.config) == traces_before
+        runner.do(get_jail_host(runner).attach(sandbox, Mount(volume=volume.id, path=path)))
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
     assert list(host_directory.iterdir()) == []
     # The same must hold when a fork of the sandbox starts.
-    live.do(live.engine.snapshots.create("sly", name="mark"))
+    runner.do(runner.engine.snapshots.create("sly", name="mark"))
     with pytest.raises(Invalid, match="a volume cannot be mounted"):
-        live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
-    live.do(live.engine.snapshots.delete("mark"))
-    assert jail_zfs_world.traces(live.config) == traces_before
-    assert live.shell("sly", "echo alive").strip() == "alive"
+        runner.do(runner.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
+    runner.do(runner.engine.snapshots.delete("mark"))
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
+    assert runner.shell("sly", "echo alive").strip() == "alive"
 
 
 def test_a_symlink_created_after_the_check_is_detected(
-    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, host_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test acts like a process in the jail that runs between the check and the mount."""
-    volume = create_volume(live)
-    bystander = create_sandbox(live, "bystander", ("data", "/data"))
-    sandbox = create_sandbox(live, "sly")
-    traces_before = jail_zfs_world.traces(live.config)
+    volume = create_volume(runner)
+    bystander = create_sandbox(runner, "bystander", ("data", "/data"))
+    sandbox = create_sandbox(runner, "sly")
+    traces_before = jail_zfs_world.read_traces(runner.config)
     original_prepare = mount_point.prepare
 
     def prepare_then_swap(root: Path, path: str) -> None:
@@ -437,24 +451,24 @@ def test_a_symlink_created_after_the_check_is_detected(
 
     monkeypatch.setattr(mount_point, "prepare", prepare_then_swap)
     with pytest.raises(Invalid, match="contains a symbolic link"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert jail_zfs_world.traces(live.config) == traces_before
+        runner.do(get_jail_host(runner).attach(sandbox, Mount(volume=volume.id, path="/data")))
+    assert jail_zfs_world.read_traces(runner.config) == traces_before
     assert not os.path.ismount(host_directory)
-    live.shell("bystander", "echo mine >/data/file")
+    runner.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == volume.id
 
 
 def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
-    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path
+    runner: EngineRunner, jail_zfs_world: JailZfsWorld, host_directory: Path
 ) -> None:
     """The jail's processes are stopped during an attach, but a thread of the test keeps swapping another path."""
-    volume = create_volume(live)
-    sandbox = create_sandbox(live, "sly")
+    volume = create_volume(runner)
+    sandbox = create_sandbox(runner, "sly")
     swap_script = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(host_directory))
-    live.shell("sly", swap_script)
-    root, stop_event = root_path(jail_zfs_world, live, "sly"), threading.Event()
+    runner.shell("sly", swap_script)
+    root, stop_event = get_root_path(jail_zfs_world, runner, "sly"), threading.Event()
     (root / "c/data").mkdir(parents=True)
     (host_directory / "data").mkdir()
 
@@ -476,18 +490,18 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
         for attempt in range(12):
             mount = Mount(volume=volume.id, path=("/a/data", "/c/data")[attempt % 2])
             try:
-                live.do(jail_host(live).attach(sandbox, mount))
+                runner.do(get_jail_host(runner).attach(sandbox, mount))
             except Invalid:
                 outcomes.add("refused")
-                assert jail_zfs_world.volume_mounts(live.config) == set()
+                assert jail_zfs_world.list_volume_mounts(runner.config) == set()
                 continue
             outcomes.add("mounted")
-            assert jail_zfs_world.volume_mounts(live.config) == {(f"{root}{mount.path}", volume.id, False)}
-            live.do(jail_host(live).detach(sandbox, mount))
-            assert jail_zfs_world.volume_mounts(live.config) == set()
+            assert jail_zfs_world.list_volume_mounts(runner.config) == {(f"{root}{mount.path}", volume.id, False)}
+            runner.do(get_jail_host(runner).detach(sandbox, mount))
+            assert jail_zfs_world.list_volume_mounts(runner.config) == set()
     finally:
         stop_event.set()
         thread.join()
     assert outcomes
     assert not any((host_directory / "data").iterdir())
-    assert live.shell("sly", "echo alive").strip() == "alive"
+    assert runner.shell("sly", "echo alive").strip() == "alive"

@@ -19,9 +19,9 @@ from tests.jail_zfs import pools
 
 
 def _catch_error(function: Callable[..., object], *args: object) -> lzc_exc.ZFSError:
-    with pytest.raises(lzc_exc.ZFSError) as caught:
+    with pytest.raises(lzc_exc.ZFSError) as error_info:
         function(*args)
-    return caught.value
+    return error_info.value
 
 
 def _get_single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
@@ -217,11 +217,11 @@ def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
     zfs_core.lzc_snapshot([f"{root}/b@1"])
     zfs_core.lzc_clone(f"{root}/c", f"{root}/b@1", mounted=True)
     zfs_core.unmount(f"{root}/a")
-    mount_ids_before = pools.mount_ids(root_path)
+    mount_ids_before = pools.read_mount_ids(root_path)
     with pools.mounts_kept_in_use():
         is_refused = not zfs_core.detect_capabilities().rename_without_unmount
         error = _catch_error(zfs_core.lzc_rename, f"{root}/a", f"{root}/in/a") if is_refused else None
-    assert pools.mount_ids(root_path) == mount_ids_before
+    assert pools.read_mount_ids(root_path) == mount_ids_before
     if error is not None:
         assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
     for name in ("b", "c"):

@@ -17,8 +17,8 @@ from tests.support import session
 @pools.needs_zfs_fuse
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux namespaces")
 @pytest.mark.parametrize("scenario", ["dead", "killed"])
-def test_storage_survives_an_unavailable_daemon(scenario: str, need_root: None) -> None:
-    directory = session.run_dir() / f"zfs-{scenario}"
+def test_storage_survives_an_unavailable_daemon(scenario: str, requires_root: None) -> None:
+    directory = session.get_run_dir() / f"zfs-{scenario}"
     directory.mkdir()
     # The shell is the first process of the namespace: when it exits, the kernel kills processes that still run there.
     unshare_command = [

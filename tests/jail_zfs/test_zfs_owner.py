@@ -14,7 +14,7 @@ import zfs_core
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.jail_zfs.storage import host_lock
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 
 def _change_owner(root: str, **changes: object) -> None:
@@ -74,7 +74,7 @@ def test_startup_waits_for_the_commands_of_a_killed_gateway(root: str, lock_dire
     )
     argv = [sys.executable, "-c", program, root, str(lock_directory)]
     with subprocess.Popen(argv, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as gateway:
-        eventually((tmp_path / "began").exists)
+        wait_until((tmp_path / "began").exists)
         with pytest.raises(Conflict, match="another gateway on this machine"):
             ZfsStorage(root, state_root=lock_directory).open()
         gateway.kill()

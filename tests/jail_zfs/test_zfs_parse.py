@@ -313,9 +313,9 @@ def test_invalid_names_are_quoted_in_the_error(check: Any, valid_names: list[Any
     for name in valid_names:
         assert check(name) == (name if isinstance(name, str) else name.decode())
     for name in invalid_names:
-        with pytest.raises((NameInvalid, NameTooLong)) as caught:
+        with pytest.raises((NameInvalid, NameTooLong)) as error_info:
             check(name)
-        assert caught.value.name == name
+        assert error_info.value.name == name
 
 
 def test_properties_are_formatted_for_the_command() -> None:
@@ -332,18 +332,18 @@ def test_properties_are_formatted_for_the_command() -> None:
         ("x" * 8192, "its value is 8192 bytes long, but the limit is 8191"),
         ("ä" * 4096, "its value is 8192 bytes long, but the limit is 8191"),
     ):
-        with pytest.raises(PropertyInvalid) as caught:
+        with pytest.raises(PropertyInvalid) as error_info:
             options.format_property_assignment("a:b", value)
-        assert caught.value.name == "a:b" and message in str(caught.value)
+        assert error_info.value.name == "a:b" and message in str(error_info.value)
 
 
 def test_property_names_are_validated() -> None:
     for name in ("canmount", "a:b", "sandbox:owner", "written@snap:x", "a:" + "b" * 253):
         assert options.validate_property_name(name) == name
     for name in ("", "A", "a=b", "1a", "-a:b", "a b", "a:B"):
-        with pytest.raises(PropertyInvalid) as caught:
+        with pytest.raises(PropertyInvalid) as error_info:
             options.validate_property_name(name)
-        assert caught.value.name == name
+        assert error_info.value.name == name
     with pytest.raises(PropertyInvalid, match="its name is longer than 255 bytes"):
         options.validate_property_name("a:" + "b" * 254)
 
@@ -351,6 +351,6 @@ def test_property_names_are_validated() -> None:
 def test_missing_properties_are_reported() -> None:
     properties = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
     parse.check_complete(properties, ["p"], ["a", "b"])
-    with pytest.raises(ZFSOutputError, match="the output lacks the b property") as caught:
+    with pytest.raises(ZFSOutputError, match="the output lacks the b property") as error_info:
         parse.check_complete(properties, ["p", "q"], iter(["a", "b"]))
-    assert caught.value.name == "q"
+    assert error_info.value.name == "q"

@@ -93,10 +93,10 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
 
     fork = _create_sandbox(storage, snapshot, "fork")
     assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
-    with pytest.raises(InUseExternally) as caught:
+    with pytest.raises(InUseExternally) as error_info:
         storage.snapshots.destroy(snapshot.id)
-    assert caught.value.users == {"ZFS clone": {fork.id: "fork"}}
-    assert caught.value.blockers == [fork.id]
+    assert error_info.value.users == {"ZFS clone": {fork.id: "fork"}}
+    assert error_info.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
     assert _list_dataset_names(storage, "filesystem") == sorted([*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}"])
@@ -108,18 +108,18 @@ def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None
     base = _create_base(storage)
     forks = [_create_sandbox(storage, base, f"web-{n}") for n in range(3)]
     storage.instances.clone(base.id, uncommitted_instance := new_id())
-    with pytest.raises(InUseExternally) as caught:
+    with pytest.raises(InUseExternally) as error_info:
         storage.snapshots.destroy(base.id)
     fork_names = {fork.id: fork.name for fork in forks}
-    assert set(caught.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
-    assert all(name in caught.value.message for name in fork_names.values())
+    assert set(error_info.value.blockers) == {*fork_names, storage.instances.dataset(uncommitted_instance)}
+    assert all(name in error_info.value.message for name in fork_names.values())
     zfs_core.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted_instance)
-    with pytest.raises(InUseExternally, match="@") as caught:
+    with pytest.raises(InUseExternally, match="@") as error_info:
         storage.snapshots.destroy(base.id)
-    assert list(caught.value.users) == ["hold"]
+    assert list(error_info.value.users) == ["hold"]
     zfs_core.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 
@@ -200,10 +200,10 @@ def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
     snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
     paths = [str(storage.instances.path(fork.instance)) for fork in forks]
-    mount_ids_before = pools.mount_ids(storage.root.mountpoint)
+    mount_ids_before = pools.read_mount_ids(storage.root.mountpoint)
     assert not storage.instances.discard(source.instance)
     _reopen(storage).scan()
-    mount_ids_after = pools.mount_ids(storage.root.mountpoint)
+    mount_ids_after = pools.read_mount_ids(storage.root.mountpoint)
     assert [mount_ids_after.get(path) for path in paths] == [mount_ids_before[path] for path in paths]
 
 
@@ -399,7 +399,7 @@ def _write_megabytes(path: Path, megabytes: int) -> None:
 
 
 def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, lock_directory: Path) -> None:
-    with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small_pool:
+    with pools.pool(f"t{session.get_run_id()}f", session.get_run_dir(), megabytes=128) as small_pool:
         storage = ZfsStorage(small_pool.name, state_root=lock_directory)
         storage.open()
         base = _create_base(storage)

@@ -42,11 +42,11 @@ def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRo
 
 
 @pytest.fixture(scope="session")
-def debian_rootfs(need_root: None) -> BuiltRootfs:
+def debian_rootfs(requires_root: None) -> BuiltRootfs:
     """The root file system of the default recipe. Later runs reuse the downloaded packages."""
-    directory = session.run_dir() / "debian"
+    directory = session.get_run_dir() / "debian"
     directory.mkdir()
-    return build(Recipe(), directory, session.cache_dir())
+    return build(Recipe(), directory, session.get_cache_dir())
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def template_kernel(debian_rootfs: BuiltRootfs) -> Path:
 
 
 @pytest.fixture(scope="module")
-def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
+def state_xfs(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopXfs]:
     """The file system of the state root."""
     directory = tmp_path_factory.mktemp("state")
     with LoopXfs(directory / "image", directory / "mount", size_mb=512) as xfs:
@@ -64,7 +64,7 @@ def state_xfs(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
 def root_xfs(
-    request: pytest.FixtureRequest, need_root: None, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, requires_root: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LoopXfs]:
     """The file system of the memory root."""
     directory = tmp_path_factory.mktemp("root")

@@ -13,14 +13,14 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from tests.support import session
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 INSTANCE, OTHER_INSTANCE = "0123456789ab", "ba9876543210"
 
 
 @pytest.fixture
 def groups() -> Iterator[Cgroups]:
-    groups = Cgroups(session.network()["prefix"])
+    groups = Cgroups(session.allocate_network()["prefix"])
     assert groups._hierarchies, "this machine has no cgroup controllers, which these tests need"
     yield groups
     groups.sweep(set())
@@ -108,7 +108,7 @@ def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sl
 
 
 def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
-    assert Cgroups(session.network()["prefix"])._roots().isdisjoint(groups._roots())
+    assert Cgroups(session.allocate_network()["prefix"])._roots().isdisjoint(groups._roots())
 
 
 def test_missing_controllers_are_logged_once(

@@ -19,25 +19,25 @@ from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, SandboxState
 from tests.support import session
-from tests.support.live import Live, engines
-from tests.support.waiting import eventually
+from tests.support.live import EngineRunner, engines
+from tests.support.waiting import wait_until
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    with engines(kvm_xfs_world) as make_live:
-        yield make_live()
+def runner(kvm_xfs_world: KvmXfsWorld) -> Iterator[EngineRunner]:
+    with engines(kvm_xfs_world) as make_runner:
+        yield make_runner()
 
 
-def qemu_pid(live: Live, ref: str) -> int:
-    return int(live.sandbox(ref).host["pid"])
+def get_qemu_pid(runner: EngineRunner, ref: str) -> int:
+    return int(runner.get_sandbox(ref).host["pid"])
 
 
-def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    proc_directory = Path(f"/proc/{qemu_pid(live, 'one')}")
+def test_qemu_runs_unprivileged_in_a_separate_network_namespace(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    proc_directory = Path(f"/proc/{get_qemu_pid(runner, 'one')}")
     status = dict(
         line.split(":\t", 1) for line in (proc_directory / "status").read_text().splitlines() if ":\t" in line
     )
@@ -48,77 +48,77 @@ def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> N
 
 
 def test_a_snapshot_of_another_platform_is_refused_and_a_remedy_is_named(
-    kvm_xfs_world: KvmXfsWorld, live: Live
+    kvm_xfs_world: KvmXfsWorld, runner: EngineRunner
 ) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    snapshot = live.do(live.engine.snapshots.create("one", name="foreign"))
-    live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = runner.do(runner.engine.snapshots.create("one", name="foreign"))
+    runner.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
     with pytest.raises(Unsupported, match=r"qemu version '1.0'.*coldStart"):
-        live.do(live.engine.forks.create("foreign", ForkSpec()))
-    cold_fork = live.do(live.engine.forks.create("foreign", ForkSpec(cold_start=True)))
+        runner.do(runner.engine.forks.create("foreign", ForkSpec()))
+    cold_fork = runner.do(runner.engine.forks.create("foreign", ForkSpec(cold_start=True)))
     # The boot handles only a few devices with udev, but the device files that programs need exist.
-    assert live.shell(cold_fork.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
-    assert live.shell(cold_fork.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
-    assert "/dev/vda" in live.shell(cold_fork.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
+    assert runner.shell(cold_fork.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
+    assert runner.shell(cold_fork.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
+    assert "/dev/vda" in runner.shell(cold_fork.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
 
 
-def test_a_capture_without_a_pagemap_copies_all_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_without_a_pagemap_copies_all_memory(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError(1, "not permitted")
 
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    live.shell("one", "echo data >/run/data")
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    runner.shell("one", "echo data >/run/data")
     monkeypatch.setattr(listing, "_scan", fail)
     monkeypatch.setattr(listing, "_list_matching_pages", fail)
-    snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
+    snapshot = runner.do(runner.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is MemoryMode.FULL
-    fork = live.do(live.engine.forks.create("whole", ForkSpec()))
-    assert live.shell(fork.id, "cat /run/data").strip() == "data"
+    fork = runner.do(runner.engine.forks.create("whole", ForkSpec()))
+    assert runner.shell(fork.id, "cat /run/data").strip() == "data"
 
 
-def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    traces_before = kvm_xfs_world.traces(live.config)
-    build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
-    lines = live.follow(build, timeout=300)
+def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, runner: EngineRunner) -> None:
+    traces_before = kvm_xfs_world.read_traces(runner.config)
+    build = runner.do(runner.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
+    lines = runner.follow(build, timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
-    assert kvm_xfs_world.traces(live.config) == traces_before
+    assert kvm_xfs_world.read_traces(runner.config) == traces_before
     with pytest.raises(GatewayError, match="not found"):
-        live.engine.templates.get("broken")
+        runner.engine.templates.get("broken")
 
 
-def test_building_an_unchanged_recipe_returns_the_existing_template(live: Live) -> None:
-    template = live.engine.templates.get(TEMPLATE)
-    build = live.do(live.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
+def test_building_an_unchanged_recipe_returns_the_existing_template(runner: EngineRunner) -> None:
+    template = runner.engine.templates.get(TEMPLATE)
+    build = runner.do(runner.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
     assert (build.status, build.template_id) == ("ready", template.id)
 
 
 def start_and_stop(config: Config) -> None:
-    Live(KvmXfsHost(config), config).close()
+    EngineRunner(KvmXfsHost(config), config).close()
 
 
 def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> None:
-    config = kvm_xfs_world.config(kvm_xfs={"qemu": "/nowhere/qemu"})
+    config = kvm_xfs_world.make_config(kvm_xfs={"qemu": "/nowhere/qemu"})
     with pytest.raises(BackendFailed, match="not installed"):
         start_and_stop(config)
     shutil.rmtree(config.host.state_root)
 
 
-def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
+def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         config = Config.model_validate(
-            {"host": {"state_root": xfs.mount_point / "state"}, "network": session.network()}
+            {"host": {"state_root": xfs.mount_point / "state"}, "network": session.allocate_network()}
         )
         with pytest.raises(Unsupported, match="reflink=1"):
             start_and_stop(config)
 
 
 @pytest.fixture
-def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
+def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[EngineRunner]:
     """A gateway whose file system has space for the template and little else."""
-    original_config = kvm_xfs_world.config()
-    with LoopXfs(session.run_dir() / "small.xfs", session.run_dir() / "small", size_mb=1400) as xfs:
+    original_config = kvm_xfs_world.make_config()
+    with LoopXfs(session.get_run_dir() / "small.xfs", session.get_run_dir() / "small", size_mb=1400) as xfs:
         root = xfs.mount_point / "state"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
@@ -132,12 +132,12 @@ def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
         host_section = {**original_config.host.model_dump(), "state_root": root}
         limits = {**original_config.limits.model_dump(), "free_disk_mb": 0}
         config = Config.model_validate({**original_config.model_dump(), "host": host_section, "limits": limits})
-        live = Live(KvmXfsHost(config), config)
-        yield live
+        runner = EngineRunner(KvmXfsHost(config), config)
+        yield runner
         (root / "filler").unlink(missing_ok=True)
-        if not live.is_closed:
-            live.remove_all()
-            live.close()
+        if not runner.is_closed:
+            runner.remove_all()
+            runner.close()
         kvm_xfs_world.clean_up(config)
 
 
@@ -148,53 +148,57 @@ def fill(root: Path, free_bytes: int) -> None:
     subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
 
 
-def test_a_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    other_config = kvm_xfs_world.config(network=live.config.network.model_dump())
+def test_a_second_gateway_with_the_same_network_names_is_refused(
+    kvm_xfs_world: KvmXfsWorld, runner: EngineRunner
+) -> None:
+    other_config = kvm_xfs_world.make_config(network=runner.config.network.model_dump())
     with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
         start_and_stop(other_config)
     shutil.rmtree(other_config.host.state_root)
 
 
-def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
+def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: EngineRunner) -> None:
     small_gateway.do(small_gateway.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = small_gateway.config.host.state_root
-    traces_before = kvm_xfs_world.traces(small_gateway.config)
+    traces_before = kvm_xfs_world.read_traces(small_gateway.config)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
-    assert kvm_xfs_world.traces(small_gateway.config) == traces_before
+    assert kvm_xfs_world.read_traces(small_gateway.config) == traces_before
     assert small_gateway.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
 
 
-def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gateway: Live) -> None:
-    live = small_gateway
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    root = live.config.host.state_root
+def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gateway: EngineRunner) -> None:
+    runner = small_gateway
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    root = runner.config.host.state_root
     fill(root, 8 << 20)
-    live.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
-    eventually(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
-    report = live.do(live.engine.room.report())
-    assert report.stalled == [live.sandbox("one").id] and report.room.disk_free < 64 << 20
+    runner.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
+    wait_until(lambda: "no space left" in runner.call(runner.engine.room.stall_reason, runner.get_sandbox("one")))
+    report = runner.do(runner.engine.room.report())
+    assert report.stalled == [runner.get_sandbox("one").id] and report.room.disk_free < 64 << 20
     (root / "filler").unlink()
-    eventually(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
-    eventually(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
-    assert live.sandbox("one").state is SandboxState.RUNNING
+    wait_until(lambda: runner.call(runner.engine.room.stall_reason, runner.get_sandbox("one")) == "")
+    wait_until(lambda: runner.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
+    assert runner.get_sandbox("one").state is SandboxState.RUNNING
 
 
 def test_operations_that_would_use_the_disk_reserve_are_refused(
-    kvm_xfs_world: KvmXfsWorld, small_gateway: Live
+    kvm_xfs_world: KvmXfsWorld, small_gateway: EngineRunner
 ) -> None:
-    live = small_gateway
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    config = live.config
-    live.close()
+    runner = small_gateway
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    config = runner.config
+    runner.close()
     limits = {**config.limits.model_dump(), "free_disk_mb": 100}
-    strict_gateway = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
+    strict_gateway = EngineRunner(
+        KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)})
+    )
     try:
-        traces_before = kvm_xfs_world.traces(config)
+        traces_before = kvm_xfs_world.read_traces(config)
         fill(config.host.state_root, 90 << 20)
         for operation in (
             strict_gateway.engine.forks.create(TEMPLATE, ForkSpec()),
@@ -203,16 +207,16 @@ def test_operations_that_would_use_the_disk_reserve_are_refused(
         ):
             with pytest.raises(NoSpace, match=r"less than 100 MiB of disk space free: the host has [89]"):
                 strict_gateway.do(operation)
-        assert kvm_xfs_world.traces(config) == traces_before
+        assert kvm_xfs_world.read_traces(config) == traces_before
     finally:
         (config.host.state_root / "filler").unlink(missing_ok=True)
         strict_gateway.remove_all()
         strict_gateway.close()
 
 
-def test_a_reboot_of_the_guest_pauses_the_sandbox(live: Live) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
-    eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)
-    manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"
+def test_a_reboot_of_the_guest_pauses_the_sandbox(runner: EngineRunner) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    runner.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
+    wait_until(lambda: runner.get_sandbox("one").state is SandboxState.PAUSED)
+    manifest = runner.config.host.state_root / "sandboxes" / runner.get_sandbox("one").id / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "paused"

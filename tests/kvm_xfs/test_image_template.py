@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.gateway import Gateway, build_template
-from tests.support.images import entry, layer, push, running_registry, small_debian_layer, write_layout
-from tests.support.waiting import eventually
+from tests.support.images import make_entry, make_layer, make_small_debian_layer, push, running_registry, write_layout
+from tests.support.waiting import wait_until
 
 SCRIPT = b"""#!/bin/sh
 { id; pwd; echo "$GREETING" "$1"; } > /tmp/started
@@ -18,13 +18,13 @@ exec sleep 100000
 
 
 @pytest.fixture(scope="module")
-def layout(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def layout(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("image")
-    system = small_debian_layer(directory)
-    app = layer(
-        entry("srv/app/run", SCRIPT, mode=0o755),
-        entry("srv/app/owned", b"", uid=1000, gid=1001, mode=0o600),
-        entry("srv/app/setuid", b"", mode=0o4755),
+    system = make_small_debian_layer(directory)
+    app = make_layer(
+        make_entry("srv/app/run", SCRIPT, mode=0o755),
+        make_entry("srv/app/owned", b"", uid=1000, gid=1001, mode=0o600),
+        make_entry("srv/app/setuid", b"", mode=0o4755),
     )
     settings = {
         "Entrypoint": ["run", "with an argument"],
@@ -61,10 +61,10 @@ def test_a_template_from_a_registry_runs_its_entry_point(
         build = {"name": "app", "cpuCount": 1, "memoryMB": 256, **recipe}
         assert instance.call("POST", "/templates", build)["buildStatus"] == "ready"
         assert instance.call("POST", "/templates/app", status=200)["buildStatus"] == "ready"
-        push(write_layout(tmp_path / "new", [layer(entry("etc/motd"))]), f"{registry}/team/app:1.0")
+        push(write_layout(tmp_path / "new", [make_layer(make_entry("etc/motd"))]), f"{registry}/team/app:1.0")
         rebuild = instance.call("POST", "/templates/app", status=202)
         status = f"/templates/{rebuild['templateID']}/builds/{rebuild['buildID']}/status"
-        eventually(lambda: instance.call("GET", status)["status"] == "error")
+        wait_until(lambda: instance.call("GET", status)["status"] == "error")
         assert "the image has no /bin/sh" in instance.call("GET", status)["errorMessage"]
         assert instance.call("GET", "/templates/app")["templateID"] == template["templateID"]
         assert not list(instance.state_root.rglob(".partial*"))

@@ -23,9 +23,9 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.confinement import FILE_CAPABI
 from sandbox_gateway.hosts.kvm_xfs.template.image.layers import unpack_layers
 from sandbox_gateway.hosts.kvm_xfs.template.image.registry import copy_image, resolve_digest
 from sandbox_gateway.image_references import parse_image_reference
-from tests.support.images import PASSWORD, entry, layer, push, running_registry, write_auth_file, write_layout
+from tests.support.images import PASSWORD, make_entry, make_layer, push, running_registry, write_auth_file, write_layout
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs | None = None) -> Path:
@@ -42,7 +42,7 @@ def unpack(reference: str, tmp_path: Path, disk_mb: int = 64, settings: KvmXfs |
 
 
 def unpack_entries(tmp_path: Path, *contents: Sequence[tuple[tarfile.TarInfo, bytes]], disk_mb: int = 64) -> Path:
-    layout = write_layout(tmp_path / "image", [layer(*entries) for entries in contents])
+    layout = write_layout(tmp_path / "image", [make_layer(*entries) for entries in contents])
     return unpack(f"oci:{layout}:test", tmp_path, disk_mb)
 
 
@@ -54,25 +54,25 @@ def describe(path: Path) -> tuple[int, int, int]:
 # --- unpacking -----------------------------------------------------------------------------------------------------
 
 
-def test_owners_modes_links_and_whiteouts_are_those_of_the_image(tmp_path: Path) -> None:
+def test_owners_modes_links_and_whiteouts_match_the_image(tmp_path: Path) -> None:
     directory: dict[str, Any] = {"type": tarfile.DIRTYPE, "mode": 0o755}
     tree = unpack_entries(
         tmp_path,
         [
-            entry("home", **directory, uid=1000, gid=1001),
-            entry("home/file", b"lower", uid=1000, gid=1001, mode=0o640),
-            entry("bin/su", b"program", mode=0o4755),
-            entry("home/removed", b""),
-            entry("opaque", **directory),
-            entry("opaque/lower", b""),
+            make_entry("home", **directory, uid=1000, gid=1001),
+            make_entry("home/file", b"lower", uid=1000, gid=1001, mode=0o640),
+            make_entry("bin/su", b"program", mode=0o4755),
+            make_entry("home/removed", b""),
+            make_entry("opaque", **directory),
+            make_entry("opaque/lower", b""),
         ],
         [
-            entry("home/link", type=tarfile.LNKTYPE, linkname="home/file"),
-            entry("home/absolute", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-            entry("home/.wh.removed"),
-            entry("opaque/.wh..wh..opq"),
-            entry("opaque/upper", b""),
-            entry("capable", b"", pax_headers={"SCHILY.xattr.user.key": "value"}),
+            make_entry("home/link", type=tarfile.LNKTYPE, linkname="home/file"),
+            make_entry("home/absolute", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+            make_entry("home/.wh.removed"),
+            make_entry("opaque/.wh..wh..opq"),
+            make_entry("opaque/upper", b""),
+            make_entry("capable", b"", pax_headers={"SCHILY.xattr.user.key": "value"}),
         ],
     )
     assert describe(tree / "home/file") == (1000, 1001, 0o640)
@@ -85,9 +85,9 @@ def test_owners_modes_links_and_whiteouts_are_those_of_the_image(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "dev/.wh..."])
-def test_a_layer_that_leads_outside_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_a_layer_that_leads_outside_is_refused_and_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
     with pytest.raises(Invalid, match=r"the image cannot be unpacked: layer 2 of 2 contains"):
-        unpack_entries(tmp_path, [entry("good")], [entry(name)])
+        unpack_entries(tmp_path, [make_entry("good")], [make_entry(name)])
     assert not (tmp_path / "work" / "tree").exists() and not list(tmp_path.rglob("escaped"))
 
 
@@ -97,10 +97,14 @@ def test_a_layer_cannot_write_through_a_link(tmp_path: Path) -> None:
     tree = unpack_entries(
         tmp_path,
         [
-            entry("absolute", type=tarfile.SYMTYPE, linkname=str(target)),
-            entry("relative", type=tarfile.SYMTYPE, linkname="../" * 20 + str(target)),
+            make_entry("absolute", type=tarfile.SYMTYPE, linkname=str(target)),
+            make_entry("relative", type=tarfile.SYMTYPE, linkname="../" * 20 + str(target)),
         ],
-        [entry("absolute/file", b"written"), entry("relative/file2", b"written"), entry("absolute/.wh.kept")],
+        [
+            make_entry("absolute/file", b"written"),
+            make_entry("relative/file2", b"written"),
+            make_entry("absolute/.wh.kept"),
+        ],
     )
     assert list(target.iterdir()) == []
     assert tree.is_dir()
@@ -109,20 +113,20 @@ def test_a_layer_cannot_write_through_a_link(tmp_path: Path) -> None:
 
 def test_large_images_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"^the image unpacks to more than 8 MiB.*set diskSizeMB"):
-        unpack_entries(tmp_path / "zeros", [entry("zeros", bytes(9 << 20))], disk_mb=8)
+        unpack_entries(tmp_path / "zeros", [make_entry("zeros", bytes(9 << 20))], disk_mb=8)
     with pytest.raises(Invalid, match=r"larger than 8 MiB.*while it is compressed"):
-        unpack_entries(tmp_path / "noise", [entry("noise", os.urandom(9 << 20))], disk_mb=8)
+        unpack_entries(tmp_path / "noise", [make_entry("noise", os.urandom(9 << 20))], disk_mb=8)
 
 
-def test_a_tree_that_outgrows_the_disk_in_spite_of_the_check_is_refused(
+def test_a_tree_that_outgrows_the_disk_despite_the_check_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if umoci read a layer unlike the checker. Each file is small enough for the limit of umoci's files."""
+    """Simulate that umoci reads a layer differently from the checker. Each file is within the limit for one file."""
     checker = tmp_path / "checker.py"
     checker.write_text("""print('{"problem": ""}')""")
     monkeypatch.setattr(layers.check_layers, "__file__", str(checker))
     with pytest.raises(Invalid, match=r"unpacks to more than fits on the template's disk of 8 MiB"):
-        unpack_entries(tmp_path, [entry(f"{number}", bytes(6 << 20)) for number in range(4)], disk_mb=8)
+        unpack_entries(tmp_path, [make_entry(f"{number}", bytes(6 << 20)) for number in range(4)], disk_mb=8)
 
 
 def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_a_header_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None:
         unpack(f"oci:{layout}:test", tmp_path, disk_mb=1024)
 
 
-def test_attributes_that_cannot_be_set_fill_no_memory_with_warnings(
+def test_warnings_about_attributes_that_cannot_be_set_do_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = []
@@ -145,7 +149,7 @@ def test_attributes_that_cannot_be_set_fill_no_memory_with_warnings(
 
     monkeypatch.setattr(layers, "run_async", record)
     attributes = {"SCHILY.xattr.system.nfs4_acl": "value"}
-    tree = unpack_entries(tmp_path, [entry("file", b"", pax_headers=attributes)])
+    tree = unpack_entries(tmp_path, [make_entry("file", b"", pax_headers=attributes)])
     assert (tree / "file").exists() and output == ["", ""]
 
 
@@ -187,14 +191,14 @@ async def test_a_program_that_reads_an_image_sees_only_the_variables_for_it(
 
 
 @pytest.fixture(scope="module")
-def registry(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def registry(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running_registry(tmp_path_factory.mktemp("registry") / "registry") as address:
         yield address
 
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Path:
-    return write_layout(tmp_path / "image", [layer(entry("hello", b"world"))])
+    return write_layout(tmp_path / "image", [make_layer(make_entry("hello", b"world"))])
 
 
 def test_images_come_from_registries_layouts_and_archives(registry: str, layout: Path, tmp_path: Path) -> None:
@@ -212,10 +216,10 @@ def test_images_come_from_registries_layouts_and_archives(registry: str, layout:
         assert (unpack(source, tmp_path / name, settings=settings) / "hello").read_text() == "world", source
 
 
-def test_the_digest_follows_the_image_and_not_its_name(registry: str, tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_image_and_not_on_its_name(registry: str, tmp_path: Path) -> None:
     settings = KvmXfs(insecure_registries=[registry])
-    first = write_layout(tmp_path / "first", [layer(entry("file", b"1"))])
-    second = write_layout(tmp_path / "second", [layer(entry("file", b"2"))])
+    first = write_layout(tmp_path / "first", [make_layer(make_entry("file", b"1"))])
+    second = write_layout(tmp_path / "second", [make_layer(make_entry("file", b"2"))])
 
     def resolve(name: str) -> str:
         return asyncio.run(resolve_digest(parse_image_reference(f"docker://{registry}/{name}"), settings))
@@ -281,7 +285,7 @@ async def test_a_cancelled_copy_leaves_no_process(tmp_path: Path) -> None:
             if not list_processes(registry):
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError(f"skopeo still runs: {list_processes(registry)}")
+        raise AssertionError(f"skopeo is still running: {list_processes(registry)}")
 
 
 def list_processes(text: str) -> list[str]:

@@ -9,14 +9,14 @@ import pytest
 
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
-from tests.support.live import Live, engines
+from tests.support.live import EngineRunner, engines
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
 @pytest.fixture(scope="module")
-def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    with engines(kvm_xfs_world) as make_live:
-        yield make_live()
+def runner(kvm_xfs_world: KvmXfsWorld) -> Iterator[EngineRunner]:
+    with engines(kvm_xfs_world) as make_runner:
+        yield make_runner()
 
 
 @pytest.fixture
@@ -33,54 +33,58 @@ def connection_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connection_times: list[float]) -> None:
+def test_forks_of_forks_receive_their_identity_over_the_line(
+    runner: EngineRunner, connection_times: list[float]
+) -> None:
     """Each fork is captured immediately, before its agent can answer.
 
     Therefore, the next fork receives its identity while the previous agent still exchanges messages with the gateway.
     """
-    source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
+    source = runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
-        snapshot = live.do(live.engine.snapshots.create(source.id))
-        source = live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
+        snapshot = runner.do(runner.engine.snapshots.create(source.id))
+        source = runner.do(runner.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
     for name in ("first", "second", "third"):
-        assert live.shell(name, "echo $WHO $(hostname)").split() == [name, name]
+        assert runner.shell(name, "echo $WHO $(hostname)").split() == [name, name]
     assert connection_times == []
-    live.remove_all()
+    runner.remove_all()
 
 
-def test_a_long_identity_is_sent_over_the_network(live: Live, connection_times: list[float]) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
-    assert len(live.shell("long", "echo $LONG").strip()) == 5000
+def test_a_long_identity_is_sent_over_the_network(runner: EngineRunner, connection_times: list[float]) -> None:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
+    assert len(runner.shell("long", "echo $LONG").strip()) == 5000
     assert connection_times
-    live.remove_all()
+    runner.remove_all()
 
 
-def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connection_times: list[float]) -> None:
+def test_forks_have_a_line_even_if_the_source_has_none(runner: EngineRunner, connection_times: list[float]) -> None:
     """After a restart, the gateway has no line to a machine that it adopts, but forks of that machine need one."""
-    source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    machine = live.engine.host._machines.require_running(source).machine  # type: ignore[attr-defined]
+    source = runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    machine = runner.engine.host._machines.require_running(source).machine  # type: ignore[attr-defined]
     assert machine.line is not None
-    live.call(machine.line.close)
+    runner.call(machine.line.close)
     time.sleep(1)
-    snapshot = live.do(live.engine.snapshots.create(source.id))
+    snapshot = runner.do(runner.engine.snapshots.create(source.id))
     for name in ("one", "two"):
-        live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
-        assert live.shell(name, "echo $WHO").strip() == name
+        runner.do(runner.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
+        assert runner.shell(name, "echo $WHO").strip() == name
     assert connection_times == []
-    live.remove_all()
+    runner.remove_all()
 
 
 def test_a_machine_that_does_not_read_the_line_gets_its_identity_over_the_network(
-    live: Live, connection_times: list[float]
+    runner: EngineRunner, connection_times: list[float]
 ) -> None:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     # Only the agent can open the port. Unbinding the driver removes the port.
-    live.shell("source", "basename $(readlink -f /sys/class/virtio-ports/*/device) >/run/port")
-    live.shell("source", "d=$(cat /run/port); echo $d >/sys/bus/virtio/drivers/virtio_console/unbind; ! ls /dev/vport*")
-    snapshot = live.do(live.engine.snapshots.create("source"))
+    runner.shell("source", "basename $(readlink -f /sys/class/virtio-ports/*/device) >/run/port")
+    runner.shell(
+        "source", "d=$(cat /run/port); echo $d >/sys/bus/virtio/drivers/virtio_console/unbind; ! ls /dev/vport*"
+    )
+    snapshot = runner.do(runner.engine.snapshots.create("source"))
     assert snapshot.host["line"] is False
     start = time.monotonic()
-    live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
+    runner.do(runner.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
     assert connection_times and connection_times[0] - start < 2, "the gateway waited for an answer over the line"
-    assert live.shell("fork", "echo $WHO").strip() == "fork"
-    live.remove_all()
+    assert runner.shell("fork", "echo $WHO").strip() == "fork"
+    runner.remove_all()

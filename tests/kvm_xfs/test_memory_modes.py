@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode, Snapshot
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.samples import mark_slow_except
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
@@ -46,19 +46,19 @@ while True:
 
 
 @pytest.fixture
-def live(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator[Live]:
+def runner(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator[EngineRunner]:
     mode = getattr(request, "param", "auto")
-    config = kvm_xfs_world.config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
-    live = Live(kvm_xfs_world.host(config), config)
-    yield live
-    live.remove_all()
-    live.close()
+    config = kvm_xfs_world.make_config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
+    runner = EngineRunner(kvm_xfs_world.make_host(config), config)
+    yield runner
+    runner.remove_all()
+    runner.close()
     kvm_xfs_world.clean_up(config)
 
 
 @pytest.fixture
-def source(live: Live) -> str:
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+def source(runner: EngineRunner) -> str:
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     return "source"
 
 
@@ -92,8 +92,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> MemoryRecorder:
     return MemoryRecorder(monkeypatch)
 
 
-def memory_image_path(live: Live, snapshot: Snapshot) -> Path:
-    return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
+def get_memory_image_path(runner: EngineRunner, snapshot: Snapshot) -> Path:
+    return runner.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
 
 
 @pytest.fixture
@@ -102,20 +102,20 @@ def disable_live_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
 
 
-def capture_source(live: Live) -> Snapshot:
-    return live.do(live.engine.snapshots.create("source"))
+def capture_source(runner: EngineRunner) -> Snapshot:
+    return runner.do(runner.engine.snapshots.create("source"))
 
 
-def start_writer(live: Live) -> None:
-    live.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER_PROGRAM}\nEND")
-    live.shell(
+def start_writer(runner: EngineRunner) -> None:
+    runner.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER_PROGRAM}\nEND")
+    runner.shell(
         "source",
         "setsid python3 /root/writer.py </dev/null >/root/writer.log 2>&1 & sleep 1; ! test -s /root/writer.log",
     )
 
 
 @pytest.mark.parametrize(
-    ("live", "expected_mode"),
+    ("runner", "expected_mode"),
     [
         ("written", MemoryMode.WRITTEN),
         ("soft_dirty", MemoryMode.SOFT_DIRTY),
@@ -123,61 +123,65 @@ def start_writer(live: Live) -> None:
         ("incremental", MemoryMode.INCREMENTAL),
         ("full", MemoryMode.FULL),
     ],
-    indirect=["live"],
+    indirect=["runner"],
 )
 def test_captured_image_equals_the_memory(
-    live: Live, source: str, recorder: MemoryRecorder, expected_mode: MemoryMode, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner,
+    source: str,
+    recorder: MemoryRecorder,
+    expected_mode: MemoryMode,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
     if expected_mode is MemoryMode.SOFT_DIRTY and not listing.has_soft_dirty_bits():
         pytest.skip("this kernel does not support soft-dirty bits")
-    start_writer(live)
+    start_writer(runner)
     for number in range(CAPTURE_COUNT):
-        live.shell("source", f"sleep {random.random() / 5:.3f}")
-        snapshot = capture_source(live)
+        runner.shell("source", f"sleep {random.random() / 5:.3f}")
+        snapshot = capture_source(runner)
         has_nothing_to_compare = number == 0 and expected_mode is MemoryMode.COMPARE
         assert snapshot.memory is (MemoryMode.INCREMENTAL if has_nothing_to_compare else expected_mode), snapshot.host
-        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+        assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
         assert "degraded" not in snapshot.host
-        live.do(live.engine.snapshots.delete(snapshot.id))
+        runner.do(runner.engine.snapshots.delete(snapshot.id))
 
 
 def test_image_of_a_live_capture_equals_the_memory(
-    live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 256 << 10)
-    start_writer(live)
+    start_writer(runner)
     stop_counts = []
     for _ in range(CAPTURE_COUNT):
-        live.shell("source", f"sleep {random.random() / 5:.3f}")
-        snapshot = capture_source(live)
+        runner.shell("source", f"sleep {random.random() / 5:.3f}")
+        snapshot = capture_source(runner)
         assert snapshot.memory is MemoryMode.LIVE, snapshot.host
-        assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+        assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
         stop_counts.append(len(snapshot.host["stops_ms"]))
-        live.do(live.engine.snapshots.delete(snapshot.id))
+        runner.do(runner.engine.snapshots.delete(snapshot.id))
     assert max(stop_counts) >= 2
 
 
-def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
-    live.shell("source", "head -c 20000000 /dev/urandom >/dev/shm/blob")
+def test_fork_has_the_memory_of_the_capture(runner: EngineRunner, source: str) -> None:
+    runner.shell("source", "head -c 20000000 /dev/urandom >/dev/shm/blob")
     for number in range(3):
-        live.shell(
+        runner.shell(
             "source", f"head -c 100000 /dev/urandom | dd of=/dev/shm/blob bs=1 seek={number}00000 conv=notrunc 2>&1"
         )
-        digest = live.shell("source", "sha256sum /dev/shm/blob")
-        snapshot = capture_source(live)
-        fork = live.do(live.engine.forks.create(snapshot.id, ForkSpec()))
-        assert live.shell(fork.id, "sha256sum /dev/shm/blob") == digest
-        live.do(live.engine.sandboxes.delete(fork.id))
+        digest = runner.shell("source", "sha256sum /dev/shm/blob")
+        snapshot = capture_source(runner)
+        fork = runner.do(runner.engine.forks.create(snapshot.id, ForkSpec()))
+        assert runner.shell(fork.id, "sha256sum /dev/shm/blob") == digest
+        runner.do(runner.engine.sandboxes.delete(fork.id))
 
 
-def test_capture_writes_only_changed_pages(live: Live, source: str, disable_live_captures: None) -> None:
-    live.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
-    capture_source(live)
+def test_capture_writes_only_changed_pages(runner: EngineRunner, source: str, disable_live_captures: None) -> None:
+    runner.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
+    capture_source(runner)
     written_byte_counts = []
     for _ in range(5):
-        live.shell("source", "head -c 5000000 /dev/urandom | dd of=/dev/shm/blob conv=notrunc bs=64k 2>&1")
-        written_byte_counts.append(capture_source(live).memory_bytes_written)
+        runner.shell("source", "head -c 5000000 /dev/urandom | dd of=/dev/shm/blob conv=notrunc bs=64k 2>&1")
+        written_byte_counts.append(capture_source(runner).memory_bytes_written)
     # In some rounds, the guest itself changes about 5 MB more, for example when it reads programs for the first time.
     assert (
         min(written_byte_counts) > 5_000_000
@@ -212,23 +216,27 @@ def make_completion_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inject_failure", [make_writes_fail, make_device_save_fail, make_completion_fail])
 def test_capture_after_a_failed_capture_is_complete(
-    live: Live, source: str, recorder: MemoryRecorder, disable_live_captures: None, inject_failure: InjectFailure
+    runner: EngineRunner,
+    source: str,
+    recorder: MemoryRecorder,
+    disable_live_captures: None,
+    inject_failure: InjectFailure,
 ) -> None:
-    start_writer(live)
-    capture_source(live)
+    start_writer(runner)
+    capture_source(runner)
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
             inject_failure(patch)
             with pytest.raises(GatewayError):
-                capture_source(live)
-    snapshot = capture_source(live)
+                capture_source(runner)
+    snapshot = capture_source(runner)
     assert snapshot.memory is MemoryMode.WRITTEN
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
 
 
-def machine_directory(live: Live) -> Path:
-    sandbox = live.sandbox("source")
-    return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
+def get_machine_directory(runner: EngineRunner) -> Path:
+    sandbox = runner.get_sandbox("source")
+    return runner.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
 
 
 def truncate(image: Path) -> None:
@@ -251,7 +259,7 @@ def overwrite(image: Path) -> None:
     ],
 )
 def test_capture_does_not_use_a_damaged_base(
-    live: Live,
+    runner: EngineRunner,
     source: str,
     recorder: MemoryRecorder,
     damage: Callable[[Path], None],
@@ -259,64 +267,64 @@ def test_capture_does_not_use_a_damaged_base(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
-    start_writer(live)
-    capture_source(live)
-    damage(machine_directory(live) / "memory.last")
-    snapshot = capture_source(live)
+    start_writer(runner)
+    capture_source(runner)
+    damage(get_machine_directory(runner) / "memory.last")
+    snapshot = capture_source(runner)
     assert reason in snapshot.host["degraded"]
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
-    next_snapshot = capture_source(live)
+    assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
+    next_snapshot = capture_source(runner)
     assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (MemoryMode.WRITTEN, False)
-    assert recorder.find_differing_pages(memory_image_path(live, next_snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(runner, next_snapshot)) == []
 
 
-@pytest.mark.parametrize("live", mark_slow_except(("written",), ("written", "compare")), indirect=True)
+@pytest.mark.parametrize("runner", mark_slow_except(("written",), ("written", "compare")), indirect=True)
 def test_a_capture_after_a_new_boot_does_not_use_the_previous_image(
-    live: Live, source: str, recorder: MemoryRecorder
+    runner: EngineRunner, source: str, recorder: MemoryRecorder
 ) -> None:
-    capture_source(live)
-    live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "the test stopped it"))
-    live.do(live.engine.sandboxes.resume("source"))
-    snapshot = capture_source(live)
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    capture_source(runner)
+    runner.do(runner.engine.machines.mark_stopped(runner.get_sandbox("source"), "the test stopped it"))
+    runner.do(runner.engine.sandboxes.resume("source"))
+    snapshot = capture_source(runner)
+    assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []
 
 
 def test_tracked_writes_are_ignored_after_an_interrupted_capture(
     kvm_xfs_world: KvmXfsWorld, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "MAX_SINGLE_STOP_BYTES", 1 << 40)
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    start_writer(live)
-    capture_source(live)
+    config = kvm_xfs_world.make_config()
+    runner = EngineRunner(kvm_xfs_world.make_host(config), config)
+    runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    start_writer(runner)
+    capture_source(runner)
     with pytest.MonkeyPatch.context() as patch:
         make_writes_fail(patch)
         with pytest.raises(GatewayError):
-            capture_source(live)
-    live.close()
-    live = Live(kvm_xfs_world.host(config), config)
-    first_snapshot, second_snapshot = capture_source(live), capture_source(live)
+            capture_source(runner)
+    runner.close()
+    runner = EngineRunner(kvm_xfs_world.make_host(config), config)
+    first_snapshot, second_snapshot = capture_source(runner), capture_source(runner)
     assert (first_snapshot.memory, first_snapshot.host["degraded"]) == (
         MemoryMode.COMPARE,
         "an earlier capture was interrupted",
     )
     assert (second_snapshot.memory, "degraded" in second_snapshot.host) == (MemoryMode.WRITTEN, False)
-    assert recorder.find_differing_pages(memory_image_path(live, second_snapshot)) == []
-    live.remove_all()
-    live.close()
+    assert recorder.find_differing_pages(get_memory_image_path(runner, second_snapshot)) == []
+    runner.remove_all()
+    runner.close()
     kvm_xfs_world.clean_up(config)
 
 
 def test_capture_without_a_tracker_uses_the_next_best_mode(
-    live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
+    runner: EngineRunner, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(1, "the page tracker failed: Operation not permitted")
 
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", fail)
-    capture_source(live)
-    snapshot = capture_source(live)
+    capture_source(runner)
+    snapshot = capture_source(runner)
     assert snapshot.memory in (MemoryMode.SOFT_DIRTY, MemoryMode.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
-    assert recorder.find_differing_pages(memory_image_path(live, snapshot)) == []
+    assert recorder.find_differing_pages(get_memory_image_path(runner, snapshot)) == []

@@ -36,11 +36,11 @@ class MemoryRootWorld:
         self.kind, self.abilities = world.kind, world.abilities
         self.host_class, self.halt_command = world.host_class, world.halt_command
 
-    def config(self, **sections: Any) -> Config:
-        return self._world.config(kvm_xfs={"memory_root": self._root}, **sections)
+    def make_config(self, **sections: Any) -> Config:
+        return self._world.make_config(kvm_xfs={"memory_root": self._root}, **sections)
 
-    def host(self, config: Config) -> Host:
-        return self._world.host(config)
+    def make_host(self, config: Config) -> Host:
+        return self._world.make_host(config)
 
     def clean_up(self, config: Config) -> None:
         self._world.clean_up(config)

@@ -18,13 +18,13 @@ from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def state_xfs(need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
+def state_xfs(requires_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
     with LoopXfs(tmp_path / "state.xfs", tmp_path / "state", size_mb=512) as xfs:
         yield xfs
 
 
 @pytest.fixture(params=[True, False], ids=["reflink", "no-reflink"])
-def root_xfs(request: pytest.FixtureRequest, need_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
+def root_xfs(request: pytest.FixtureRequest, requires_root: None, tmp_path: Path) -> Iterator[LoopXfs]:
     with LoopXfs(tmp_path / "root.xfs", tmp_path / "root", size_mb=512, reflink=request.param) as xfs:
         yield xfs
 

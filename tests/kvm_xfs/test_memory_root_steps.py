@@ -35,14 +35,14 @@ class Gateway:
         self.config = config
         self.host = make_host(config)
         self.base = Snapshot(kind=SnapshotKind.BASE, resources=Resources(memory_mb=MEMORY_MB, disk_mb=64))
-        self.source = self._new_sandbox("source")
-        self.idle_fork = self._new_sandbox("idle-fork")
-        self.first_snapshot, self.second_snapshot = self._new_snapshot(), self._new_snapshot()
+        self.source = self._make_sandbox("source")
+        self.idle_fork = self._make_sandbox("idle-fork")
+        self.first_snapshot, self.second_snapshot = self._make_snapshot(), self._make_snapshot()
 
-    def _new_sandbox(self, name: str) -> Sandbox:
+    def _make_sandbox(self, name: str) -> Sandbox:
         return Sandbox(name=name, resources=self.base.resources)
 
-    def _new_snapshot(self, kind: SnapshotKind = SnapshotKind.SNAPSHOT) -> Snapshot:
+    def _make_snapshot(self, kind: SnapshotKind = SnapshotKind.SNAPSHOT) -> Snapshot:
         return Snapshot(kind=kind)
 
     def close(self) -> None:
@@ -70,20 +70,20 @@ class Gateway:
 
     async def capture(self) -> None:
         self.write(2)
-        await self.host.capture(self.source, self._new_snapshot(), memory=True)
+        await self.host.capture(self.source, self._make_snapshot(), memory=True)
 
     async def capture_transient(self) -> None:
         self.write(2)
-        await self.host.capture(self.source, self._new_snapshot(SnapshotKind.TRANSIENT), memory=True)
+        await self.host.capture(self.source, self._make_snapshot(SnapshotKind.TRANSIENT), memory=True)
         await self.host._background.wait()
 
     async def fork(self) -> None:
-        fork = self._new_sandbox("fork")
+        fork = self._make_sandbox("fork")
         await self.host.fork(self.second_snapshot, fork, with_memory=True)
         await self.host.save(fork)
 
     async def discard_fork(self) -> None:
-        fork = self._new_sandbox("fork")
+        fork = self._make_sandbox("fork")
         await self.host.fork(self.second_snapshot, fork, with_memory=True)
         await self.host.discard(fork)
 
@@ -121,7 +121,7 @@ OPERATIONS: dict[str, Callable[[Gateway], Awaitable[None]]] = {
 def make_config(state_xfs: LoopXfs, root_xfs: LoopXfs) -> Callable[[], Config]:
     """A function that returns a configuration with a new state root and a new memory root."""
 
-    def new_config() -> Config:
+    def make_new_config() -> Config:
         number = next(_numbers)
         state_root, memory_root = state_xfs.mount_point / str(number), root_xfs.mount_point / str(number)
         state_root.mkdir()
@@ -129,7 +129,7 @@ def make_config(state_xfs: LoopXfs, root_xfs: LoopXfs) -> Callable[[], Config]:
         kvm_xfs = {"memory_root": memory_root, "memory_mode": "compare"}
         return Config.model_validate({"host": {"state_root": state_root}, "kvm_xfs": kvm_xfs})
 
-    return new_config
+    return make_new_config
 
 
 def run_and_kill(gateway: Gateway, operation: str, fatal_step: int) -> tuple[int, int]:

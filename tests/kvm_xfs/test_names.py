@@ -15,10 +15,18 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, World, outside_addresses, run_inside, world
+from tests.kvm_xfs.test_netns import (
+    OPEN_POLICY,
+    Guest,
+    OutsideMachine,
+    World,
+    compute_outside_addresses,
+    run_inside,
+    world,
+)
 from tests.support.name_server import NameServer
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 API = "api.example.com"
 SERVICE, OTHER_SERVICE = "192.31.196.1", "192.175.48.1"
@@ -32,7 +40,7 @@ def make_names_only_policy(*names: str) -> NetworkPolicy:
 @contextlib.asynccontextmanager
 async def world_with_names() -> AsyncIterator[tuple[World, OutsideMachine, NameServer, socket.socket]]:
     """A world whose name server is the outside machine."""
-    async with world(dns=[outside_addresses()[1]]) as w:
+    async with world(dns=[compute_outside_addresses()[1]]) as w:
         machine = w.add_outside_machine()
         for address in (SERVICE, OTHER_SERVICE):
             machine.add_address(address)

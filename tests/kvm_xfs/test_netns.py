@@ -43,7 +43,7 @@ from sandbox_gateway.hosts.network_policy import name_servers
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 T = TypeVar("T")
 OPEN_POLICY = NetworkPolicy()
@@ -167,14 +167,14 @@ class Guest(NetworkNamespace):
         super().remove()
 
 
-def outside_block_number() -> int:
+def get_outside_block_number() -> int:
     """Return a number that no concurrent test run uses."""
-    return (int(session.run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
+    return (int(session.get_run_id(), 36) * session.LANE_COUNT + session.LANE) % 16384
 
 
-def outside_addresses() -> tuple[str, str]:
+def compute_outside_addresses() -> tuple[str, str]:
     """Return the addresses of the host and of the outside machine on the link between them."""
-    block_number = outside_block_number()
+    block_number = get_outside_block_number()
     first, second = (f"198.18.{block_number // 64}.{block_number % 64 * 4 + host}" for host in (1, 2))
     return first, second
 
@@ -184,7 +184,7 @@ class OutsideMachine(NetworkNamespace):
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
-        self.host_address, self.address = outside_addresses()
+        self.host_address, self.address = compute_outside_addresses()
         host_interface = f"{prefix}o"
         run_ip("link", "add", host_interface, "type", "veth", "peer", "name", "eth0", "netns", self.name)
         run_ip("address", "add", f"{self.host_address}/30", "dev", host_interface)
@@ -192,7 +192,7 @@ class OutsideMachine(NetworkNamespace):
         self.run_ip("link", "set", "eth0", "up")
         self.run_ip("address", "add", f"{self.address}/30", "dev", "eth0")
         # Use a separate table, so that the routes of this machine and of other tests stay unchanged.
-        self._table = str(1000 + outside_block_number())
+        self._table = str(1000 + get_outside_block_number())
         self._rule = ("from", subnet, "lookup", self._table)
         run_ip("rule", "add", *self._rule)
         self._host_interface = host_interface
@@ -251,8 +251,8 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
-    network = Network(**{**session.network(), "pool": ready, **settings})
+async def world(*, ready_count: int = 0, **settings: Any) -> AsyncIterator[World]:
+    network = Network(**{**session.allocate_network(), "pool": ready_count, **settings})
     pool = SlotPool(network)
     new_world = World(pool, network)
     await pool.open(set())
@@ -479,7 +479,7 @@ def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
     subprocess.run(["nft", nft_command], check=True, timeout=20)
 
 
-def serve(w: World, port: int) -> socket.socket:
+def listen_for_volume(w: World, port: int) -> socket.socket:
     server = run_inside(volume_namespace(w.network), lambda: socket.create_server((volume_address(w.network), port)))
     server.settimeout(20)
     return w.close_at_end(server)
@@ -491,7 +491,7 @@ async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolic
         slot, other_slot = await w.pool.take(policy), await w.pool.take(OPEN_POLICY)
         guest, other_guest = w.add_guest(slot), w.add_guest(other_slot)
         port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
-        server, _ = serve(w, port), serve(w, next_port)
+        server, _ = listen_for_volume(w, port), listen_for_volume(w, next_port)
         change_access(w.network, "add", slot, port)
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, port))
         accepted_socket, peer = server.accept()
@@ -509,7 +509,7 @@ async def test_revoking_volume_access_disconnects_the_sandbox_immediately() -> N
     async with world() as w:
         slot = await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(slot)
-        server = serve(w, VOLUME_PORTS[0])
+        server = listen_for_volume(w, VOLUME_PORTS[0])
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
         accepted_socket = w.close_at_end(server.accept()[0])
@@ -527,7 +527,7 @@ async def test_a_fork_reconnects_to_its_volume() -> None:
     async with world() as w:
         source_slot, fork_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(OPEN_POLICY)
         guest = w.add_guest(source_slot)
-        server = serve(w, VOLUME_PORTS[0])
+        server = listen_for_volume(w, VOLUME_PORTS[0])
         for slot in (source_slot, fork_slot):
             change_access(w.network, "add", slot, VOLUME_PORTS[0])
         client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
@@ -548,7 +548,7 @@ async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
     async with world() as w:
         outside_machine = w.add_outside_machine()
         address = volume_address(w.network)
-        serve(w, VOLUME_PORTS[0])
+        listen_for_volume(w, VOLUME_PORTS[0])
         outside_machine.run_ip("route", "add", f"{address}/32", "via", outside_machine.host_address)
         w.close_at_end(listen(48125))
         assert outside_machine.can_reach(outside_machine.host_address, 48125, timeout=20), (
@@ -564,7 +564,7 @@ async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
 
 
 async def test_taking_a_ready_slot_is_fast() -> None:
-    async with world(ready=2) as w:
+    async with world(ready_count=2) as w:
         await wait_for_ready_slots(w.pool, 2)
         start = time.perf_counter()
         slot = await w.pool.take(OPEN_POLICY)
@@ -587,8 +587,8 @@ async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None
 
 
 async def test_take_fails_if_all_addresses_are_in_use() -> None:
-    subnet = session.network()["subnet"].split("/")[0] + "/28"
-    async with world(subnet=subnet, ready=1) as w:
+    subnet = session.allocate_network()["subnet"].split("/")[0] + "/28"
+    async with world(subnet=subnet, ready_count=1) as w:
         slots = [await w.pool.take(OPEN_POLICY) for _ in range(2)]
         await wait_for_ready_slots(w.pool, 1)
         slots.append(await w.pool.take(OPEN_POLICY))
@@ -624,7 +624,7 @@ async def test_a_cancelled_request_leaks_no_slot() -> None:
 
 
 async def test_only_the_slots_user_can_open_its_tap() -> None:
-    network = Network(**{**session.network(), "pool": 0})
+    network = Network(**{**session.allocate_network(), "pool": 0})
     pool = SlotPool(network, uid_base=2_000_000)
     await pool.open(set())
     try:
@@ -650,7 +650,7 @@ def can_open_tap(uid: int) -> bool:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    network = Network(**{**session.network(), "pool": 1})
+    network = Network(**{**session.allocate_network(), "pool": 1})
     yield network
     asyncio.run(SlotPool(network).destroy())
     assert list_slot_objects(network.prefix) == []

@@ -88,7 +88,7 @@ def program(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Program]
 
 
 @pytest.fixture
-def tracker(need_root: None) -> Iterator[TrackerClient]:
+def tracker(requires_root: None) -> Iterator[TrackerClient]:
     client = TrackerClient()
     client.open()
     yield client

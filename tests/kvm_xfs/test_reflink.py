@@ -75,14 +75,14 @@ def test_clone_does_not_replace_an_existing_target(directory: Path) -> None:
     assert (directory / "existing").read_text() == "unchanged"
 
 
-def test_require_reflinks_refuses_a_file_system_without_them(tmp_path: Path, need_root: None) -> None:
+def test_require_reflinks_refuses_a_file_system_without_them(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         with pytest.raises(Unsupported, match=r"mkfs\.xfs -m reflink=1"):
             reflink.require_reflinks(xfs.mount_point)
         assert not list(xfs.mount_point.glob(".reflink*"))
 
 
-def test_clone_fails_on_a_full_file_system(tmp_path: Path, need_root: None) -> None:
+def test_clone_fails_on_a_full_file_system(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         source = write_file(xfs.mount_point / "source")
         with (xfs.mount_point / "filler").open("wb") as filler:

@@ -23,7 +23,7 @@ from sandbox_gateway.records import Resources
 from tests.kvm_xfs.conftest import BuiltRootfs, build
 from tests.support.xfs import LoopXfs
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def read_file(rootfs: BuiltRootfs, path: str) -> str:
@@ -111,7 +111,7 @@ def test_a_build_leaves_only_its_three_files(debian_rootfs: BuiltRootfs) -> None
 def test_a_second_debian_build_downloads_nothing(debian_rootfs: BuiltRootfs, tmp_path: Path) -> None:
     from tests.support import session
 
-    second_build = build(Recipe(), tmp_path, session.cache_dir())
+    second_build = build(Recipe(), tmp_path, session.get_cache_dir())
     assert second_build.log_lines[0].startswith("using the cached root file system")
     assert read_file(second_build, "/etc/machine-id") != read_file(debian_rootfs, "/etc/machine-id")
 
@@ -286,9 +286,9 @@ def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Pa
         Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
     ):
         build(create_recipe(tree), tmp_path)
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid) as error_info:
         build(create_recipe(tree), tmp_path)
-    match = re.search(r"set diskSizeMB to (\d+)", caught.value.message)
+    match = re.search(r"set diskSizeMB to (\d+)", error_info.value.message)
     assert match
     build(create_recipe(tree, int(match[1])), tmp_path)
 

@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.records import MemoryMode, Resources, Snapshot
 from tests.support.gateway import TEMPLATE, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 PLATFORM = {"accelerator": "tcg", "cpu_model": "max", "machine": "pc-q35-7.2", "qemu_version": "7.2.1"}
@@ -53,12 +53,12 @@ def start_import(store: Snapshots, snapshot: Snapshot) -> transfer.SnapshotFileT
     return target
 
 
-def new_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
+def make_snapshot(memory: MemoryMode = MemoryMode.FULL) -> Snapshot:
     return Snapshot(memory=memory, resources=Resources(memory_mb=64))
 
 
 @pytest.mark.anyio
-async def test_an_import_exists_once_it_is_committed_and_is_sparse(
+async def test_an_import_is_sparse_and_exists_only_after_its_commit(
     store: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced_paths: list[str] = []
@@ -66,7 +66,7 @@ async def test_an_import_exists_once_it_is_committed_and_is_sparse(
     monkeypatch.setattr(
         commit_protocol, "sync_files", lambda paths: [synced_paths.extend(p.name for p in paths), sync_files(paths)]
     )
-    snapshot = new_snapshot()
+    snapshot = make_snapshot()
     target = start_import(store, snapshot)
     assert store.scan([]) == []
     await target.commit()
@@ -87,8 +87,8 @@ async def test_an_import_exists_once_it_is_committed_and_is_sparse(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_memory_root", [False, True])
-async def test_a_discarded_import_leaves_nothing(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
-    snapshot = new_snapshot()
+async def test_a_discarded_import_leaves_nothing_behind(store: Snapshots, tmp_path: Path, in_memory_root: bool) -> None:
+    snapshot = make_snapshot()
     if in_memory_root:
         directory = MemoryDirectory(tmp_path / "root", "gateway")
         directory.snapshots.mkdir(parents=True)
@@ -101,17 +101,15 @@ async def test_a_discarded_import_leaves_nothing(store: Snapshots, tmp_path: Pat
 
 
 @pytest.mark.anyio
-async def test_without_memory_no_file_of_the_memory_is_created(store: Snapshots) -> None:
-    snapshot = new_snapshot(MemoryMode.NONE)
+async def test_without_memory_no_memory_file_is_created(store: Snapshots) -> None:
+    snapshot = make_snapshot(MemoryMode.NONE)
     await start_import(store, snapshot).commit()
     files = store.files(snapshot)
     assert not files.memory.exists() and not files.device_state.exists()
     assert "platform" not in store.scan([])[0].host
 
 
-def test_memory_needs_an_equal_platform_and_the_cpu_of_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_requires_the_same_platform_and_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer.find_platform_problem(PLATFORM, PLATFORM) == ""
     for key in PLATFORM:
         problem = transfer.find_platform_problem(PLATFORM, {**PLATFORM, key: "other"})
@@ -130,13 +128,13 @@ def test_memory_needs_an_equal_platform_and_the_cpu_of_the_host(
     assert "cpu model" in transfer.find_platform_problem(host, host)
 
 
-def digest(path: Path) -> str:
+def compute_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_cuts(file: bytes) -> None:
-    """Check that a file that ends at any edge of a record, one byte beside it, or at a random place is incomplete."""
+def check_truncated_files(file: bytes) -> None:
+    """Check that a file is incomplete if it is cut at the boundary of a record, a byte beside it, or anywhere else."""
     edges, position = [0, 21], 21
     while position < len(file):
         position += 5 + int.from_bytes(file[position + 1 : position + 5], "big")
@@ -175,7 +173,7 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     file = response.content
     directory = one.state_root / "snapshots" / original["snapshotID"]
     names = ("rootfs.img", "memory.img", "device.state", "kernel", "initrd")
-    digests = [digest(directory / name) for name in names]
+    digests = [compute_digest(directory / name) for name in names]
     one.call("DELETE", "/sandboxes/source")
     one.call("DELETE", "/snapshots/taken")
     assert not directory.exists()
@@ -184,17 +182,17 @@ def test_a_machine_continues_from_an_imported_snapshot_whose_original_is_gone(
     imported = response.json()
     assert (imported["memory"], imported["imported"]["omittedMemory"]) == ("full", "")
     directory = one.state_root / "snapshots" / imported["snapshotID"]
-    assert [digest(directory / name) for name in names] == digests
+    assert [compute_digest(directory / name) for name in names] == digests
     assert (directory / "memory.img").stat().st_blocks * 512 < 256 * MIB
     one.restart()
     one.call("POST", "/snapshots/taken/fork", {"name": "fork"})
     one.sh("fork", "rm /run/running; while ! [ -s /run/running ]; do sleep 0.1; done")
     assert one.sh("fork", "cat /root/disk /run/running; sha256sum /dev/shm/noise") == expected
     one.call("POST", "/sandboxes/fork/snapshots", {"name": "again"})
-    check_cuts(file)
+    check_truncated_files(file)
 
 
-def test_a_killed_import_leaves_nothing(gateway: Callable[..., Gateway]) -> None:
+def test_a_killed_import_leaves_nothing_behind(gateway: Callable[..., Gateway]) -> None:
     one = gateway()
     file = one.client.get(f"/snapshots/{TEMPLATE}/export", params={"memory": "none"}).content
     templates = one.state_root / "templates"
@@ -203,7 +201,7 @@ def test_a_killed_import_leaves_nothing(gateway: Callable[..., Gateway]) -> None
         client.connect(str(one.socket))
         head = f"POST /snapshots/import?name=new HTTP/1.1\r\nHost: x\r\nContent-Length: {len(file)}\r\n\r\n"
         client.sendall(head.encode() + file[: len(file) // 2])
-        eventually(lambda: [*templates.glob(".partial-*/rootfs.img")])
+        wait_until(lambda: [*templates.glob(".partial-*/rootfs.img")])
         one.kill()
     assert [*templates.glob(".partial-*")]
     one.start()

@@ -120,7 +120,7 @@ class Setup:
 
 @contextlib.asynccontextmanager
 async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
-    network = Network(**{**session.network(), "pool": 0})
+    network = Network(**{**session.allocate_network(), "pool": 0})
     root = xfs_root / f"volumes-{network.prefix}"
     root.mkdir()
     new_setup = Setup(network, root)
@@ -308,11 +308,11 @@ async def test_used_bytes_are_the_same_with_and_without_a_server(xfs_root: Path)
         assert abs(await s.servers.used_bytes(volume.id, volume.image) - used_bytes_with_server) < 1 << 18
 
 
-@pytest.mark.parametrize("live", [True, False])
-async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if live and not file_system.can_resize():
+@pytest.mark.parametrize("can_resize", [True, False])
+async def test_a_volume_grows_while_in_use(xfs_root: Path, can_resize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if can_resize and not file_system.can_resize():
         pytest.skip("without CAP_SYS_RESOURCE, the kernel does not grow mounted file systems")
-    monkeypatch.setattr(file_system, "can_resize", lambda: live)
+    monkeypatch.setattr(file_system, "can_resize", lambda: can_resize)
 
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.create_volume(64), await s.create_guest()

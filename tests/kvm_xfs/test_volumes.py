@@ -161,23 +161,23 @@ async def reopen(host: VolumeHost, *sandboxes: Sandbox, snapshots: tuple[str, ..
     return reopened_host, await reopened_host.scan(*sandboxes, snapshots=snapshots)
 
 
-def new_volume(name: str = "data", size_mb: int = SIZE_MB) -> Volume:
+def make_volume(name: str = "data", size_mb: int = SIZE_MB) -> Volume:
     return Volume(name=name, size_mb=size_mb)
 
 
-def new_snapshot(volume: Volume, name: str = "first", *, sandbox_snapshot: str = "") -> VolumeSnapshot:
+def make_snapshot(volume: Volume, name: str = "first", *, sandbox_snapshot: str = "") -> VolumeSnapshot:
     return VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, sandbox_snapshot=sandbox_snapshot)
 
 
-def new_sandbox(*mounts: Mount) -> Sandbox:
+def make_sandbox(*mounts: Mount) -> Sandbox:
     return Sandbox(name=f"box{next(_numbers)}", mounts=list(mounts), host={})
 
 
-def image_path(host: VolumeHost, volume: Volume) -> Path:
+def get_image_path(host: VolumeHost, volume: Volume) -> Path:
     return host.layout.volumes / volume.id / "volume.img"
 
 
-def snapshot_image_path(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
+def get_snapshot_image_path(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
     return host.layout.volumes / snapshot.volume / "snapshots" / snapshot.id / "volume.img"
 
 
@@ -224,9 +224,9 @@ async def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost) -> None:
-    volume = new_volume(size_mb=1024)
+    volume = make_volume(size_mb=1024)
     await host.create(volume)
-    path = image_path(host, volume)
+    path = get_image_path(host, volume)
     assert path.stat().st_size == 1024 << 20 and get_size_on_disk(path) < 64 << 20
     assert path.stat().st_mode & 0o777 == 0o600
     assert has_intact_file_system(path)
@@ -237,39 +237,39 @@ async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost)
 
 
 async def test_a_snapshot_has_the_contents_of_the_volume(host: VolumeHost) -> None:
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
-    snapshot = new_snapshot(volume)
+    write_file(get_image_path(host, volume), "a", "one")
+    snapshot = make_snapshot(volume)
     await host.capture(snapshot)
-    assert reflink.unique_bytes(snapshot_image_path(host, snapshot)) == 0
-    write_file(image_path(host, volume), "a", "two")
-    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
+    assert reflink.unique_bytes(get_snapshot_image_path(host, snapshot)) == 0
+    write_file(get_image_path(host, volume), "a", "two")
+    assert read_file(get_snapshot_image_path(host, snapshot), "a") == "one"
     assert [operation for operation, _ in host.servers.calls] == ["flush", "freeze", "thaw"]
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
     await host.remove_snapshot(snapshot)
-    assert not snapshot_image_path(host, snapshot).parent.exists() and not list_stray_files(host)
+    assert not get_snapshot_image_path(host, snapshot).parent.exists() and not list_stray_files(host)
 
 
 async def test_a_clone_has_the_contents_of_the_snapshot_and_may_be_larger(host: VolumeHost) -> None:
-    volume, clone = new_volume(), new_volume("clone", 2 * SIZE_MB)
+    volume, clone = make_volume(), make_volume("clone", 2 * SIZE_MB)
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
-    snapshot = new_snapshot(volume)
+    write_file(get_image_path(host, volume), "a", "one")
+    snapshot = make_snapshot(volume)
     await host.capture(snapshot)
     await host.create(clone, snapshot)
-    assert image_path(host, clone).stat().st_size == 2 * SIZE_MB << 20
-    assert read_file(image_path(host, clone), "a") == "one"
+    assert get_image_path(host, clone).stat().st_size == 2 * SIZE_MB << 20
+    assert read_file(get_image_path(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
     await host.remove(volume)
-    assert read_file(image_path(host, clone), "a") == "one"
+    assert read_file(get_image_path(host, clone), "a") == "one"
 
 
 async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None:
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
-    await host.capture(new_snapshot(volume))
+    await host.capture(make_snapshot(volume))
     await host.remove(volume)
     assert not list(host.layout.volumes.iterdir())
     await host.wait_for_background_tasks()
@@ -279,17 +279,17 @@ async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None
 
 
 async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHost) -> None:
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
     await host.grow(volume, 3 * SIZE_MB)
-    assert volume.size_mb == 3 * SIZE_MB and image_path(host, volume).stat().st_size == 3 * SIZE_MB << 20
+    assert volume.size_mb == 3 * SIZE_MB and get_image_path(host, volume).stat().st_size == 3 * SIZE_MB << 20
     assert host.servers.calls == [("grow", volume.id)]
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
 
 async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -> None:
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
     host.servers.failing_calls = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
@@ -297,7 +297,7 @@ async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -
     assert volume.size_mb == SIZE_MB
     host.servers.failing_calls.clear()
     await host.grow(volume, 2 * SIZE_MB)
-    assert volume.size_mb == 2 * SIZE_MB and image_path(host, volume).stat().st_size == 2 * SIZE_MB << 20
+    assert volume.size_mb == 2 * SIZE_MB and get_image_path(host, volume).stat().st_size == 2 * SIZE_MB << 20
 
 
 # -- rollback ----------------------------------------------------------------------------------------------------------
@@ -306,13 +306,13 @@ async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -
 @pytest.fixture
 async def volume_snapshot_and_sandbox(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox]:
     """A volume that contains "two", a snapshot of it that contains "one", and a sandbox that mounts the volume."""
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
-    snapshot = new_snapshot(volume)
+    write_file(get_image_path(host, volume), "a", "one")
+    snapshot = make_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image_path(host, volume), "a", "two")
-    sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
+    write_file(get_image_path(host, volume), "a", "two")
+    sandbox = make_sandbox(Mount(volume=volume.id, path="/data"))
     await host.start_machine(sandbox, "10.0.0.2")
     host.servers.calls.clear()
     return volume, snapshot, sandbox
@@ -323,11 +323,11 @@ async def test_rollback_restores_the_files_and_the_clients(
 ) -> None:
     volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "one"
+    assert read_file(get_image_path(host, volume), "a") == "one"
     assert host.servers.calls == [("stop", volume.id), ("serve", volume.id)]
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
-    write_file(image_path(host, volume), "a", "three")
-    assert read_file(snapshot_image_path(host, snapshot), "a") == "one"
+    write_file(get_image_path(host, volume), "a", "three")
+    assert read_file(get_snapshot_image_path(host, snapshot), "a") == "one"
     assert not list_stray_files(host)
 
 
@@ -337,8 +337,8 @@ async def test_a_grown_volume_keeps_its_size_after_a_rollback(
     volume, snapshot, _ = volume_snapshot_and_sandbox
     await host.grow(volume, 2 * SIZE_MB)
     await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "one"
-    assert (volume.size_mb, image_path(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
+    assert read_file(get_image_path(host, volume), "a") == "one"
+    assert (volume.size_mb, get_image_path(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
@@ -356,7 +356,7 @@ async def test_a_failed_rollback_preserves_the_volume_and_its_clients(
     host.servers.failing_calls = {(failing_operation, volume.id)}
     with pytest.raises(BackendFailed, match=f"{failing_operation} refused"):
         await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "two"
+    assert read_file(get_image_path(host, volume), "a") == "two"
     host.servers.failing_calls.clear()
     await host.wait_for_background_tasks()
     assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
@@ -375,14 +375,16 @@ async def test_a_rollback_without_space_changes_nothing(
     volume, snapshot, _ = volume_snapshot_and_sandbox
     with pytest.raises(NoSpace, match="no space left"):
         await host.rollback(volume, snapshot)
-    assert read_file(image_path(host, volume), "a") == "two" and not host.servers.calls and not list_stray_files(host)
+    assert (
+        read_file(get_image_path(host, volume), "a") == "two" and not host.servers.calls and not list_stray_files(host)
+    )
 
 
 # -- several volumes ---------------------------------------------------------------------------------------------------
 
 
 async def create_two_volumes(host: VolumeHost) -> tuple[Volume, Volume]:
-    volume_one, volume_two = new_volume("one"), new_volume("two")
+    volume_one, volume_two = make_volume("one"), make_volume("two")
     for volume in (volume_one, volume_two):
         await host.create(volume)
     return volume_one, volume_two
@@ -392,8 +394,8 @@ async def test_all_volumes_are_frozen_during_a_capture(host: VolumeHost) -> None
     volume_one, volume_two = await create_two_volumes(host)
     snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
     captures = [
-        new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
-        new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+        make_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+        make_snapshot(volume_two, sandbox_snapshot=snapshot.id),
     ]
     await host.capture_sandbox(snapshot, captures)
     assert host.servers.largest_frozen_set == {volume_one.id, volume_two.id} and not host.servers.frozen_volumes
@@ -412,8 +414,8 @@ async def test_if_one_volume_cannot_be_captured_all_snapshots_are_removed(
         await host.capture_sandbox(
             snapshot,
             [
-                new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
-                new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+                make_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+                make_snapshot(volume_two, sandbox_snapshot=snapshot.id),
             ],
         )
     assert not host.servers.frozen_volumes
@@ -438,8 +440,8 @@ async def test_volume_snapshots_of_an_uncommitted_snapshot_are_removed(
         await host.capture_sandbox(
             snapshot,
             [
-                new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
-                new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+                make_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+                make_snapshot(volume_two, sandbox_snapshot=snapshot.id),
             ],
         )
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list_stray_files(host)
@@ -448,32 +450,32 @@ async def test_volume_snapshots_of_an_uncommitted_snapshot_are_removed(
 # -- no space ----------------------------------------------------------------------------------------------------------
 
 
-async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path, need_root: None) -> None:
+async def test_creations_snapshots_and_clones_fail_on_a_full_disk(tmp_path: Path, requires_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         host = VolumeHost(xfs.mount_point)
-        volume = new_volume()
+        volume = make_volume()
         await host.create(volume)
-        write_file(image_path(host, volume), "a", "one")
-        snapshot = new_snapshot(volume)
+        write_file(get_image_path(host, volume), "a", "one")
+        snapshot = make_snapshot(volume)
         await host.capture(snapshot)
         paths_before = sorted(map(str, host.layout.volumes.glob("**/*")))
         filler = fill(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
         for operation in (
-            lambda: host.create(new_volume("another", 4096)),  # Fails after it has written a part.
-            lambda: exhaust_space(lambda: host.capture(new_snapshot(volume, f"s{next(_numbers)}"))),
-            lambda: exhaust_space(lambda: host.create(new_volume(f"v{next(_numbers)}"), snapshot)),
+            lambda: host.create(make_volume("another", 4096)),  # Fails after it has written a part.
+            lambda: exhaust_space(lambda: host.capture(make_snapshot(volume, f"s{next(_numbers)}"))),
+            lambda: exhaust_space(lambda: host.create(make_volume(f"v{next(_numbers)}"), snapshot)),
         ):
             with pytest.raises(NoSpace, match="no space left"):
                 await operation()
             assert not list_stray_files(host)
-            assert read_file(image_path(host, volume), "a") == "one"
+            assert read_file(get_image_path(host, volume), "a") == "one"
         _, scan = await reopen(host)
         assert volume in scan.volumes and snapshot in scan.volume_snapshots
         filler.unlink()
         assert not [sentence for sentence in scan.repaired if "damaged" in sentence]
         assert set(paths_before) <= set(map(str, host.layout.volumes.glob("**/*")))
-        await host.capture(new_snapshot(volume, "later"))
+        await host.capture(make_snapshot(volume, "later"))
 
 
 async def exhaust_space(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -499,12 +501,12 @@ def fill(directory: Path) -> Path:
 @pytest.fixture
 async def volume_and_snapshot(host: VolumeHost) -> tuple[Volume, VolumeSnapshot]:
     """A volume that contains "two", and a snapshot of it that contains "one"."""
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
-    write_file(image_path(host, volume), "a", "one")
-    snapshot = new_snapshot(volume)
+    write_file(get_image_path(host, volume), "a", "one")
+    snapshot = make_snapshot(volume)
     await host.capture(snapshot)
-    write_file(image_path(host, volume), "a", "two")
+    write_file(get_image_path(host, volume), "a", "two")
     return volume, snapshot
 
 
@@ -521,7 +523,7 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    truncate(image_path(host, volume).with_name("manifest.json"))
+    truncate(get_image_path(host, volume).with_name("manifest.json"))
     reopened_host, scan = await reopen(host)
     recreated_volume = get_only_volume(scan)
     assert (recreated_volume.id, recreated_volume.name, recreated_volume.size_mb) == (
@@ -531,7 +533,7 @@ async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     )
     assert recreated_volume.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
     assert any(f"record of volume {volume.id} is damaged" in sentence for sentence in scan.repaired)
-    assert read_file(image_path(host, volume), "a") == "two"
+    assert read_file(get_image_path(host, volume), "a") == "two"
     assert list((host.layout.root / ".damaged").iterdir())
     _, scan = await reopen(reopened_host)
     assert scan.volumes == [recreated_volume] and not scan.repaired
@@ -543,26 +545,26 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     if damage == "missing":
-        image_path(host, volume).unlink()
+        get_image_path(host, volume).unlink()
     else:
-        os.truncate(image_path(host, volume), 4096)
-    running_sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
+        os.truncate(get_image_path(host, volume), 4096)
+    running_sandbox = make_sandbox(Mount(volume=volume.id, path="/data"))
     host.addresses[running_sandbox.instance] = "10.0.0.6"
     reopened_host, scan = await reopen(host, running_sandbox)
     assert get_only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
-    assert not image_path(host, volume).exists() and ("stop", volume.id) in reopened_host.servers.calls
+    assert not get_image_path(host, volume).exists() and ("stop", volume.id) in reopened_host.servers.calls
 
-    sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
+    sandbox = make_sandbox(Mount(volume=volume.id, path="/data"))
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
         await reopened_host.start_machine(sandbox, "10.0.0.2")
     reopened_host.stop_machine(sandbox, reopened_host.wait_for_background_tasks)
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
-        await reopened_host.capture(new_snapshot(volume))
+        await reopened_host.capture(make_snapshot(volume))
     assert "roll the volume back" in (await reopened_host.state(volume)).stuck[0]
     await reopened_host.rollback(volume, snapshot)
     assert not (await reopened_host.state(volume)).stuck
-    assert read_file(image_path(host, volume), "a") == "one"
+    assert read_file(get_image_path(host, volume), "a") == "one"
     _, scan = await reopen(reopened_host)
     assert get_only_volume(scan) == volume and not scan.repaired
 
@@ -570,23 +572,23 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
 async def test_a_volume_without_an_intact_image_or_snapshot_is_quarantined(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
-    damaged_volume = new_volume("other")
+    damaged_volume = make_volume("other")
     await host.create(damaged_volume)
-    os.truncate(image_path(host, damaged_volume), 4096)
+    os.truncate(get_image_path(host, damaged_volume), 4096)
     _, scan = await reopen(host)
     assert get_only_volume(scan) == volume_and_snapshot[0]
     assert any(f"{damaged_volume.id} is damaged" in sentence for sentence in scan.repaired)
-    assert not image_path(host, damaged_volume).parent.exists()
+    assert not get_image_path(host, damaged_volume).parent.exists()
 
 
 async def test_a_damaged_snapshot_is_quarantined_and_its_volume_remains(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    second_snapshot = new_snapshot(volume, "second")
+    second_snapshot = make_snapshot(volume, "second")
     await host.capture(second_snapshot)
-    truncate(snapshot_image_path(host, snapshot).with_name("manifest.json"))
-    os.truncate(snapshot_image_path(host, second_snapshot), 4096)
+    truncate(get_snapshot_image_path(host, snapshot).with_name("manifest.json"))
+    os.truncate(get_snapshot_image_path(host, second_snapshot), 4096)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and scan.volume_snapshots == []
     assert len(list((host.layout.root / ".damaged").iterdir())) == 2
@@ -597,11 +599,11 @@ async def test_volume_snapshots_of_a_missing_snapshot_are_removed(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(volume_snapshot := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    await host.capture(volume_snapshot := make_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
     _, scan = await reopen(host, snapshots=(sandbox_snapshot.id,))
     assert {each.id for each in scan.volume_snapshots} == {snapshot.id, volume_snapshot.id}
     _, scan = await reopen(host)
-    assert scan.volume_snapshots == [snapshot] and not snapshot_image_path(host, volume_snapshot).exists()
+    assert scan.volume_snapshots == [snapshot] and not get_snapshot_image_path(host, volume_snapshot).exists()
 
 
 async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
@@ -609,7 +611,7 @@ async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
 ) -> None:
     volume, snapshot = volume_and_snapshot
     sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(volume_snapshot := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    await host.capture(volume_snapshot := make_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
     (host.layout.snapshots / sandbox_snapshot.id).mkdir()
     quarantine_path = Quarantine(host.layout.root).move(host.layout.snapshots / sandbox_snapshot.id)
     _, scan = await reopen(host)
@@ -626,14 +628,14 @@ async def test_foreign_files_among_the_volumes_are_ignored(
     (host.layout.volumes / "foreign" / "file").touch()
     (host.layout.volumes / "empty").mkdir()
     (host.layout.volumes / "note.txt").touch()
-    shutil.rmtree(snapshot_image_path(host, snapshot).parent.parent)
+    shutil.rmtree(get_snapshot_image_path(host, snapshot).parent.parent)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
 async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(host: VolumeHost) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    manifest = image_path(host, volume_two).with_name("manifest.json")
+    manifest = get_image_path(host, volume_two).with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": volume_one.host}))
     _, scan = await reopen(host)
     volumes = {volume.id: volume for volume in scan.volumes}
@@ -665,7 +667,7 @@ async def test_a_failed_creation_releases_its_port(host: VolumeHost, monkeypatch
         patch.setattr(store, "format_image", fail)
         for _ in range(3):
             with pytest.raises(BackendFailed, match="forced"):
-                await host.create(new_volume())
+                await host.create(make_volume())
     assert not list_stray_files(host)
     volume_one, volume_two = await create_two_volumes(host)
     assert {volume_one.host["port"], volume_two.host["port"]} == set(VOLUME_PORTS[:2])
@@ -682,10 +684,10 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_server_accepts_clients_while_their_sandboxes_run_and_stops_with_the_last(host: VolumeHost) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    writer = new_sandbox(
+    writer = make_sandbox(
         Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two", read_only=True)
     )
-    reader = new_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
+    reader = make_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
     client_counts = []
 
     async def release() -> None:
@@ -709,7 +711,7 @@ async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke
     host: VolumeHost, short_timeouts: None
 ) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
+    sandbox = make_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
     releases = []
 
     async def release() -> None:
@@ -721,7 +723,7 @@ async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke
     await _wait_until(lambda: host.servers.calls.count(("stop", volume_two.id)) > 3)
     assert volume_one.id not in host.servers.clients
     state = await host.state(volume_two)
-    assert state.used_bytes == get_size_on_disk(image_path(host, volume_two))
+    assert state.used_bytes == get_size_on_disk(get_image_path(host, volume_two))
     (sentence,) = state.stuck
     assert "stop refused" in sentence and volume_two.id in sentence
     assert not (await host.state(volume_one)).stuck and not releases
@@ -731,14 +733,14 @@ async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke
 
 
 async def test_a_machine_without_volumes_does_not_call_servers(host: VolumeHost) -> None:
-    sandbox = new_sandbox()
+    sandbox = make_sandbox()
     await host.start_machine(sandbox, "10.0.0.2")
     assert not host.stop_machine(sandbox, host.wait_for_background_tasks) and not host.servers.calls
 
 
 async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: VolumeHost, short_timeouts: None) -> None:
     volume_one, _ = await create_two_volumes(host)
-    sandbox = new_sandbox()
+    sandbox = make_sandbox()
     mount = Mount(volume=volume_one.id, path="/one")
 
     await host.start_machine(sandbox, "10.0.0.2")
@@ -754,7 +756,7 @@ async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: Vo
 
 async def test_a_failed_attach_changes_nothing(host: VolumeHost, short_timeouts: None) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
+    sandbox = make_sandbox(Mount(volume=volume_one.id, path="/one", read_only=True))
 
     await host.start_machine(sandbox, "10.0.0.2")
     host.servers.failing_calls = {("serve", volume_one.id), ("serve", volume_two.id)}
@@ -772,10 +774,10 @@ async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
     host: VolumeHost, short_timeouts: None
 ) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    running_sandbox = new_sandbox(
+    running_sandbox = make_sandbox(
         Mount(volume=volume_one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone")
     )
-    paused_sandbox = new_sandbox(Mount(volume=volume_two.id, path="/two"))
+    paused_sandbox = make_sandbox(Mount(volume=volume_two.id, path="/two"))
     host.addresses[running_sandbox.instance] = "10.0.0.2"
     reopened_host, scan = await reopen(host, running_sandbox, paused_sandbox)
     assert reopened_host.servers.known_volumes == {volume_one.id, volume_two.id}
@@ -797,7 +799,7 @@ async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
     host: VolumeHost, short_timeouts: None
 ) -> None:
     volume_one, volume_two = await create_two_volumes(host)
-    sandbox = new_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
+    sandbox = make_sandbox(Mount(volume=volume_one.id, path="/one"), Mount(volume=volume_two.id, path="/two"))
     reopened_host = VolumeHost(host.layout.root)
     reopened_host.addresses = {sandbox.instance: "10.0.0.2"}
 
@@ -843,10 +845,10 @@ async def _run_and_count_steps(work: Coroutine[Any, Any, None], step_counter: St
 
 
 OPERATIONS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
-    "create": lambda host, volume, snapshot: host.create(new_volume("new")),
-    "clone": lambda host, volume, snapshot: host.create(new_volume("new", 2 * SIZE_MB), snapshot),
+    "create": lambda host, volume, snapshot: host.create(make_volume("new")),
+    "clone": lambda host, volume, snapshot: host.create(make_volume("new", 2 * SIZE_MB), snapshot),
     "grow": lambda host, volume, snapshot: host.grow(volume, volume.size_mb + 1),
-    "capture": lambda host, volume, snapshot: host.capture(new_snapshot(volume, "new")),
+    "capture": lambda host, volume, snapshot: host.capture(make_snapshot(volume, "new")),
     "rollback": lambda host, volume, snapshot: host.rollback(volume, snapshot),
     "remove": lambda host, volume, snapshot: host.remove(volume),
     "remove-snapshot": lambda host, volume, snapshot: host.remove_snapshot(snapshot),
@@ -859,12 +861,12 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
         directory = root / str(fatal_step)
         directory.mkdir()
         host = VolumeHost(directory)
-        volume, snapshot = new_volume(), None
+        volume, snapshot = make_volume(), None
         asyncio.run(host.create(volume))
-        write_file(image_path(host, volume), "a", "one")
-        snapshot = new_snapshot(volume)
+        write_file(get_image_path(host, volume), "a", "one")
+        snapshot = make_snapshot(volume)
         asyncio.run(host.capture(snapshot))
-        write_file(image_path(host, volume), "a", "two")
+        write_file(get_image_path(host, volume), "a", "two")
         outcome = run_until_killed(host, OPERATIONS[operation](host, volume, snapshot), fatal_step)
         reopened_host, scan = asyncio.run(reopen(host))
         check_volumes(reopened_host, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
@@ -881,22 +883,22 @@ def check_volumes(
     volumes = {each.name: each for each in scan.volumes}
     snapshots = {each.name: each for each in scan.volume_snapshots}
     for each in scan.volumes:
-        assert has_intact_file_system(image_path(host, each)), when
-        assert image_path(host, each).stat().st_size == each.size_mb << 20, when
+        assert has_intact_file_system(get_image_path(host, each)), when
+        assert get_image_path(host, each).stat().st_size == each.size_mb << 20, when
     for each in scan.volume_snapshots:
-        assert has_intact_file_system(snapshot_image_path(host, each)), when
+        assert has_intact_file_system(get_snapshot_image_path(host, each)), when
     if operation == "remove":
         assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), when
         return
-    text = read_file(image_path(host, volume), "a")
+    text = read_file(get_image_path(host, volume), "a")
     assert text in ("one", "two") if operation == "rollback" else text == "two", when
     assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), when
     if operation != "remove-snapshot":
-        assert read_file(snapshot_image_path(host, snapshots["first"]), "a") == "one", when
+        assert read_file(get_snapshot_image_path(host, snapshots["first"]), "a") == "one", when
     if "new" in volumes:
-        assert read_file(image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
+        assert read_file(get_image_path(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
     if "new" in snapshots:
-        assert read_file(snapshot_image_path(host, snapshots["new"]), "a") == "two", when
+        assert read_file(get_snapshot_image_path(host, snapshots["new"]), "a") == "two", when
 
 
 def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:
@@ -907,8 +909,8 @@ def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> No
         volume_one, volume_two = asyncio.run(create_two_volumes(host))
         snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
         captures = [
-            new_snapshot(volume_one, sandbox_snapshot=snapshot.id),
-            new_snapshot(volume_two, sandbox_snapshot=snapshot.id),
+            make_snapshot(volume_one, sandbox_snapshot=snapshot.id),
+            make_snapshot(volume_two, sandbox_snapshot=snapshot.id),
         ]
         outcome = run_until_killed(host, host.capture_sandbox(snapshot, captures), fatal_step)
         committed_ids = tuple(path.name for path in commit_protocol.list_directories(host.layout.snapshots))
@@ -923,8 +925,8 @@ def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> No
 
 
 async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: VolumeHost) -> None:
-    volume = new_volume()
+    volume = make_volume()
     await host.create(volume)
     with pytest.raises(GatewayError):
-        await host.rollback(volume, new_snapshot(volume))
-    assert has_intact_file_system(image_path(host, volume)) and not list_stray_files(host)
+        await host.rollback(volume, make_snapshot(volume))
+    assert has_intact_file_system(get_image_path(host, volume)) and not list_stray_files(host)

@@ -13,7 +13,7 @@ import pytest
 from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 _MOLECULE_COMMAND = Path(sys.executable).with_name("molecule")
 _SCENARIO_DIRECTORY = session.REPOSITORY / "molecule"
@@ -24,16 +24,16 @@ RunScenario = Callable[..., str]
 
 
 @pytest.fixture
-def run_scenario(need_root: None) -> Iterator[RunScenario]:
+def run_scenario(requires_root: None) -> Iterator[RunScenario]:
     """Return a function that runs a scenario with environment variables, checks its success, and returns its output."""
-    state_directory = session.run_dir() / "molecule"
+    state_directory = session.get_run_dir() / "molecule"
     running_scenarios: list[tuple[str, dict[str, str]]] = []
 
     def run_scenario(scenario: str, **variables: str) -> str:
-        network = session.network()
+        network = session.allocate_network()
         env = {
-            **environment(state_directory),
-            "GROVE_MOLECULE_CACHE": str(session.cache_dir()),
+            **make_environment(state_directory),
+            "GROVE_MOLECULE_CACHE": str(session.get_cache_dir()),
             "GROVE_MOLECULE_PREFIX": network["prefix"],
             "GROVE_MOLECULE_STATE": str(state_directory),
             "GROVE_MOLECULE_SUBNET": network["subnet"],
@@ -97,9 +97,9 @@ def test_scenario_gateway_systemd(run_scenario: RunScenario) -> None:
 @pytest.mark.slow
 def test_scenario_jail_zfs(run_scenario: RunScenario) -> None:
     """Another pool exists throughout, so that the scenario neither starts nor stops ZFS."""
-    with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
-        run_scenario("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
-        assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
+    with pools.pool(f"t{session.get_run_id()}m", session.get_run_dir(), megabytes=128):
+        run_scenario("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.get_debian_tarball()))
+        assert f"molecule-t{session.get_run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
 
 
 @pytest.mark.parametrize(

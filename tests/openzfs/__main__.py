@@ -45,13 +45,13 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"./dev test openzfs: {error}", file=sys.stderr)
         return 2
-    # End the guest even if this process is asked to end.
+    # End the guest even if this process is terminated.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     leaks.sweep_earlier_runs()
     try:
         outcomes = run(selected_steps)
     finally:
-        shutil.rmtree(session.run_path(), ignore_errors=True)
+        shutil.rmtree(session.get_run_path(), ignore_errors=True)
     for outcome in outcomes:
         report(str(outcome))
     return 0 if all(outcome.is_success for outcome in outcomes) else 1
@@ -67,22 +67,22 @@ def report(line: str) -> None:
 
 
 def run(selected_steps: Sequence[Step]) -> list[Outcome]:
-    """Run the steps in one guest, and return their outcomes. Their files are left in ``results_directory``."""
-    directory, results = session.run_dir(), results_directory()
+    """Run the steps in one guest, and return their outcomes. Their files are left in ``get_results_directory``."""
+    directory, results = session.get_run_dir(), get_results_directory()
     guest_image = image.find_or_build(directory, report)
     report(f"OpenZFS {guest_image.versions['zfs-dkms']}, Linux {guest_image.versions['linux-image-cloud-amd64']}")
-    accelerator = asyncio.run(accel.probe(KvmXfs(), session.cache_dir() / "accel-openzfs.json", guest_image.kernel))
+    accelerator = asyncio.run(accel.probe(KvmXfs(), session.get_cache_dir() / "accel-openzfs.json", guest_image.kernel))
     report(f"accelerator {accelerator.name}: {accelerator.reason}")
     report("writing the disks of the job")
     _write_disks(selected_steps, directory)
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True)
     report(f"starting the guest; its console is also in {results}/console.log")
-    argv = _qemu_command(guest_image, accelerator, directory)
+    argv = _make_qemu_command(guest_image, accelerator, directory)
     with (results / "console.log").open("w") as log, Console(argv, directory) as console:
         statuses = follow(console.read_line, selected_steps, log.write)
     with tarfile.open(directory / _RESULTS_DISK, "r:") as archive:
-        # Without results, the disk contains only zeros: an empty archive.
+        # Without results, the disk contains only zeros, which tar reads as an empty archive.
         archive.extractall(results, filter="data")
     return [
         Outcome(step, status, seconds, steps.count_results(results / step.result) if step.result else {})
@@ -91,14 +91,14 @@ def run(selected_steps: Sequence[Step]) -> list[Outcome]:
     ]
 
 
-def results_directory() -> Path:
-    return session.state_dir() / "openzfs"
+def get_results_directory() -> Path:
+    return session.get_state_dir() / "openzfs"
 
 
 def follow(
     read_line: Callable[[float], str | None], selected_steps: Sequence[Step], write: Callable[[str], object]
 ) -> dict[str, tuple[int | None, float]]:
-    """Report what the guest prints until it turns itself off. Returns the status and duration of each ended step.
+    """Report what the guest prints until it turns itself off. Returns the status and duration of each finished step.
 
     ``read_line`` takes a deadline, and returns None at the end of the output. It raises TimeoutError.
     """
@@ -121,7 +121,7 @@ def follow(
 
 
 class Console:
-    """A running guest. The context ends it."""
+    """A context manager that starts a guest, and kills it at the end."""
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
         self._argv = argv
@@ -158,20 +158,20 @@ class Console:
         return line.decode(errors="replace").rstrip("\r")
 
 
-def _qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
+def _make_qemu_command(guest_image: image.Image, accelerator: accel.Accel, directory: Path) -> list[str]:
     config = KvmXfs()
     threads = ",thread=multi,tb-size=256" if accelerator.name == "tcg" else ""
     argv = [config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
     argv += ["-M", config.machine, "-accel", accelerator.name + threads, "-cpu", accelerator.cpu_model]
     argv += ["-smp", str(min(2, os.cpu_count() or 1)), "-m", str(_MEMORY_MB)]
     argv += ["-kernel", str(guest_image.kernel), "-initrd", str(guest_image.initrd), "-append", _KERNEL_ARGUMENTS]
-    argv += _disk_options(guest_image.disk, "snapshot=on")
+    argv += _make_disk_options(guest_image.disk, "snapshot=on")
     for name, options in ((_JOB_DISK, ""), (_ENVIRONMENT_DISK, "readonly=on"), (_RESULTS_DISK, "")):
-        argv += _disk_options(directory / name, options)
+        argv += _make_disk_options(directory / name, options)
     return argv
 
 
-def _disk_options(file: Path, options: str) -> list[str]:
+def _make_disk_options(file: Path, options: str) -> list[str]:
     path = str(file).replace(",", ",,")
     return ["-drive", ",".join(filter(None, ["if=virtio,format=raw,cache=unsafe", options, f"file={path}"]))]
 
@@ -186,8 +186,8 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
     compile_command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", str(repository)]
     compile_command += ["-p", str(session.REPOSITORY), str(repository / "gateway"), str(repository / "tests")]
     subprocess.run(compile_command, timeout=300, check=True)
-    # The guest has no network, and would take long to build the root file system of the jails.
-    tarball = jail_world.debian_tarball()
+    # The guest has no network, and would take a long time to build the root file system of the jails.
+    tarball = jail_world.get_debian_tarball()
     shutil.copy(tarball, cache)
     job = {
         "repository": str(session.REPOSITORY),

@@ -90,7 +90,7 @@ def _run_job(job: dict[str, Any]) -> None:
 
 
 def _run_step(argv: list[str], seconds: float, directory: Path, environment: dict[str, str]) -> int:
-    """Run a step, end all processes that it leaves, and return its exit status. A step that takes too long has 124."""
+    """Run a step, end all processes that it leaves behind, and return its exit status, or 124 after a timeout."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ def _run_step(argv: list[str], seconds: float, directory: Path, environment: dic
     printer.start()
     deadline = time.monotonic() + seconds
     status = _wait(process.pid, deadline)
-    # The first process is the only one that this does not reach.
+    # This reaches every process except the first one.
     os.kill(-1, signal.SIGKILL)
     _wait(None, time.monotonic() + 30)
     printer.join(30)
@@ -119,7 +119,7 @@ def _print_lines(lines: IO[bytes]) -> None:
 
 
 def _wait(pid: int | None, deadline: float) -> int | None:
-    """Wait for a process, or for all, and for every orphan that ends meanwhile. Returns the process's exit status."""
+    """Wait for a process, or for all, and reap orphans that end in the meantime. Returns the process's exit status."""
     while time.monotonic() < deadline:
         try:
             ended_pid, status = os.waitpid(-1, os.WNOHANG)

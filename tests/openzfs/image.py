@@ -49,14 +49,14 @@ class Image:
 
 def find_or_build(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
-    sources = zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
+    sources = make_zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
-    image_directory = session.cache_dir() / f"openzfs-{_digest(sources, versions)}"
+    image_directory = session.get_cache_dir() / f"openzfs-{_compute_digest(sources, versions)}"
     if not image_directory.is_dir():
         report(f"building the image with OpenZFS {versions['zfs-dkms']}, which takes 5 to 15 minutes")
         _build(sources, versions, work_directory / "build")
         # Each image takes more than a gigabyte.
-        for old_directory in session.cache_dir().glob("openzfs-*"):
+        for old_directory in session.get_cache_dir().glob("openzfs-*"):
             shutil.rmtree(old_directory)
         (work_directory / "build" / "image").rename(image_directory)
         report("the image is built")
@@ -68,7 +68,7 @@ def _load(directory: Path) -> Image:
     return Image(directory / "disk", directory / "kernel", directory / "initrd", versions)
 
 
-def zfs_sources(sources: str) -> str:
+def make_zfs_sources(sources: str) -> str:
     """Return APT sources in deb822 format with the component that contains ZFS, and with the suite of backports."""
     stanzas = []
     for stanza in sources.strip().split("\n\n"):
@@ -80,7 +80,7 @@ def zfs_sources(sources: str) -> str:
     return "\n\n".join(stanzas) + "\n"
 
 
-def _digest(sources: str, versions: dict[str, str]) -> str:
+def _compute_digest(sources: str, versions: dict[str, str]) -> str:
     files = {str(path.relative_to(FILES)): path.read_text() for path in sorted(FILES.rglob("*")) if path.is_file()}
     command = [word.replace(str(FILES), "") for word in _build_command(Path("tree"), Path("host.sources"))]
     inputs = [sources, versions, files, command]
@@ -145,7 +145,7 @@ def _build_command(tree: Path, sources_file: Path) -> list[str]:
         f'--customize-hook=install -m 755 {FILES}/init "$1"/usr/local/sbin/openzfs-init',
         '--customize-hook=mkdir -p "$1"/job',
         f"--customize-hook={in_tree} sh -c 'modinfo -F version -k \"$(ls /lib/modules)\" zfs'",
-        # Compilers and sources are no longer needed: they are three quarters of the image.
+        # Compilers and sources are no longer needed: they make up three quarters of the image.
         f"--customize-hook={in_tree} sh -c 'rm -rf /usr/src/* /var/lib/dkms /usr/lib/gcc*'",
         *("--", SUITE, str(tree), str(sources_file)),
     ]

@@ -46,7 +46,7 @@ class Outcome:
         return f"{self.step.name}: {status} in {self.seconds:.0f} s" + (f": {counts}" if counts else "")
 
 
-def _pytest(name: str, *arguments: str, seconds: int) -> Step:
+def _make_pytest_step(name: str, *arguments: str, seconds: int) -> Step:
     argv = (_PYTHON, "-m", "pytest", "-v", "--color=no", "--timeout=1200", *arguments)
     return Step(name, (*argv, f"--junit-xml={guest.RESULTS}/{name}.xml"), seconds, f"{name}.xml")
 
@@ -59,10 +59,10 @@ STEPS = (
         "pyzfs.json",
     ),
     # test_commands.py hangs commands on an XFS file system. It does not use ZFS, and the image has no XFS tools.
-    _pytest(
+    _make_pytest_step(
         "jail_zfs", "tests/jail_zfs", "tests/freebsd_shim", "--ignore=tests/jail_zfs/test_commands.py", seconds=3 * 3600
     ),
-    _pytest("engine", "tests/engine", "-k", "jail_zfs", seconds=6 * 3600),
+    _make_pytest_step("engine", "tests/engine", "-k", "jail_zfs", seconds=6 * 3600),
 )
 
 
@@ -76,7 +76,7 @@ def select(names: list[str]) -> list[Step]:
 
 
 def count_results(file: Path) -> dict[str, int]:
-    """Return the number of tests with each outcome. {}: the file is missing, because the step ended before."""
+    """Return the number of tests with each outcome. {}: the file is missing, because the step ended too early."""
     if not file.is_file():
         return {}
     return _count_junit(file) if file.suffix == ".xml" else _count_json(file)

@@ -13,6 +13,6 @@ from tests.support import session
 @pytest.fixture(scope="session")
 def newer_collections() -> Path:
     """A collections path that contains this collection with a newer gateway."""
-    path = session.run_dir() / "newer"
+    path = session.get_run_dir() / "newer"
     upgrade.make_newer_collection(path)
     return path

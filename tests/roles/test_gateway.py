@@ -30,7 +30,7 @@ class Installation:
     """An installation of the gateway that the role creates below ``root``, with its state in ``state_root``."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
-        network = session.network()
+        network = session.allocate_network()
         self.root = root
         self.state_root = state_root
         self.prefix = network["prefix"]
@@ -50,7 +50,7 @@ class Installation:
             "gateway_log_file": str(root / "log" / "gateway.log"),
             "gateway_pid_file": str(self.pid_file),
             "gateway_config": {
-                "host": {"cache_root": str(session.cache_dir())},
+                "host": {"cache_root": str(session.get_cache_dir())},
                 "kvm_xfs": {"accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
                 "network": {**network, "pool": 1},
             },
@@ -90,7 +90,7 @@ class Installation:
 @pytest.fixture(scope="module")
 def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
     """The installation that all tests in this file share. It has a memory root and the template."""
-    root = session.run_dir() / "role"
+    root = session.get_run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installation = Installation(root, xfs_root / "role")
     (root / "memory").mkdir(mode=0o700)

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.support import session
-from tests.support.roles import PlayResult, environment
+from tests.support.roles import PlayResult, make_environment
 
 ROLE_DIRECTORY = session.REPOSITORY / "roles" / "gateway"
 FACTS = {"ansible_os_family": "FreeBSD", "ansible_distribution": "FreeBSD", "ansible_service_mgr": "bsdinit"}
@@ -144,7 +144,7 @@ class FreeBSDHost:
             str(playbook),
             *(["--check"] if check else []),
         ]
-        env = {**environment(self.directory), **self.environ}
+        env = {**make_environment(self.directory), **self.environ}
         run = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env, check=False)
         output = run.stdout + run.stderr
         recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
@@ -153,7 +153,7 @@ class FreeBSDHost:
 
 
 @pytest.fixture
-def freebsd_host(need_root: None, tmp_path: Path) -> FreeBSDHost:
+def freebsd_host(requires_root: None, tmp_path: Path) -> FreeBSDHost:
     return FreeBSDHost(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_freebsd_paths_are_used(freebsd_host: FreeBSDHost) -> None:
     ]
     playbook.write_text(json.dumps(play))
     ansible_playbook = Path(sys.executable).parent / "ansible-playbook"
-    env = environment(freebsd_host.directory)
+    env = make_environment(freebsd_host.directory)
     run = subprocess.run(
         [str(ansible_playbook), "-i", "localhost,", str(playbook)], capture_output=True, text=True, env=env, check=True
     )

@@ -20,8 +20,8 @@ import yaml
 from tests.roles.upgrade import NEWER_VERSION, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.roles import PlayResult, environment, play
-from tests.support.waiting import eventually
+from tests.support.roles import PlayResult, make_environment, play
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.in_order
 
@@ -75,7 +75,7 @@ class Container:
     def __init__(self, directory: Path, state_root: Path) -> None:
         self.directory = directory
         bind_options = [f"--bind={state_root}:/var/lib/sandbox-gateway", "--bind=/dev/net/tun"]
-        for path in (session.REPOSITORY, Path(sys.prefix), Path(sys.base_prefix), session.run_dir()):
+        for path in (session.REPOSITORY, Path(sys.prefix), Path(sys.base_prefix), session.get_run_dir()):
             if not path.is_relative_to("/usr"):
                 bind_options.append(f"--bind={path}")
         for name in ("/etc/pip.conf", "/etc/ssl", "/etc/resolv.conf"):
@@ -121,7 +121,7 @@ class Container:
             capture_output=True,
             text=True,
             timeout=300,
-            env=environment(session.run_dir()),
+            env=make_environment(session.get_run_dir()),
             check=False,
         )
         assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.read_journal()}"
@@ -144,7 +144,7 @@ class Container:
 
 @pytest.fixture(scope="module")
 def container(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Container]:
-    archive = session.cache_dir() / "debian12-systemd.tar.zst"
+    archive = session.get_cache_dir() / "debian12-systemd.tar.zst"
     if not archive.exists():
         partial_archive = archive.with_name("fresh-" + archive.name)
         subprocess.run(
@@ -187,7 +187,7 @@ def variables() -> dict[str, Any]:
     return {
         "gateway_config": {
             "kvm_xfs": {"accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
-            "network": {**session.network(), "pool": 1},
+            "network": {**session.allocate_network(), "pool": 1},
         }
     }
 
@@ -226,7 +226,7 @@ def read_unit_property(container: Container, name: str) -> str:
 def test_services_of_host_packages_never_run(container: Container) -> None:
     variables = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
     units = [unit for package_units in variables["kvm_xfs_host_services"].values() for unit in package_units]
-    playbook = session.run_dir() / "packages.json"
+    playbook = session.get_run_dir() / "packages.json"
     task = {"ansible.builtin.include_role": {"name": "grove.sandbox.kvm_xfs_host", "tasks_from": "packages"}}
     interpreter_variable = {"ansible_python_interpreter": "/usr/bin/python3"}
     play_data = {
@@ -298,7 +298,7 @@ def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(container: Containe
     assert read_sandbox_state(container, "lives") == "running"
     crashed_pid = read_unit_property(container, "MainPID")
     container.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
-    eventually(
+    wait_until(
         lambda: (
             read_unit_property(container, "MainPID") != crashed_pid
             and read_unit_property(container, "SubState") == "running"
@@ -316,7 +316,7 @@ def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(
     hung_pid = read_unit_property(container, "MainPID")
     # A stopped process sends no notifications, like one whose event loop is blocked.
     container.run("kill", "-STOP", hung_pid)
-    eventually(
+    wait_until(
         lambda: (
             read_unit_property(container, "MainPID") != hung_pid
             and read_unit_property(container, "SubState") == "running"

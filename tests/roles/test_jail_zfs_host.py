@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.freebsd_shim.harness import Shim, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.roles import PlayResult, play
@@ -23,7 +23,7 @@ class JailHost:
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory
         self.dataset = f"{pool.name}/a/sandboxes"
-        network = session.network()
+        network = session.allocate_network()
         self.bridge = f"{network['prefix']}br"
         self.prefix = network["prefix"]
         self.variables: dict[str, Any] = {
@@ -48,14 +48,14 @@ class JailHost:
 
 
 @pytest.fixture(scope="module")
-def pool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}r", session.run_dir()) as pool:
+def pool(requires_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.get_run_id()}r", session.get_run_dir()) as pool:
         yield pool
 
 
 @pytest.fixture
 def jail_host(pool: pools.Pool, tmp_path: Path) -> Iterator[JailHost]:
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         yield JailHost(pool, shim, tmp_path)
     if f"{pool.name}/a" in pools.run("zfs", "list", "-H", "-o", "name").stdout.split():
         pools.destroy_all(f"{pool.name}/a")

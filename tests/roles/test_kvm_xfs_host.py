@@ -17,8 +17,8 @@ ApplyRole = Callable[..., PlayResult]
 
 
 @pytest.fixture
-def directory(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = session.run_dir() / tmp_path_factory.mktemp("host").name
+def directory(requires_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = session.get_run_dir() / tmp_path_factory.mktemp("host").name
     path.mkdir()
     yield path
     if get_mounted_file_system_type(path / "state"):

@@ -52,28 +52,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    port = session.free_port()
+    port = session.allocate_port()
     server_section = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
         gateway = request.getfixturevalue("seeded_gateways")({"server": server_section})
         yield Server("kvm_xfs", KvmXfsHost.abilities, gateway, port, TEMPLATE)
     else:
         world = request.getfixturevalue("jail_zfs_world")
-        directory = session.run_dir() / "sdk"
+        directory = session.get_run_dir() / "sdk"
         directory.mkdir()
         with world_gateway(world, directory, server=server_section) as gateway:
             yield Server("jail_zfs", JailZfsHost.abilities, gateway, port, JAIL_TEMPLATE)
 
 
 @pytest.fixture
-def needs_memory(server: Server) -> None:
+def requires_memory(server: Server) -> None:
     """Skip the test on hosts whose snapshots do not contain memory."""
     if not server.abilities.memory:
         pytest.skip("the host's snapshots contain only the file system")
 
 
 def _write_keys() -> Path:
-    path = session.run_dir() / "sdk-keys"
+    path = session.get_run_dir() / "sdk-keys"
     path.write_text(f"agent admin {KEY}\n")
     path.chmod(0o600)
     return path

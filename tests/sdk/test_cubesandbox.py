@@ -16,8 +16,8 @@ from cubesandbox._exceptions import AuthenticationError
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
 from tests.sdk.test_e2b import HOST_SERVER_PROGRAM, fetch_host, wait_until
-from tests.support.images import small_debian_layer, write_layout
-from tests.support.waiting import eventually
+from tests.support import waiting
+from tests.support.images import make_small_debian_layer, write_layout
 
 CreateSandbox = Callable[..., Sandbox]
 _LARGE_FILE_BYTES = 50 << 20
@@ -370,13 +370,13 @@ def test_templates_can_be_listed_and_renamed(server, create_sandbox):
     assert error_info.value.status_code == 409
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="`image`, `cpu_count` and `memory_mb`; the image's entry point is started")
 @covers("Template.rebuild", note="builds only if the image has changed")
 def test_a_template_is_built_from_an_image(server, create_sandbox, tmp_path):
-    layout = write_layout(tmp_path / "layout", [small_debian_layer(tmp_path)], {"Cmd": ["sleep", "100000"]})
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], {"Cmd": ["sleep", "100000"]})
     build = Template.build(name="image", image=f"oci:{layout}:test", cpu_count=1000, memory_mb=256)
-    eventually(lambda: Template.get_build_status(build.template_id, build.build_id).status != "building", 300)
+    waiting.wait_until(lambda: Template.get_build_status(build.template_id, build.build_id).status != "building", 300)
     assert Template.get_build_status("image", build.build_id).status == "ready", Template.get_build_logs(
         "image", build.build_id
     )

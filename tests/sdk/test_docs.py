@@ -39,12 +39,12 @@ def build_environment(server: Server) -> dict[str, str]:
     urls = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), server.url)
     proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(server.port)}
     keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), server.key)
-    forkd_program = forkd_command.install(session.run_dir())
+    forkd_program = forkd_command.install(session.get_run_dir())
     search_path = f"{forkd_program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {
         "PATH": search_path,
         "CUBE_TEMPLATE_ID": _TEMPLATE_NAME,
-        "FORKD_TARGET": f"127.0.0.1:{session.free_port()}",
+        "FORKD_TARGET": f"127.0.0.1:{session.allocate_port()}",
     }
     return {**os.environ, **urls, **proxy, **keys, **variables}
 
@@ -55,7 +55,7 @@ def test_every_client_has_an_example():
         assert re.search(rf"^from {client} import", source, re.MULTILINE), client
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @pytest.mark.parametrize(
     ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in find_examples()]
 )

@@ -19,8 +19,8 @@ from e2b.api.client_sync import get_api_client
 
 from tests.sdk.conftest import HTTP, Server
 from tests.sdk.coverage import covers
-from tests.support.images import small_debian_layer, write_layout
-from tests.support.waiting import eventually
+from tests.support import waiting
+from tests.support.images import make_small_debian_layer, write_layout
 
 CreateSandbox = Callable[..., Sandbox]
 
@@ -47,7 +47,7 @@ def create_sandbox(server: Server) -> Iterator[CreateSandbox]:
         sandbox.kill()
 
 
-wait_until = functools.partial(eventually, seconds=60)
+wait_until = functools.partial(waiting.wait_until, seconds=60)
 
 
 def fetch_all_items(paginator: Any) -> list[Any]:
@@ -405,12 +405,12 @@ def test_the_status_of_a_build_contains_its_log(server):
     assert [entry.message for entry in status.log_entries] == status.logs
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 @covers("Template.build", note="from images, without `copy`, tags and credentials; each call runs a full build")
 @covers("Template.get_build_status")
 def test_a_template_is_built_from_an_image_with_steps(server, create_sandbox, tmp_path):
     settings = {"Env": ["COLOUR=green", "PATH=/usr/bin"], "Cmd": ["sleep", "77777"]}
-    layout = write_layout(tmp_path / "layout", [small_debian_layer(tmp_path)], settings)
+    layout = write_layout(tmp_path / "layout", [make_small_debian_layer(tmp_path)], settings)
     template = (
         e2b.Template()
         .from_image(f"oci:{layout}:test")

@@ -122,7 +122,7 @@ def test_large_output_is_complete(sandbox):
     assert text.endswith("\n99999\n") and text.count("\n") == 100_000
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 def test_memory_survives_snapshot_fork_and_pause(server):
     sandbox = Sandbox.create(server.template)
     sandboxes = [sandbox]

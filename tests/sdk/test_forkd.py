@@ -23,7 +23,7 @@ _EXIT_TIMEOUT_SECONDS = 20
 @pytest.fixture(autouse=True)
 def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address in FORKD_TARGET. Also sets the other variables that users must set, and adds `forkd` to PATH."""
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", server.url)
     monkeypatch.setenv("FORKD_TOKEN", server.key)
@@ -84,7 +84,7 @@ def test_sandboxes_are_spawned_listed_and_killed(server, controller, spawn):
     assert "not found" in check_refused(404, controller.get_sandbox, sandbox_ids[0])
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 def test_a_memory_limit_other_than_the_snapshots_is_refused(spawn):
     assert "256 MiB of memory" in check_refused(400, spawn, memory_limit_mib=512)
 
@@ -210,7 +210,7 @@ def test_branch_numbers_survive_a_restart(server, controller, spawn):
     assert controller.ping_sandbox(source)["pong"] is True
 
 
-@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.usefixtures("requires_memory")
 def test_grandchildren_keep_the_interpreters_state(controller, spawn):
     (source,) = spawn()
     controller.eval_code(source, "import random; secret = random.random(); generation = 1")

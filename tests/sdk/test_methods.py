@@ -133,7 +133,7 @@ def find_coverage(client: Client) -> dict[str, list[tuple[str, bool]]]:
     coverage: dict[str, list[tuple[str, bool]]] = {}
     for test in list_tests(client):
         marks = getattr(test, "pytestmark", [])
-        needs_memory = any("needs_memory" in mark.args for mark in marks)
+        needs_memory = any("requires_memory" in mark.args for mark in marks)
         for method, note in getattr(test, "covers", {}).items():
             coverage.setdefault(method, []).append((note, needs_memory))
     return coverage

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.api.memory_gateway import MemoryGateway
-from tests.security.routes import Target, create_target
+from tests.security.routes import Target, created_target
 
 
 @pytest.fixture(scope="module")
 def shared_target(_get_gateway_of_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
     """A target with its own gateway, because the fixture ``memory_gateway`` removes all objects after each test."""
-    with create_target(_get_gateway_of_folder("targets")) as target:
+    with created_target(_get_gateway_of_folder("targets")) as target:
         yield target
 
 

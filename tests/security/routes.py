@@ -88,7 +88,7 @@ def list_routes(target: Target) -> list[Route]:
 
 
 @contextlib.contextmanager
-def create_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
+def created_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
     with memory_gateway.client() as admin:
         template = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
         admin.get(f"/templates/spare/builds/{template['buildID']}/logs", params={"follow": True})

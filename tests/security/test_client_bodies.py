@@ -10,7 +10,7 @@ from pathlib import Path
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
 from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 CLIENT_COUNT = 80
 BODY_BYTES = MAX_BODY_BYTES - 1000
@@ -44,7 +44,7 @@ def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
         assert CLIENT_COUNT // 2 < len(rejected_connections) < CLIENT_COUNT
         stack.close()
         # The bytes no longer count after their senders have disconnected.
-        eventually(lambda: _is_body_accepted(daemon), seconds=60)
+        wait_until(lambda: _is_body_accepted(daemon), seconds=60)
 
 
 def _send_incomplete_body(connection: socket.socket) -> None:

@@ -22,11 +22,11 @@ from tests.api.inside import (
     PORT,
     RawService,
     Service,
-    machine_address,
+    get_machine_address,
+    make_request_head,
     raw_connection,
     raw_service,
     read_response,
-    request_head,
 )
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -152,7 +152,7 @@ def test_host_names_reach_only_their_own_sandbox(
     host_names = list_hostile_hosts(
         sandbox["sandboxID"],
         other_sandbox["sandboxID"],
-        machine_address(memory_gateway, other_sandbox),
+        get_machine_address(memory_gateway, other_sandbox),
         memory_gateway.port,
     )
     with guarded_services(memory_gateway, sandbox, other_sandbox) as service:
@@ -167,10 +167,10 @@ def test_host_names_reach_only_their_own_sandbox(
         for count, name in enumerate(
             (valid_host, valid_host.upper(), f"{valid_host}.", f"{valid_host}:8700", f"{valid_host}.:443"), 1
         ):
-            with raw_connection(memory_gateway, request_head("GET /", f"Host: {name}", KEY)) as connection:
+            with raw_connection(memory_gateway, make_request_head("GET /", f"Host: {name}", KEY)) as connection:
                 assert read_response(connection)[0] == 200, name
             assert len(service.heads) == count
-            host_header = service.request_headers()["host"]
+            host_header = service.parse_request_headers()["host"]
             assert host_header == name
 
 
@@ -182,7 +182,7 @@ def test_headers_reach_only_their_own_sandbox(
     other_sandbox: dict[str, Any],
     forged_part: str,
 ) -> None:
-    id, other_address = sandbox["sandboxID"], machine_address(memory_gateway, other_sandbox)
+    id, other_address = sandbox["sandboxID"], get_machine_address(memory_gateway, other_sandbox)
     refs = [
         *(
             "127.0.0.1",
@@ -227,11 +227,11 @@ def test_headers_reach_only_their_own_sandbox(
     with guarded_services(memory_gateway, sandbox, other_sandbox) as service:
         for ref, port in pairs:
             headers = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
-            with raw_connection(memory_gateway, request_head("GET /", *headers)) as connection:
+            with raw_connection(memory_gateway, make_request_head("GET /", *headers)) as connection:
                 assert read_response(connection)[0] in (400, 502), (ref, port)
         assert service.connection_count == 0
         headers = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
-        with raw_connection(memory_gateway, request_head("GET /", *headers)) as connection:
+        with raw_connection(memory_gateway, make_request_head("GET /", *headers)) as connection:
             assert read_response(connection)[0] == 200
 
 
@@ -261,15 +261,15 @@ def test_request_targets_reach_only_their_own_sandbox(
             ),
             *(f"@{other_host}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
         ):
-            with raw_connection(memory_gateway, request_head(f"GET {target}", host_header, KEY)) as connection:
+            with raw_connection(memory_gateway, make_request_head(f"GET {target}", host_header, KEY)) as connection:
                 assert read_response(connection)[0] in (400, 501), target
         assert service.connection_count == 0
         for count, target in enumerate(
             (f"//127.0.0.1:{HOST_PORT}/", f"/@{other_host}/", "/../../x", "/\\\\x", "/http://x"), 1
         ):
-            with raw_connection(memory_gateway, request_head(f"GET {target}", host_header, KEY)) as connection:
+            with raw_connection(memory_gateway, make_request_head(f"GET {target}", host_header, KEY)) as connection:
                 assert read_response(connection)[0] == 200
-            assert len(service.heads) == count and service.request_target() == target, (
+            assert len(service.heads) == count and service.parse_request_target() == target, (
                 "the target is forwarded unchanged as a path"
             )
 

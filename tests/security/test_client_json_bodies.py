@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
 from sandbox_gateway.server.serving import build_openapi_document
-from tests.api.inside import eventually
+from tests.api.inside import wait_until
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
@@ -201,5 +201,5 @@ def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
     while len(statuses) < 8 and any(thread.is_alive() for thread in threads):
         with make_client(target) as probe:
             success_count += probe.get("/health").status_code == 200
-    eventually(lambda: not any(thread.is_alive() for thread in threads))
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
     assert statuses == [200] * 8 and success_count >= 3

@@ -32,7 +32,7 @@ GROWING_REQUESTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @contextlib.contextmanager
-def open_plan(memory_gateway: MemoryGateway, key: str) -> Iterator[httpx.Client]:
+def opened_plan(memory_gateway: MemoryGateway, key: str) -> Iterator[httpx.Client]:
     """Open a plan session, and yield a client whose requests belong to it."""
     with memory_gateway.client(key) as client, memory_gateway.client(key) as plan:
         response = client.post("/plans", json={"run": f"attack {secrets.token_hex(8)}"})
@@ -77,9 +77,9 @@ def test_memory_for_a_plan_session_is_limited(
     memory_gateway: MemoryGateway, growth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_BYTES_PER_SESSION", SESSION_BYTES)
-    with open_plan(memory_gateway, READ_KEY) as plan, open_plan(memory_gateway, READ_KEY) as other:
+    with opened_plan(memory_gateway, READ_KEY) as plan, opened_plan(memory_gateway, READ_KEY) as other:
         check_over_quota(fill_session(plan, *GROWING_REQUESTS[growth]), "split the play")
-        # The session can still be read, and others can still change.
+        # The session can still be read, and other sessions can still change.
         assert plan.get("/sandboxes/one").status_code == plan.get("/templates/base").status_code == 200
         assert other.delete("/sandboxes/one").status_code == 204
 
@@ -89,7 +89,7 @@ def test_forks_that_do_not_fit_into_a_plan_session_do_not_exist(
 ) -> None:
     """A single small request would create a hundred records that take 130 KiB each."""
     monkeypatch.setattr(sessions, "MAX_BYTES_PER_SESSION", 8 << 20)
-    with open_plan(memory_gateway, READ_KEY) as plan:
+    with opened_plan(memory_gateway, READ_KEY) as plan:
         check_over_quota(plan.post("/sandboxes/one/clone", json={"count": 100, "metadata": PAIRS}), "8 MiB")
         assert [each["sandboxID"] for each in plan.get("/sandboxes").json()] == [sandbox["sandboxID"]]
 
@@ -105,7 +105,7 @@ def test_memory_for_all_plan_sessions_is_limited(
     with contextlib.ExitStack() as stack:
 
         def fill_next(key: str) -> tuple[httpx.Client, httpx.Response]:
-            plan = stack.enter_context(open_plan(memory_gateway, key))
+            plan = stack.enter_context(opened_plan(memory_gateway, key))
             return plan, fill_session(plan, *growth)
 
         first_plan, refusal = fill_next(READ_KEY)
@@ -116,9 +116,9 @@ def test_memory_for_all_plan_sessions_is_limited(
             for _ in range(3):
                 _, refusal = fill_next(key)
         check_busy(refusal, "the plan sessions of this gateway")
-        # A session that is idle ends if another one needs its place.
+        # An idle session ends if a new one needs its share of the limit.
         monkeypatch.setattr(sessions, "MIN_IDLE_SECONDS", 0.0)
-        with open_plan(memory_gateway, ADMIN_KEY) as plan:
+        with opened_plan(memory_gateway, ADMIN_KEY) as plan:
             check_over_quota(fill_session(plan, *growth), "split the play")
         assert first_plan.get("/sandboxes").status_code == 404
 
@@ -156,7 +156,7 @@ def lengthen(value: Any) -> Any:
 def test_long_values_are_refused(memory_gateway: MemoryGateway, case: str) -> None:
     method, path, fields, name = LONG_FIELDS[case]
     required_fields = {"/sandboxes": {"templateID": "base"}, "/templates": {"name": "long"}}.get(path, {})
-    with open_plan(memory_gateway, READ_KEY) as plan, memory_gateway.client(ADMIN_KEY) as client:
+    with opened_plan(memory_gateway, READ_KEY) as plan, memory_gateway.client(ADMIN_KEY) as client:
         too_long_body = required_fields | {name: lengthen(fields[name])}
         for each in (plan, client):
             response = each.request(method, path, json=too_long_body)

@@ -139,7 +139,7 @@ def read_ruleset(slot: Slot) -> str:
     return re.sub(r"counter packets \d+ bytes \d+", "", "\n".join(outputs))
 
 
-@pytest.mark.usefixtures("need_root")
+@pytest.mark.usefixtures("requires_root")
 async def test_invalid_addresses_do_not_change_the_active_rules() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN_POLICY)

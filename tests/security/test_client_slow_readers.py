@@ -20,14 +20,14 @@ from sandbox_gateway.api.data_plane import heads
 from tests.api.inside import (
     AGENT_PORT,
     PORT,
-    eventually,
+    make_port_headers,
+    make_port_host,
     make_reply,
-    port_headers,
-    port_host,
+    make_request_head,
     raw_connection,
     raw_service,
     read_response,
-    request_head,
+    wait_until,
 )
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, OTHER_EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -60,9 +60,11 @@ def test_many_slow_clients_do_not_delay_others(
             await writer.drain()
             sent_bytes += 65536
 
-    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
+    request = make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY)
     with (
-        raw_service(memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENT_COUNT, make_reply(), then=flood) as service,
+        raw_service(
+            memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENT_COUNT, make_reply(), next_handler=flood
+        ) as service,
         contextlib.ExitStack() as stack,
     ):
         memory_before = measure_memory()
@@ -83,10 +85,10 @@ def test_many_slow_clients_do_not_delay_others(
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
-                assert client.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+                assert client.get("/echo", headers=make_port_headers(other_sandbox)).status_code == 201
+                assert client.get("/", headers=make_port_headers(sandbox, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
-    eventually(lambda: not service.open_connection_count)
+    wait_until(lambda: not service.open_connection_count)
 
 
 def test_many_slow_clients_share_the_memory_for_reads(
@@ -96,7 +98,7 @@ def test_many_slow_clients_share_the_memory_for_reads(
     monkeypatch.setattr(heads, "_TOTAL_READ_BYTES", total_bytes)
     monkeypatch.setattr(heads, "_MIN_READ_BYTES", 1 << 10)
     flood, sent_bytes = make_endless_sender(b"x" * 65536, limit=1 << 40)
-    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
+    request = make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY)
 
     def is_stalled() -> bool:
         sent_bytes_before = sent_bytes[0]
@@ -104,18 +106,18 @@ def test_many_slow_clients_share_the_memory_for_reads(
         return 0 < sent_bytes[0] == sent_bytes_before
 
     with (
-        raw_service(memory_gateway, sandbox, ENDLESS_RESPONSE, then=flood) as service,
+        raw_service(memory_gateway, sandbox, ENDLESS_RESPONSE, next_handler=flood) as service,
         contextlib.ExitStack() as stack,
     ):
         readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
         for reader in readers:
             assert reader.recv(1) == b"H"
-        waiting.eventually(is_stalled)
+        waiting.wait_until(is_stalled)
         streams = [each for each in heads._streams if each._transport.get_extra_info("peername")[1] == PORT]
         assert len(streams) == CLIENT_COUNT
         # Connections that were opened when there were fewer of them hold more than their share.
         assert sum(len(each._unread) + count_buffered_bytes(each) for each in streams) < 4 * total_bytes
-    eventually(lambda: not service.open_connection_count)
+    wait_until(lambda: not service.open_connection_count)
 
 
 def count_buffered_bytes(stream: heads.CountingStream) -> int:
@@ -134,19 +136,22 @@ def test_slow_services_do_not_delay_others(
             await writer.drain()
             await asyncio.sleep(0.2)
 
-    request = request_head("GET /", f"Host: {port_host(sandbox, PORT)}", KEY)
-    with raw_service(memory_gateway, sandbox, b"H", then=send_slowly) as service, contextlib.ExitStack() as stack:
+    request = make_request_head("GET /", f"Host: {make_port_host(sandbox, PORT)}", KEY)
+    with (
+        raw_service(memory_gateway, sandbox, b"H", next_handler=send_slowly) as service,
+        contextlib.ExitStack() as stack,
+    ):
         connections = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENT_COUNT)]
-        eventually(lambda: service.open_connection_count == CLIENT_COUNT)
+        wait_until(lambda: service.open_connection_count == CLIENT_COUNT)
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
+                assert client.get("/echo", headers=make_port_headers(other_sandbox)).status_code == 201
         for each in connections[: CLIENT_COUNT // 2]:
             each.close()
         # A client that disconnects also ends its request.
-        eventually(lambda: service.open_connection_count == CLIENT_COUNT // 2)
-    eventually(lambda: not service.open_connection_count)
+        wait_until(lambda: service.open_connection_count == CLIENT_COUNT // 2)
+    wait_until(lambda: not service.open_connection_count)
 
 
 EXEC_BODY = b'{"args": ["x"], "code": "x"}'
@@ -174,7 +179,9 @@ def test_output_that_no_client_reads_is_limited_in_total(
             stack.enter_context(raw_service(memory_gateway, each, RESPONSE_WITH_OUTPUT, port=AGENT_PORT))
 
         def run(ref: str, key: str = EXEC_KEY) -> socket.socket:
-            request = request_head(f"POST {route.format(ref)}", *EXEC_HEADERS, *([f"X-API-Key: {key}"] if key else []))
+            request = make_request_head(
+                f"POST {route.format(ref)}", *EXEC_HEADERS, *([f"X-API-Key: {key}"] if key else [])
+            )
             connection = stack.enter_context(raw_connection(memory_gateway, request + EXEC_BODY, local=not key))
             assert connection.recv(9, socket.MSG_PEEK) == b"HTTP/1.1 "
             return connection
@@ -204,9 +211,9 @@ def test_output_that_no_client_reads_is_limited_in_total(
             response += connections[0].recv(1 << 20)
         assert response.startswith(b"HTTP/1.1 200 ") and response.count(rb"\u0000") == len(OUTPUT)
         connections[1].close()
-        eventually(lambda: f"of sandbox {sandbox['sandboxID']}" not in output._unsent_bytes)
+        wait_until(lambda: f"of sandbox {sandbox['sandboxID']}" not in output._unsent_bytes)
         assert run("one").recv(12) == b"HTTP/1.1 200"
-    eventually(lambda: not output._unsent_bytes)
+    wait_until(lambda: not output._unsent_bytes)
 
 
 METADATA_BYTES = 7 << 19
@@ -230,7 +237,7 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
     monkeypatch.setattr(output, "MAX_UNSENT_BYTES", 2 * key_limit)
     with memory_gateway.client(READ_KEY) as client:
         plan_id = client.post("/plans", json={"run": f"attack on {route}"}).json()["planID"]
-    request = request_head(f"GET {route.format(plan_id)}", "Host: gateway", f"X-API-Key: {READ_KEY}")
+    request = make_request_head(f"GET {route.format(plan_id)}", "Host: gateway", f"X-API-Key: {READ_KEY}")
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: memory_gateway.client(READ_KEY).delete(f"/plans/{plan_id}"))
         memory_before = measure_memory()
@@ -252,12 +259,12 @@ def test_large_responses_that_no_client_reads_are_limited_in_total(
         with memory_gateway.client(READ_KEY) as client:
             assert client.get("/volumes").status_code == 200
         assert len(api.get("/sandboxes").content) > RESPONSE_BYTES
-        # A client that reads its response receives all of it, and then a next one.
+        # A client that reads its response receives all of it, and then the next one.
         for connection in [unread[0]] * 2:
             status, entries = read_response(connection)
             assert status == 200 and len(json.dumps(entries)) > RESPONSE_BYTES
             connection.sendall(request)
-    eventually(lambda: not output._unsent_bytes)
+    wait_until(lambda: not output._unsent_bytes)
 
 
 def test_requests_with_unread_responses_do_not_keep_their_bodies_in_memory(
@@ -265,7 +272,7 @@ def test_requests_with_unread_responses_do_not_keep_their_bodies_in_memory(
 ) -> None:
     """Otherwise, the clients would use up the limit for the bodies of all requests."""
     body = json.dumps({"args": ["x"], "padding": "x" * (MAX_BODY_BYTES - 1000)}).encode()
-    request = request_head("POST /sandboxes/one/exec", "Host: gateway", f"Content-Length: {len(body)}", KEY) + body
+    request = make_request_head("POST /sandboxes/one/exec", "Host: gateway", f"Content-Length: {len(body)}", KEY) + body
     with (
         raw_service(memory_gateway, sandbox, RESPONSE_WITH_OUTPUT, port=AGENT_PORT),
         contextlib.ExitStack() as stack,
@@ -283,8 +290,8 @@ def test_event_listeners_that_never_read_use_little_memory(memory_gateway: Memor
     count_before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(CLIENT_COUNT):
-            stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
-        eventually(lambda: len(queues) == count_before + CLIENT_COUNT)
+            stack.enter_context(raw_connection(memory_gateway, make_request_head("GET /events", "Host: gateway", KEY)))
+        wait_until(lambda: len(queues) == count_before + CLIENT_COUNT)
         memory_before_flood = measure_memory()
         for _ in range(5000):
             memory_gateway.loop.call_soon_threadsafe(
@@ -292,4 +299,4 @@ def test_event_listeners_that_never_read_use_little_memory(memory_gateway: Memor
             )
         assert api.get("/health").status_code == 200
         assert measure_memory() - memory_before_flood < 32 << 20
-    eventually(lambda: len(queues) == count_before)
+    wait_until(lambda: len(queues) == count_before)

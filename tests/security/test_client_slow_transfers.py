@@ -1,4 +1,4 @@
-"""A client that stalls an export or an import does not hold a place in `limits.transfers` forever."""
+"""A client that stalls an export or an import does not count towards `limits.transfers` forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 STALLED_SECONDS = 0.2
 SIZE = 4 << 20
-"""A sufficient client needs longer than one period for this much."""
+"""A client that is fast enough takes longer than one period for this many bytes."""
 
 
 class FakeExport:
@@ -33,7 +33,7 @@ class FakeExport:
 
 
 async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
-    """Send an export to a client that takes this long for each piece. Return it and the bytes that were sent."""
+    """Send an export to a client that takes ``seconds_per_piece`` per piece. Return it and the number of sent bytes."""
     export, sent_bytes = FakeExport(), 0
 
     async def send(message: Message) -> None:
@@ -58,18 +58,18 @@ async def send_export(seconds_per_piece: float) -> tuple[FakeExport, int]:
 async def test_an_export_ends_if_its_client_reads_too_slowly(
     seconds_per_piece: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the Unix socket, too, where nothing else limits how long a client may stall."""
+    """This also applies to the Unix socket, where nothing else limits how long a client may stall."""
     monkeypatch.setattr(pace, "MIN_BYTES_PER_SECOND", 1 << 20)
     export, sent_bytes = await send_export(seconds_per_piece)
     assert export.is_closed and sent_bytes < SIZE // 2
 
 
-async def test_an_export_to_a_slow_but_sufficient_client_is_complete() -> None:
+async def test_an_export_to_a_slow_client_above_the_limit_is_complete() -> None:
     export, sent_bytes = await send_export(0.005)
     assert export.is_closed and sent_bytes == SIZE
 
 
-def arrive(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
+def make_receiver(pieces: Iterator[bytes], seconds_per_piece: float) -> Receive:
     async def receive() -> Message:
         await asyncio.sleep(seconds_per_piece)
         piece = next(pieces, b"")
@@ -99,8 +99,8 @@ async def import_(receive: Receive) -> int:
 
 async def test_an_import_that_sends_one_byte_at_a_time_ends() -> None:
     with pytest.raises(TooSlow, match=r"server\.stalled_seconds.* arrived at less than 64 KiB per second"):
-        await import_(arrive(iter([b"x"] * 1000), 0.02))
+        await import_(make_receiver(iter([b"x"] * 1000), 0.02))
 
 
-async def test_an_import_from_a_slow_but_sufficient_client_is_complete() -> None:
-    assert await import_(arrive(iter([bytes(1 << 16)] * 64), 0.005)) == SIZE
+async def test_an_import_from_a_slow_client_above_the_limit_is_complete() -> None:
+    assert await import_(make_receiver(iter([bytes(1 << 16)] * 64), 0.005)) == SIZE

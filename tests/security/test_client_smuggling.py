@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.records import PLANNED_PREFIX
-from tests.api.inside import PORT, RawService, port_host, raw_connection, raw_service
+from tests.api.inside import PORT, RawService, make_port_host, raw_connection, raw_service
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
@@ -243,17 +243,16 @@ def test_a_hidden_request_does_not_reach_a_service(
 ) -> None:
     with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other_sandbox) as other_service:
         for number, victim in enumerate((sandbox, other_sandbox), 1):
-            hidden_request = (
-                f"GET /hidden HTTP/1.1\r\nHost: {port_host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
-            )
+            victim_host = make_port_host(victim, PORT)
+            hidden_request = f"GET /hidden HTTP/1.1\r\nHost: {victim_host}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
             statuses = send_and_read_statuses(
                 memory_gateway,
-                build_request(REQUEST_VARIANTS[variant], port_host(sandbox, PORT), hidden_request, EXEC_KEY),
+                build_request(REQUEST_VARIANTS[variant], make_port_host(sandbox, PORT), hidden_request, EXEC_KEY),
             )
             assert len(statuses) <= 1, "the gateway recognized more than one request"
             # No remaining bytes precede the request of the next client.
-            assert api.get("/next", headers={"Host": port_host(sandbox, PORT)}).text == "ok"
-            targets = [service.request_target(each) for each in range(len(service.heads))]
+            assert api.get("/next", headers={"Host": make_port_host(sandbox, PORT)}).text == "ok"
+            targets = [service.parse_request_target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
             check_requests(service)
             assert other_service.heads == []
@@ -266,7 +265,7 @@ def test_a_hidden_request_does_not_reach_the_gateway(
     """The hidden request tries to remove the sandbox with an administrator's key."""
     hidden_request = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
     with raw_service(memory_gateway, sandbox) as service:
-        for host_name in ("gateway", port_host(sandbox, PORT)):
+        for host_name in ("gateway", make_port_host(sandbox, PORT)):
             assert (
                 len(
                     send_and_read_statuses(
@@ -288,8 +287,10 @@ def test_leniently_parsed_requests_are_forwarded_in_canonical_form(
     The bytes after such a request are a separate request, which needs its own key. Services never receive bare LFs or
     folded lines.
     """
-    request_with_key = f"POST / HTTP/1.1\r\nHost: {port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
-    hidden_request = f"GET /hidden HTTP/1.1\r\nHost: {port_host(other_sandbox, PORT)}\r\n\r\n".encode()
+    request_with_key = (
+        f"POST / HTTP/1.1\r\nHost: {make_port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
+    )
+    hidden_request = f"GET /hidden HTTP/1.1\r\nHost: {make_port_host(other_sandbox, PORT)}\r\n\r\n".encode()
     with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other_sandbox) as other_service:
         assert send_and_read_statuses(memory_gateway, request_with_key + hidden_request) == [200, 403]
         check_requests(service)
@@ -300,8 +301,8 @@ def test_pipelined_requests_stay_separate(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
     """Pipelining is allowed. Each request needs its own key, and has its own body and response."""
-    own_headers = f"Host: {port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
-    other_headers = f"Host: {port_host(other_sandbox, PORT)}\r\n"
+    own_headers = f"Host: {make_port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
+    other_headers = f"Host: {make_port_host(other_sandbox, PORT)}\r\n"
     requests = [
         f"POST /1 HTTP/1.1\r\n{own_headers}Content-Length: 5\r\n\r\nfirst",
         f"GET /2 HTTP/1.1\r\n{other_headers}\r\n",
@@ -329,8 +330,8 @@ def test_a_pipelined_request_does_not_belong_to_the_plan_session_of_the_one_befo
 
 
 def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    request_with_key = f"GET /1 HTTP/1.1\r\nHost: {port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
-    request_without_key = f"GET /2 HTTP/1.1\r\nHost: {port_host(sandbox, PORT)}\r\n\r\n"
+    request_with_key = f"GET /1 HTTP/1.1\r\nHost: {make_port_host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
+    request_without_key = f"GET /2 HTTP/1.1\r\nHost: {make_port_host(sandbox, PORT)}\r\n\r\n"
     with raw_service(memory_gateway, sandbox) as service:
         assert send_and_read_statuses(
             memory_gateway, (request_with_key + request_without_key + request_with_key + request_without_key).encode()

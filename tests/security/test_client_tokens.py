@@ -16,12 +16,12 @@ from tests.api.inside import (
     AGENT_PORT,
     PORT,
     RawService,
-    port_headers,
-    port_headers_with_host,
+    make_port_headers,
+    make_port_headers_with_host,
+    make_request_head,
     raw_connection,
     raw_service,
     read_response,
-    request_head,
 )
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -76,7 +76,7 @@ def other_sandbox(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", TOKEN_PLACES)
-@pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host], ids=["by header", "by host"])
+@pytest.mark.parametrize("make_headers", [make_port_headers, make_port_headers_with_host], ids=["by header", "by host"])
 def test_tokens_do_not_open_ports_of_another_sandbox(
     memory_gateway: MemoryGateway,
     keyless_client: httpx.Client,
@@ -115,10 +115,10 @@ def test_tokens_do_not_open_websockets_to_another_sandbox(
     )
     with guarded_ports(memory_gateway, other_sandbox):
         for token in list_tokens(sandbox):
-            request = request_head(
+            request = make_request_head(
                 "GET /",
                 *upgrade_headers,
-                **port_headers_with_host(other_sandbox, port),
+                **make_port_headers_with_host(other_sandbox, port),
                 **TOKEN_PLACES["everywhere"](token),
             )
             with raw_connection(memory_gateway, request) as connection:
@@ -135,7 +135,7 @@ def test_signed_urls_do_not_work_for_another_sandbox(
                 for port in PORTS:
                     url = f"/files?path=/x&signature={signature}"
                     assert keyless_client.request(
-                        method, url, headers=port_headers_with_host(other_sandbox, port)
+                        method, url, headers=make_port_headers_with_host(other_sandbox, port)
                     ).status_code == (401 if port == AGENT_PORT else 403)
 
 
@@ -144,15 +144,21 @@ def test_requests_with_conflicting_names_reach_only_the_authorized_sandbox(
 ) -> None:
     token_header = {"X-Access-Token": sandbox["envdAccessToken"]}
     with guarded_ports(memory_gateway, other_sandbox), raw_service(memory_gateway, sandbox) as service:
-        headers = port_headers(other_sandbox, PORT) | port_headers_with_host(sandbox, PORT) | token_header
+        headers = make_port_headers(other_sandbox, PORT) | make_port_headers_with_host(sandbox, PORT) | token_header
         assert keyless_client.get("/", headers=headers).status_code == 200 and len(service.heads) == 1
         assert (
             keyless_client.get(
-                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other_sandbox, PORT) | token_header
+                "/",
+                headers=make_port_headers(sandbox, PORT)
+                | make_port_headers_with_host(other_sandbox, PORT)
+                | token_header,
             ).status_code
             == 403
         )
-        headers_of_both_sandboxes = (*port_headers(sandbox, PORT).items(), *port_headers(other_sandbox, PORT).items())
+        headers_of_both_sandboxes = (
+            *make_port_headers(sandbox, PORT).items(),
+            *make_port_headers(other_sandbox, PORT).items(),
+        )
         repeated_headers = [*headers_of_both_sandboxes, *token_header.items()]
         keyless_client.get("/", headers=repeated_headers)
         keyless_client.get("/", headers=repeated_headers[::-1])
@@ -170,7 +176,7 @@ def test_tokens_stay_invalid_when_the_sandbox_name_is_reused(
             for token in list_tokens(sandbox):
                 for ref in (new_sandbox["sandboxID"], new_sandbox["name"], sandbox["sandboxID"], "one"):
                     for port in PORTS:
-                        headers = port_headers({"sandboxID": ref}, port, **TOKEN_PLACES["everywhere"](token))
+                        headers = make_port_headers({"sandboxID": ref}, port, **TOKEN_PLACES["everywhere"](token))
                         assert keyless_client.get("/", headers=headers).status_code in (401, 403, 502)
 
 
@@ -187,7 +193,7 @@ def test_tokens_do_not_grant_access_to_the_gateways_api(
         for place in TOKEN_PLACES.values():
             for port in PORTS:
                 assert keyless_client.get(
-                    "/", headers=port_headers(sandbox, port) | place(volume["token"])
+                    "/", headers=make_port_headers(sandbox, port) | place(volume["token"])
                 ).status_code in (401, 403)
 
 
@@ -197,7 +203,9 @@ def test_a_read_key_cannot_access_ports(
     with guarded_ports(memory_gateway, sandbox):
         for place in TOKEN_PLACES.values():
             for port in PORTS:
-                assert keyless_client.get("/", headers=port_headers(sandbox, port) | place(READ_KEY)).status_code in (
+                assert keyless_client.get(
+                    "/", headers=make_port_headers(sandbox, port) | place(READ_KEY)
+                ).status_code in (
                     401,
                     403,
                 )
@@ -209,7 +217,7 @@ def test_the_same_requests_succeed_with_a_key(
     """Check that the attacks above fail because of their tokens, not because of their form."""
     for port in PORTS:
         with raw_service(memory_gateway, sandbox, port=port) as service:
-            for make_headers in (port_headers, port_headers_with_host):
+            for make_headers in (make_port_headers, make_port_headers_with_host):
                 assert (
                     keyless_client.get("/", headers=make_headers(sandbox, port, **{"X-API-Key": EXEC_KEY})).status_code
                     == 200
@@ -236,7 +244,7 @@ def test_only_the_access_token_signs_a_url_with_the_gateways_address(
         assert keyless_client.get(f"/files?{query}").status_code == 200 and len(agent.heads) == 1
         # Headers that name another sandbox, or another port of this one, are not combined with the signature.
         for port in PORTS:
-            for make_headers in (port_headers, port_headers_with_host):
+            for make_headers in (make_port_headers, make_port_headers_with_host):
                 response = keyless_client.get(f"/files?{query}", headers=make_headers(other_sandbox, port))
                 assert response.status_code in (401, 403)
         assert len(agent.heads) == 1

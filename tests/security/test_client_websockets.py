@@ -17,12 +17,12 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_CONTROL_FRAMES, ClientFragmentProtocol, FragmentProtocol
-from tests.api.inside import PORT, Service, port_host, raw_service
+from tests.api.inside import PORT, Service, make_port_host, raw_service
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.api.test_websocket import Handler, RecordingService, open_websocket
 from tests.security.hostile import LoopMonitor, make_endless_sender
 from tests.support.daemon import Daemon
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 CLIENT_COUNT = 20
 MESSAGE_BYTES = 8 << 20
@@ -39,7 +39,7 @@ def _daemon_and_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 @contextlib.contextmanager
-def open_websockets(
+def opened_websockets(
     daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
 ) -> Iterator[DaemonAndClients]:
     """Open CLIENT_COUNT connections to a service in a sandbox. The service runs ``handler`` for each connection."""
@@ -53,7 +53,7 @@ def open_websockets(
             clients.append(
                 stack.enter_context(
                     connect(
-                        f"ws://{port_host(sandbox, PORT)}/",
+                        f"ws://{make_port_host(sandbox, PORT)}/",
                         sock=connection,
                         additional_headers={"X-API-Key": ADMIN_KEY},
                         compression=None,
@@ -97,7 +97,7 @@ FLOODS = {
 def test_memory_use_is_limited_when_a_client_floods(
     _daemon_and_sandbox: tuple[Daemon, dict[str, Any]], flood: str, handler: Handler
 ) -> None:
-    with open_websockets(_daemon_and_sandbox, handler) as (daemon, clients):
+    with opened_websockets(_daemon_and_sandbox, handler) as (daemon, clients):
         memory_before = daemon.measure_memory()
         peak_memory = send_to_all(daemon, clients, FLOODS[flood])
         assert peak_memory - memory_before < MAX_GROWTH_BYTES
@@ -122,9 +122,9 @@ def test_memory_use_is_limited_when_a_guest_floods(
         flood_count += 1
         await asyncio.Event().wait()
 
-    with open_websockets(_daemon_and_sandbox, flood) as (daemon, _):
+    with opened_websockets(_daemon_and_sandbox, flood) as (daemon, _):
         memory_before = daemon.measure_memory()
-        eventually(lambda: flood_count == CLIENT_COUNT, seconds=60)
+        wait_until(lambda: flood_count == CLIENT_COUNT, seconds=60)
         # The gateway does not report when it stops reading, so measure for a while.
         peak_memory = max(measure_memory(daemon) for _ in range(20))
         assert peak_memory - memory_before < MAX_GROWTH_BYTES
@@ -156,7 +156,7 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon_and_sandbox: 
             await connection.send(message)
             connection.transport.write(b"\x8a\x00" * 5000)
 
-    with open_websockets(_daemon_and_sandbox, echo) as (daemon, clients):
+    with opened_websockets(_daemon_and_sandbox, echo) as (daemon, clients):
         for client in clients:
             client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + trailing_pongs)
         for client in clients:
@@ -197,7 +197,7 @@ def test_a_long_refusal_of_a_handshake_does_not_delay_others(
 
     flood, _ = make_endless_sender(b"1\r\nx\r\n" * 10_000)
     with (
-        raw_service(memory_gateway, sandbox, REFUSAL_HEAD + LONG_REFUSALS[case], then=flood),
+        raw_service(memory_gateway, sandbox, REFUSAL_HEAD + LONG_REFUSALS[case], next_handler=flood),
         LoopMonitor(memory_gateway) as loop_monitor,
     ):
         threads = [threading.Thread(target=open_refused_websocket) for _ in range(10)]

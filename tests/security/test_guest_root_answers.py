@@ -33,7 +33,7 @@ from tests.security.hostile import (
     make_response,
     replaced_agent,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 _MB = 1 << 20
 _MAX_BLOCKED_SECONDS = 0.2
@@ -104,7 +104,7 @@ def test_an_invalid_response_fails_only_its_command(
 ) -> None:
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], then=_hang_up),
+        replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], next_handler=_hang_up),
         LoopMonitor(memory_gateway) as loop_monitor,
     ):
         response = check_others_are_served(
@@ -206,7 +206,7 @@ def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: 
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         endless_response = RESPONSE_HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
-        with replaced_agent(memory_gateway, sandbox, endless_response, then=flood):
+        with replaced_agent(memory_gateway, sandbox, endless_response, next_handler=flood):
             tracemalloc.start()
             try:
                 response = check_others_are_served(
@@ -230,19 +230,19 @@ def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: 
 def test_memory_for_endless_service_responses_is_limited(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], piece: bytes
 ) -> None:
-    """The responses pass through the data plane, on many connections at once."""
+    """The responses pass through the data plane, on many connections simultaneously."""
     status_line = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
     flood, sent_bytes = make_endless_sender(piece)
 
     def attack(statuses: list[int]) -> None:
         with memory_gateway.client() as client:
-            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT), timeout=100)
+            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT), timeout=100)
             statuses.append(response.status_code)
 
     statuses: list[int] = []
     with (
         memory_gateway.client() as client,
-        inside.raw_service(memory_gateway, sandbox, status_line + piece, then=flood),
+        inside.raw_service(memory_gateway, sandbox, status_line + piece, next_handler=flood),
     ):
         threads = [threading.Thread(target=attack, args=(statuses,)) for _ in range(10)]
         for thread in threads:
@@ -263,7 +263,7 @@ def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: 
         inside.raw_service(memory_gateway, sandbox, early_hints * 20 + inside.make_reply(body=b"x" * 300_000)),
     ):
         for _ in range(3):
-            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
+            response = client.get("/", headers=inside.make_port_headers(sandbox, inside.PORT))
             assert (response.status_code, len(response.content)) == (200, 300_000)
 
 
@@ -312,7 +312,7 @@ def _check_printable(text: str) -> None:
 def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. Each response almost reaches its size limit, and then stalls."""
+    """Eight commands run simultaneously. Each response almost reaches its size limit, and then stalls."""
     response_bytes = guest_json.MAX_BYTES - 1000
     incomplete_response = (
         RESPONSE_HEAD
@@ -335,14 +335,14 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
 
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, incomplete_response, then=wait_for_disconnect),
+        replaced_agent(memory_gateway, sandbox, incomplete_response, next_handler=wait_for_disconnect),
     ):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        eventually(lambda: sum(guest_json._held_bytes.values()) > guest_json.MAX_BYTES // 2)
+        wait_until(lambda: sum(guest_json._held_bytes.values()) > guest_json.MAX_BYTES // 2)
         assert client.get("/health", timeout=20).status_code == 200
-        eventually(lambda: statuses.count(429) >= 6)
+        wait_until(lambda: statuses.count(429) >= 6)
         assert max(guest_json._held_bytes.values()) <= guest_json.MAX_HELD_BYTES
         for thread in threads:
             thread.join(100)

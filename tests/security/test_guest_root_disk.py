@@ -12,7 +12,7 @@ import pytest
 
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 PRINT_COUNT = 600_000
 """How many times QEMU prints a line of 51 bytes."""
@@ -65,7 +65,7 @@ def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> No
     assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
     memory_before = measure_gateway_memory(shared_gateway)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
+    wait_until(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
     reason = get_sandbox(shared_gateway, sandbox_id)["stateReason"]
     assert "queue_enable" in reason and len(reason) < 1000
     assert measure_gateway_memory(shared_gateway) - memory_before < MAX_GROWTH_BYTES
@@ -76,7 +76,7 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
     assert shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK_SCRIPT, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
     os.kill(find_qemu_pid(shared_gateway, sandbox_id), signal.SIGKILL)
-    eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
+    wait_until(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
     assert "queue_enable" in get_sandbox(shared_gateway, sandbox_id)["stateReason"]
 
 
@@ -109,7 +109,7 @@ def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sa
         assert path.read_bytes() == b"printed\n"
         for _ in range(2):
             log.write(b"x" * (LOG_BYTES + 1))
-            eventually(lambda: path.stat().st_size == 0)
+            wait_until(lambda: path.stat().st_size == 0)
     assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
 
 

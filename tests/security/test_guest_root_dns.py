@@ -18,7 +18,7 @@ import pytest
 from tests.kvm_xfs.test_names import SERVICE, ask, make_names_only_policy, world_with_names
 from tests.kvm_xfs.test_netns import METADATA_SERVICES, OPEN_POLICY, Guest, run_inside
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 ATTACKER = "attacker.example.com"
 MAX_FLOOD_QUERIES = 1000
@@ -83,7 +83,7 @@ async def ask_repeatedly(guest: Guest, name: str) -> list[str]:
                     return client.recv(4096)
                 except TimeoutError:
                     pass
-        raise AssertionError("the resolver does not answer any more")
+        raise AssertionError("the resolver no longer answers")
 
     reply = dns.message.from_wire(await asyncio.to_thread(run_inside, guest.path, exchange))
     return [record.address for records in reply.answer for record in records]

@@ -34,7 +34,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN_POLICY, Guest, OutsideMachine, run_inside, world
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 IPV4, ARP, VLAN, QINQ, IPV6, EAPOL, LLDP = 0x0800, 0x0806, 0x8100, 0x88A8, 0x86DD, 0x888E, 0x88CC
 ETH_P_ALL = 3
@@ -404,7 +404,7 @@ class MonitoredSlot:
 
 
 @contextlib.asynccontextmanager
-async def open_monitored_slot() -> AsyncIterator[MonitoredSlot]:
+async def opened_monitored_slot() -> AsyncIterator[MonitoredSlot]:
     async with world() as w:
         slot, neighbour_slot = await w.pool.take(OPEN_POLICY), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, _ = w.add_guest(slot), w.add_guest(neighbour_slot)
@@ -426,14 +426,14 @@ async def open_monitored_slot() -> AsyncIterator[MonitoredSlot]:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
-    async with open_monitored_slot() as monitored_slot:
+    async with opened_monitored_slot() as monitored_slot:
         send_frames(
             monitored_slot.guest,
             [make_frame(make_udp(GUEST_ADDRESS, monitored_slot.addresses.outside_address, data=END_MARK))],
         )
         monitored_slot.host_sniffer.read_until(END_MARK), monitored_slot.machine_sniffer.read_until(END_MARK)
         state_before = read_network_state(monitored_slot.addresses.slot)
-        with listen_everywhere(monitored_slot.addresses) as read_packets:
+        with listening_everywhere(monitored_slot.addresses) as read_packets:
             await asyncio.to_thread(send_frames, monitored_slot.guest, ATTACKS[attack](monitored_slot.addresses))
             await asyncio.to_thread(monitored_slot.check_outgoing_frames)
             assert read_packets() == [], "a packet reached a service of the host"
@@ -441,7 +441,7 @@ async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
 
 
 @contextlib.contextmanager
-def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
+def listening_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
     """Open UDP sockets on all addresses of the host, and yield a function that returns the received packets."""
     with contextlib.ExitStack() as stack:
         sockets = []
@@ -467,7 +467,7 @@ def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[
 async def test_valid_fragments_pass() -> None:
     """Check that the attacks above fail because of what they send, not because their frames are raw or fragmented."""
 
-    async with open_monitored_slot() as monitored_slot:
+    async with opened_monitored_slot() as monitored_slot:
         data = os.urandom(8).hex().encode() * 4
         datagram = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
         fragments = [

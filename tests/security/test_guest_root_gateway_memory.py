@@ -16,7 +16,7 @@ from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogWriter
 from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
-from tests.support.memory_engine import open_engine
+from tests.support.memory_engine import opened_engine
 
 MB = 1 << 20
 CLOCK_EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
@@ -92,7 +92,7 @@ def test_a_short_build_log_is_complete() -> None:
 
 @pytest.mark.anyio
 async def test_unknown_statuses_share_one_metric_label(tmp_path: Path) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         metrics = Metrics(engine)
         for status in range(200, 600):
             metrics.record_request("GET", "data plane", status, 0.1)

@@ -20,7 +20,7 @@ from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, g
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 REFUSAL_ERRORS = (NfsError, RpcRejected, *DISCONNECT_ERRORS, OSError)
 SECRET = b"of another sandbox"
@@ -42,7 +42,7 @@ class Victim:
 
 
 @contextlib.asynccontextmanager
-async def create_victim(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
+async def created_victim(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
     async with setup(xfs_root) as s:
         slot, guest = await s.create_guest()
         volume = await s.create_volume()
@@ -71,7 +71,7 @@ def check_all_procedures_fail(client: Nfs, victim: Victim) -> None:
 
 @pytest.mark.parametrize("uid", [0, 1000, 65534])
 async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -> None:
-    async with create_victim(xfs_root) as (s, victim):
+    async with created_victim(xfs_root) as (s, victim):
         slot, attacker = await s.create_guest()
         own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
@@ -99,7 +99,7 @@ async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -
 
 
 async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root: Path) -> None:
-    async with create_victim(xfs_root) as (s, victim):
+    async with created_victim(xfs_root) as (s, victim):
         slot, attacker = await s.create_guest()
         own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
@@ -128,7 +128,7 @@ async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root
 
 
 async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
-    async with create_victim(xfs_root) as (s, victim):
+    async with created_victim(xfs_root) as (s, victim):
         slot, attacker = await s.create_guest()
         own_volume = await s.create_volume()
         await own_volume.serve({slot: False})
@@ -151,7 +151,7 @@ async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
 async def test_handles_are_invalid_after_the_port_is_reused(xfs_root: Path) -> None:
     """A sandbox keeps a volume's handles. Later, another volume's server uses the same port."""
 
-    async with create_victim(xfs_root) as (s, victim):
+    async with created_victim(xfs_root) as (s, victim):
         slot, new_owner = await s.create_guest()
         await victim.volume.serve({slot: False})
         new_owner_client = victim.volume.connect_nfs(new_owner)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 WATCHDOG_SECONDS = 4
 # SIGUSR1 blocks the daemon's event loop with a call that never releases the GIL, so no thread written in Python runs.
@@ -48,14 +48,14 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
             [sys.executable, "-c", DAEMON_SCRIPT, str(config_file)], stderr=subprocess.PIPE, text=True, env=os.environ
         )
         try:
-            eventually(lambda: process.poll() is not None or answers(socket_path), seconds=60)
+            wait_until(lambda: process.poll() is not None or is_responding(socket_path), seconds=60)
             yield process
         finally:
             process.kill()
             process.communicate()
 
 
-def answers(socket_path: Path) -> bool:
+def is_responding(socket_path: Path) -> bool:
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_path)), base_url="http://gateway") as client:
             return client.get("/health").status_code == 200

@@ -1,7 +1,7 @@
 """Root in a sandbox has taken over QEMU or a volume server, and hides the process from the next gateway.
 
-The process can do without privileges everything that these tests do to it: it can write to its own memory, close its
-files and end its main thread.
+Everything that these tests do to the process, it can also do itself without privileges: write to its own memory, close
+its files and end its main thread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sandbox_gateway.hosts.kvm_xfs.volumes import server_pool as server_pool_mod
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings, save_settings
 from tests.kvm_xfs.test_volume_server import kill_process, setup
 from tests.security.test_guest_root_disk import find_qemu_pid
-from tests.security.test_host_user_processes import machine_setup, start_process, was_killed
+from tests.security.test_host_user_processes import machine_setup, running_process, was_killed
 from tests.support.gateway import Gateway
 from tests.support.samples import mark_slow_except
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
-need_root = pytest.mark.usefixtures("need_root")
+requires_root = pytest.mark.usefixtures("requires_root")
 
 _SYS_EXIT, _SYS_UNSHARE, _SYS_SETNS, _SYS_CLONE, _SYS_FORK = 60, 272, 308, 56, 57
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -70,7 +70,7 @@ def make_system_call(pid: int, number: int, argument: int) -> None:
 
 
 def end_main_thread(pid: int) -> None:
-    """End the main thread of a process. The kernel then shows no command line, files and namespaces of the process."""
+    """End the main thread of a process. The kernel then shows no command line, files or namespaces of the process."""
     make_system_call(pid, _SYS_EXIT, 0)
     assert Path(f"/proc/{pid}/cmdline").read_bytes() == b""
     assert len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
@@ -116,7 +116,7 @@ def test_a_thread_of_qemu_that_tries_to_leave_its_network_slot_ends(
     pidfd = os.pidfd_open(pid := find_qemu_pid(shared_gateway, sandbox_id))
     try:
         make_system_call(pid, number, argument)
-        eventually(lambda: not Path(f"/proc/{pid}/task/{pid}/ns/net").exists(), 10)
+        wait_until(lambda: not Path(f"/proc/{pid}/task/{pid}/ns/net").exists(), 10)
     finally:
         process_checks.send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
@@ -127,13 +127,13 @@ def start_python(slot_path: Path, program: str) -> int:
     return start_in_namespace(slot_path, command, [], subprocess.DEVNULL)
 
 
-@need_root
+@requires_root
 async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the gateway looks at a thread, the thread has already ended."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         slot = await s.take_slot()
         pid = start_python(slot.path, _RELAY_PROGRAM)
-        eventually(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
+        wait_until(lambda: Path(f"/proc/{pid}/cmdline").read_bytes() == b"", 10)
         original_function = process_checks.identify_namespace
 
         def identify_late(path: Path) -> tuple[int, int]:
@@ -148,7 +148,7 @@ async def test_a_machine_whose_threads_end_quickly_is_killed(xfs_root: Path, mon
             assert scan.repaired == ["stopped an unknown machine, which belonged to no sandbox"]
 
 
-@need_root
+@requires_root
 @pytest.mark.parametrize("hide", HIDE_FUNCTIONS)
 async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callable[[int], None]) -> None:
     async with setup(xfs_root) as s:
@@ -168,7 +168,7 @@ async def test_a_volume_server_that_hides_is_killed(xfs_root: Path, hide: Callab
         assert volume.read_contents("file") == b"data"
 
 
-@need_root
+@requires_root
 async def test_the_gateway_waits_for_the_image_of_a_server_that_hid(xfs_root: Path) -> None:
     """After the server has ended, the kernel may still be writing to the image."""
     async with setup(xfs_root) as s:
@@ -197,14 +197,14 @@ def reuse_pid(pid: int) -> subprocess.Popen[bytes]:
     raise AssertionError(f"no process got the pid {pid}")
 
 
-@need_root
+@requires_root
 async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine ends after the gateway has identified it, and before the gateway kills it."""
     async with machine_setup(xfs_root, monkeypatch) as s:
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
-        pid = s.start_machine(slot, s.files(sandbox).disk, s.files(sandbox))
+        pid = s.start_machine(slot, s.get_files(sandbox).disk, s.get_files(sandbox))
         services: list[subprocess.Popen[bytes]] = []
 
         async def end_first(process: Any, *_: object) -> bool:
@@ -225,7 +225,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
                 service.wait()
 
 
-@need_root
+@requires_root
 async def test_a_process_with_the_pid_of_an_ended_server_is_not_killed(
     xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +234,7 @@ async def test_a_process_with_the_pid_of_an_ended_server_is_not_killed(
         service: subprocess.Popen[bytes] | None = None
         program = s.root / "ganesha.nfsd"
         shutil.copy("/bin/sleep", program)
-        with start_process(command, program, user=0) as server:
+        with running_process(command, program, user=0) as server:
 
             def end_first(directory: Path) -> None:
                 nonlocal service

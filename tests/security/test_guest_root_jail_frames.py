@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.network.epair import Epair
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.records import NetworkPolicy
-from tests.freebsd_shim.harness import Shim, is_supported, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim, is_supported
 from tests.freebsd_shim.test_network import CLIENT_PROGRAM, MAIN_RULES, SERVER_PROGRAM
 from tests.security.test_guest_root_frames import (
     ARP,
@@ -184,7 +184,7 @@ def _wait_until_up(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 async def world(tmp_path: Path) -> AsyncIterator[JailWorld]:
     if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         shim.check_ok("pfctl", "-q", "-f", "-", input=MAIN_RULES)
         shim.check_ok("sysctl", "net.inet.ip.forwarding=1")
         shim.check_ok("jail", "-c", "name=out", f"path={shim.root}", "persist", "vnet=new")
@@ -218,7 +218,7 @@ async def add_both_jails(world: JailWorld, attacker_policy: NetworkPolicy | None
     await world.add_jail(world.attacker, attacker_policy or NetworkPolicy())
 
 
-def bridge_mac(world: JailWorld) -> str:
+def read_bridge_mac(world: JailWorld) -> str:
     return world.read_mac("sxbr0")
 
 
@@ -232,7 +232,7 @@ async def test_frames_from_another_jails_ethernet_address_do_not_divert_its_pack
         source, packet = world.victim.mac, make_udp(world.victim.address, OUTSIDE_ADDRESS)
         frames = [
             make_frame(packet, kind, to=to, source=source)
-            for to in (bridge_mac(world), BROADCAST_MAC, source)
+            for to in (read_bridge_mac(world), BROADCAST_MAC, source)
             for kind in (IPV4, EXPERIMENTAL)  # The packet filter may drop a packet before the bridge learns from it.
         ]
         sender = world.start_sending(*frames * 150, interval=0.01)
@@ -256,8 +256,8 @@ async def test_forged_arp_does_not_change_the_hosts_table(world: JailWorld) -> N
                 source=world.attacker.mac,
             )
             for operation in (1, 2)
-            for target, target_mac in ((gateway, bridge_mac(world)), (world.victim.address, BROADCAST_MAC))
-            for to in (bridge_mac(world), BROADCAST_MAC)
+            for target, target_mac in ((gateway, read_bridge_mac(world)), (world.victim.address, BROADCAST_MAC))
+            for to in (read_bridge_mac(world), BROADCAST_MAC)
         ]
         # Linux ignores a second change within a second.
         world.send_frames(*frames, interval=0.3)
@@ -272,7 +272,7 @@ async def test_forged_arp_cannot_take_the_address_of_a_jail_that_has_not_sent_an
     world.is_reachable(world.victim.address)
     world.is_reachable("10.213.0.99")
     world.shim.check_ok("/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, world.attacker.address)
-    assert bridge_mac(world) not in _wait_for_sources(sniffer)
+    assert read_bridge_mac(world) not in _wait_for_sources(sniffer)
 
 
 async def test_forged_senders_do_not_fill_the_hosts_arp_table(world: JailWorld) -> None:
@@ -304,12 +304,12 @@ async def test_jails_receive_no_frames_from_each_other(world: JailWorld) -> None
             make_frame(payload, kind, to=to, source=source)
             for payload, kind in ((packet, IPV4), (arp, ARP), (packet, IPV6))
             for to in (world.victim.mac, BROADCAST_MAC, "33:33:00:00:00:01", "02:00:5e:00:00:99")
-            for source in (world.attacker.mac, bridge_mac(world))
+            for source in (world.attacker.mac, read_bridge_mac(world))
         )
     )
     world.shim.check_ok("/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, world.victim.address)
     sources = _wait_for_sources(sniffer)
-    assert world.attacker.mac not in sources and bridge_mac(world) not in sources
+    assert world.attacker.mac not in sources and read_bridge_mac(world) not in sources
 
 
 # --- source addresses and policies ---------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ Attack = Callable[[JailWorld], Sequence[bytes]]
 
 def list_ethernet_targets(world: JailWorld) -> list[str]:
     """Return target addresses of frames that the host receives: from the bridge, from its member, and from both."""
-    return [bridge_mac(world), world.read_mac(world.attacker.outer), BROADCAST_MAC]
+    return [read_bridge_mac(world), world.read_mac(world.attacker.outer), BROADCAST_MAC]
 
 
 def spoof_source(world: JailWorld) -> list[bytes]:
@@ -397,7 +397,7 @@ async def test_only_allowed_packets_from_the_jails_own_address_pass(world: JailW
     host = _wait_until_up(world.shim.start("/usr/bin/python3", "-c", _RECEIVE_PROGRAM))
     world.send_frames(*attack(world))
     last_packet = make_udp(world.attacker.address, OUTSIDE_ADDRESS, PORT, END_MARK)
-    world.send_frames(make_frame(last_packet, to=bridge_mac(world), source=world.attacker.mac))
+    world.send_frames(make_frame(last_packet, to=read_bridge_mac(world), source=world.attacker.mac))
     assert not any(MARK in frame for frame in _wait_for_frames(outside))
     world.shim.check_ok("jexec", "out", "/usr/bin/python3", "-c", _SEND_UDP_PROGRAM, "10.214.0.1")
     assert _wait(host) == []

@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.network import pf
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.records import NetworkPolicy, Resources
-from tests.freebsd_shim.harness import Shim, is_supported, shim_in
+from tests.freebsd_shim.harness import Shim, created_shim, is_supported
 from tests.freebsd_shim.test_network import MAIN_RULES, connect_jail
 
 _BRIDGE = Bridge(CommandRunner(), name="sxbr0", prefix="sx", subnet="10.213.0.0/16")
@@ -31,7 +31,7 @@ for address in ("10.214.0.9", "10.215.0.9"):
 def shim(tmp_path: Path) -> Iterator[Shim]:
     if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
-    with shim_in(tmp_path) as shim:
+    with created_shim(tmp_path) as shim:
         yield shim
 
 

@@ -23,11 +23,11 @@ from tests.api.inside import (
     Handler,
     RawService,
     Service,
-    eventually,
-    machine_address,
+    get_machine_address,
+    make_port_headers,
     make_reply,
-    port_headers,
     raw_service,
+    wait_until,
 )
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_memory import check_no_leaks
@@ -72,18 +72,18 @@ class Probe:
     def _send_requests(self) -> None:
         with self._gateway.client(EXEC_KEY) as client:
             while not self._stop.wait(0.01):
-                responses = client.get("/health"), client.get("/echo", headers=port_headers(self._other_sandbox))
+                responses = client.get("/health"), client.get("/echo", headers=make_port_headers(self._other_sandbox))
                 self.success_count += all(response.is_success for response in responses)
                 self.failures += [response.text for response in responses if not response.is_success]
 
     def __enter__(self) -> Probe:
         self._thread.start()
-        eventually(lambda: self.success_count or self.failures)
+        wait_until(lambda: self.success_count or self.failures)
         return self
 
     def __exit__(self, *_: object) -> None:
         count_before = self.success_count
-        eventually(lambda: self.success_count > count_before or self.failures)
+        wait_until(lambda: self.success_count > count_before or self.failures)
         self._stop.set()
         self._thread.join()
         assert self.failures == []
@@ -184,11 +184,11 @@ FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
 def test_a_lying_agent_affects_only_its_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
-    response, then = FALSE_RESPONSES[case]
+    response, next_handler = FALSE_RESPONSES[case]
     other_sandbox = create_sandbox(api, name="other")
     agent_requests = AGENT_REQUESTS[2:3] if "without end" in case and "chunks" not in case else AGENT_REQUESTS
     with (
-        raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then) as agent,
+        raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, next_handler=next_handler) as agent,
         Probe(memory_gateway, other_sandbox),
     ):
         for method, path, body in agent_requests:
@@ -200,7 +200,7 @@ def test_a_lying_agent_affects_only_its_sandbox(
                 assert 400 <= result.status_code < 600 and result.json()["kind"] != "internal", result.text
             assert len(result.content) < 8192
             assert len(agent.heads) <= request_count_before + 1, "the gateway repeated a request"
-        eventually(lambda: not agent.open_connection_count)
+        wait_until(lambda: not agent.open_connection_count)
     assert host_service.connection_count == 0, "the gateway followed a redirect"
 
 
@@ -208,17 +208,17 @@ def test_a_lying_agent_affects_only_its_sandbox(
 def test_a_lying_service_affects_only_its_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
-    response, then = FALSE_RESPONSES[case]
+    response, next_handler = FALSE_RESPONSES[case]
     other_sandbox = create_sandbox(api, name="other")
     with (
-        raw_service(memory_gateway, sandbox, response, then=then) as service,
+        raw_service(memory_gateway, sandbox, response, next_handler=next_handler) as service,
         Probe(memory_gateway, other_sandbox),
         memory_gateway.client(EXEC_KEY) as client,
     ):
         client.timeout = httpx.Timeout(2)
         received_bytes = 0
         try:
-            with client.stream("POST", "/", content=b"x", headers=port_headers(sandbox, PORT)) as result:
+            with client.stream("POST", "/", content=b"x", headers=make_port_headers(sandbox, PORT)) as result:
                 for piece in result.iter_raw():
                     received_bytes += len(piece)
                     if received_bytes > 4 << 20:
@@ -226,7 +226,7 @@ def test_a_lying_service_affects_only_its_client(
         except (httpx.TransportError, TimeoutError):
             pass
         assert len(service.heads) == 1, "the gateway repeated a request"
-        eventually(lambda: not service.open_connection_count, seconds=20) if then else None
+        wait_until(lambda: not service.open_connection_count, seconds=20) if next_handler else None
     assert host_service.connection_count == 0
 
 
@@ -246,16 +246,16 @@ def test_repeated_lies_do_not_leak_memory(
 
     def run_rounds(count: int) -> None:
         for case in cases:
-            response, then = FALSE_RESPONSES[case]
+            response, next_handler = FALSE_RESPONSES[case]
             with (
-                raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then),
-                raw_service(memory_gateway, sandbox, response, then=then) as service,
+                raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, next_handler=next_handler),
+                raw_service(memory_gateway, sandbox, response, next_handler=next_handler) as service,
             ):
                 for number in range(count):
                     for method, path, body in AGENT_REQUESTS:
                         api.request(method, path, json=body)
                     with contextlib.suppress(httpx.RemoteProtocolError):  # The response may end too early.
-                        api.get(f"/{number}", headers=port_headers(sandbox, PORT))
+                        api.get(f"/{number}", headers=make_port_headers(sandbox, PORT))
                 assert len(service.heads) >= count
 
     check_no_leaks(run_rounds)
@@ -266,7 +266,7 @@ def test_compressed_responses_are_forwarded_unchanged(
 ) -> None:
     with (
         raw_service(memory_gateway, sandbox, make_reply("200 OK", GZIP_BOMB, "Content-Encoding: gzip")),
-        api.stream("GET", "/", headers=port_headers(sandbox, PORT)) as result,
+        api.stream("GET", "/", headers=make_port_headers(sandbox, PORT)) as result,
     ):
         assert result.headers["content-encoding"] == "gzip"
         assert b"".join(result.iter_raw()) == GZIP_BOMB
@@ -300,8 +300,8 @@ def test_a_surplus_response_does_not_reach_the_next_client(
 ) -> None:
     with raw_service(memory_gateway, sandbox, POISONED_RESPONSES[poison], make_reply(body=b"second")) as service:
         with memory_gateway.client(EXEC_KEY) as attacker:
-            attacker.request(method, "/", headers=port_headers(sandbox, PORT))
-        responses = [api.get("/", headers=port_headers(sandbox, PORT)) for _ in range(3)]
+            attacker.request(method, "/", headers=make_port_headers(sandbox, PORT))
+        responses = [api.get("/", headers=make_port_headers(sandbox, PORT)) for _ in range(3)]
         assert [response.text for response in responses] == ["second"] * 3
         assert not any("x-poison" in response.headers for response in responses)
         assert service.connection_count >= 2, "the gateway reused the connection"
@@ -312,8 +312,8 @@ def test_the_body_of_a_head_response_does_not_become_the_next_response(
 ) -> None:
     """The service sends a body in response to HEAD, as some careless servers do."""
     with raw_service(memory_gateway, sandbox, make_reply(body=make_reply(body=b"poison")), make_reply(body=b"second")):
-        api.head("/", headers=port_headers(sandbox, PORT))
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "second"
+        api.head("/", headers=make_port_headers(sandbox, PORT))
+        assert api.get("/", headers=make_port_headers(sandbox, PORT)).text == "second"
 
 
 def test_responses_never_come_from_another_machine_or_port(
@@ -327,9 +327,9 @@ def test_responses_never_come_from_another_machine_or_port(
         raw_service(memory_gateway, other_sandbox, make_reply(body=b"other")),
     ):
         for _ in range(10):
-            api.get("/", headers=port_headers(sandbox, PORT))
-            assert api.get("/", headers=port_headers(sandbox, PORT + 1)).text == "clean"
-            assert api.get("/", headers=port_headers(other_sandbox, PORT)).text == "other"
+            api.get("/", headers=make_port_headers(sandbox, PORT))
+            assert api.get("/", headers=make_port_headers(sandbox, PORT + 1)).text == "clean"
+            assert api.get("/", headers=make_port_headers(other_sandbox, PORT)).text == "other"
 
 
 def test_an_early_response_does_not_reach_another_client(
@@ -348,9 +348,9 @@ def test_an_early_response_does_not_reach_another_client(
 
     other_sandbox = create_sandbox(api, name="other")
     with (
-        Service(machine_address(memory_gateway, sandbox), PORT, listen),
+        Service(get_machine_address(memory_gateway, sandbox), PORT, listen),
         raw_service(memory_gateway, other_sandbox, make_reply(body=b"other")),
     ):
         for _ in range(20):
-            api.get("/", headers=port_headers(sandbox, PORT))
-            assert api.get("/", headers=port_headers(other_sandbox, PORT)).text == "other"
+            api.get("/", headers=make_port_headers(sandbox, PORT))
+            assert api.get("/", headers=make_port_headers(other_sandbox, PORT)).text == "other"

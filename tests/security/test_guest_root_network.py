@@ -34,7 +34,7 @@ from tests.kvm_xfs.test_netns import (
     world,
 )
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 AZURE_ADDRESS = "168.63.129.16"
 ALLOW_ALL = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.security.hostile import check_others_are_served
 from tests.support.gateway import TEMPLATE, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 # A program that responds to every request with 200 KB in which each quote looks like the beginning of a string.
 HOSTILE_AGENT_SCRIPT = """
@@ -45,7 +45,7 @@ def attacker_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     encoded_script = base64.b64encode(HOSTILE_AGENT_SCRIPT.encode()).decode()
     write_command = f"echo {encoded_script} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write_command}; setsid sh -c '{_REPLACE_COMMAND}' </dev/null >/dev/null 2>&1 &")
-    eventually(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
+    wait_until(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
 

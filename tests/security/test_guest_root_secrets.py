@@ -16,7 +16,7 @@ APT_OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'A
 
 
 @pytest.mark.slow
-def test_the_proxy_password_is_not_in_templates_or_command_lines(need_root: None, tmp_path: Path) -> None:
+def test_the_proxy_password_is_not_in_templates_or_command_lines(requires_root: None, tmp_path: Path) -> None:
     found_lines: set[str] = set()
     build_has_ended = threading.Event()
 

@@ -37,9 +37,9 @@ from tests.kvm_xfs.test_netns import OutsideMachine, run_inside, run_ip
 from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, get_nfs_status, kill_process, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 def read_process_status(pid: int) -> dict[str, str]:
@@ -100,7 +100,7 @@ async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None
 
 
 async def test_the_log_of_a_server_is_bounded(xfs_root: Path) -> None:
-    """A guest may make a server write messages, and a compromised server writes what it wants."""
+    """A guest may make a server write messages, and a compromised server can write anything."""
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.create_volume(), await s.create_guest()
         await volume.serve({slot: False})
@@ -286,7 +286,7 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
             server = s.servers._servers[volume.id]
             await kill_process(server.pid)
             await asyncio.to_thread(
-                eventually, lambda ended_server=server: s.servers._servers[volume.id] is not ended_server
+                wait_until, lambda ended_server=server: s.servers._servers[volume.id] is not ended_server
             )
         current_server = s.servers._servers[volume.id]
         backoffs += [current_server.backoff_seconds()]
@@ -321,7 +321,7 @@ async def test_no_other_server_can_answer_for_one_that_has_ended(xfs_root: Path)
         with run_inside(
             Path(f"/proc/self/fd/{descriptor}"), lambda: socket.create_server(listener_address, backlog=4096)
         ):
-            await asyncio.to_thread(eventually, lambda: not can_connect())
+            await asyncio.to_thread(wait_until, lambda: not can_connect())
 
 
 def plant_links(directory: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT, connect
 from tests.kvm_xfs.test_netns import NOBODY_UID, OPEN_POLICY, can_connect_as, world
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 async def test_a_host_user_cannot_reach_agents() -> None:

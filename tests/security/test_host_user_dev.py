@@ -19,7 +19,7 @@ _NOBODY_UID = 65534
 )
 @pytest.mark.parametrize("kind", ["directory", "link"])
 def test_a_foreign_state_directory_is_refused(
-    need_root: None, tmp_path: Path, variable: str, command: str, kind: str
+    requires_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
     """For example, the attacker creates /var/tmp/grove-sandbox with a virtual environment before the first demo."""
     state_directory, marker = tmp_path / "state", tmp_path / "ran"

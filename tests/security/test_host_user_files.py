@@ -19,7 +19,7 @@ from tests.kvm_xfs.test_rootfs import create_recipe, tree  # noqa: F401
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_world import JailZfsWorld
-from tests.support.live import Live, engines
+from tests.support.live import EngineRunner, engines
 from tests.support.worlds import TEMPLATE as WORLD_TEMPLATE
 
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
@@ -66,7 +66,7 @@ def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.Mo
     """A gateway with secrets in its environment, and with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    (log_file := session.run_dir() / "live.log").unlink(missing_ok=True)
+    (log_file := session.get_run_dir() / "live.log").unlink(missing_ok=True)
     new_gateway = gateway({"log": {"file": str(log_file)}})
     new_gateway.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
     mounts = [{"name": "data", "path": "/data"}]
@@ -93,9 +93,11 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
         "manifest.json",
         "secret",
     }
-    tarballs = list(session.cache_dir().glob("rootfs-*.tar"))
-    assert tarballs, f"{session.cache_dir()} has templates, but not the tarballs that they were built from: remove it"
-    log_file = session.run_dir() / "live.log"
+    tarballs = list(session.get_cache_dir().glob("rootfs-*.tar"))
+    assert tarballs, (
+        f"{session.get_cache_dir()} has templates, but not the tarballs that they were built from: remove it"
+    )
+    log_file = session.get_run_dir() / "live.log"
     assert log_file.stat().st_size > 0
     assert find_readable_files([*files, *tarballs, log_file]) == []
 
@@ -103,7 +105,7 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
 @pytest.fixture
 def public_directory() -> Iterator[Path]:
     """A directory in which every user of the host can read files."""
-    directory = session.run_dir() / "public"
+    directory = session.get_run_dir() / "public"
     directory.mkdir(mode=0o755)
     (directory / "readable").touch(0o644)
     assert find_readable_files([directory / "readable"])
@@ -111,7 +113,7 @@ def public_directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_a_host_user_cannot_read_a_new_template(need_root: None, tree: Path, public_directory: Path) -> None:  # noqa: F811
+def test_a_host_user_cannot_read_a_new_template(requires_root: None, tree: Path, public_directory: Path) -> None:  # noqa: F811
     """No restart of the gateway has corrected the permissions of these files yet."""
     rootfs = build(create_recipe(tree), public_directory)
     files = [rootfs.image, rootfs.kernel, rootfs.initrd]
@@ -177,16 +179,16 @@ def find_processes(path: str) -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def make_jail_engine(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    with engines(jail_zfs_world) as make_live:
-        yield make_live
+def make_jail_engine(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., EngineRunner]]:
+    with engines(jail_zfs_world) as make_runner:
+        yield make_runner
 
 
-def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Callable[..., Live]) -> None:
+def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Callable[..., EngineRunner]) -> None:
     """This includes the lock file: a user who could open it could lock it, and so keep the gateway from starting."""
-    live_engine = make_jail_engine()
-    state_root = live_engine.config.host.state_root
-    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, ForkSpec(names=["box"], env={"API_KEY": "s3cret"})))
+    runner = make_jail_engine()
+    state_root = runner.config.host.state_root
+    runner.do(runner.engine.forks.create(WORLD_TEMPLATE, ForkSpec(names=["box"], env={"API_KEY": "s3cret"})))
     files = [path for path in state_root.rglob("*") if path.is_file()]
     (lock_file,) = (path for path in files if path.suffix == ".lock")
     (hostname_file,) = (path for path in files if path.name == "hostname")
@@ -194,27 +196,27 @@ def test_a_host_user_cannot_read_the_files_of_a_jail_host(make_jail_engine: Call
     assert (state_root / "secrets") in {path.parent.parent for path in files}
     assert find_readable_files(files) == []
     command_in_jail = ["cat", "/run/sandbox/hostname", "/etc/machine-id", "/etc/resolv.conf"]
-    assert live_engine.do(live_engine.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
+    assert runner.do(runner.engine.commands.exec("box", command_in_jail, user="user")).exit_code == 0
 
-    live_engine.close()
+    runner.close()
     lock_file.chmod(0o644)
     hostname_file.parent.parent.chmod(0o755)
     assert {*find_readable_files(files)} >= {str(lock_file), str(hostname_file)}, "an older release left them like this"
-    make_jail_engine(live_engine.config)
+    make_jail_engine(runner.config)
     assert find_readable_files(files) == []
 
 
 def test_a_host_user_cannot_run_a_jails_programs(
-    jail_zfs_world: JailZfsWorld, make_jail_engine: Callable[..., Live]
+    jail_zfs_world: JailZfsWorld, make_jail_engine: Callable[..., EngineRunner]
 ) -> None:
     """Root in a jail can create a set-user-ID program, which any user of the host could otherwise run as root."""
-    live_engine = make_jail_engine()
-    live_engine.do(live_engine.engine.volumes.create("data", 64))
+    runner = make_jail_engine()
+    runner.do(runner.engine.volumes.create("data", 64))
     spec = ForkSpec(names=["box"], mounts=[MountSpec("data", "/data", False)])
-    live_engine.do(live_engine.engine.forks.create(WORLD_TEMPLATE, spec))
+    runner.do(runner.engine.forks.create(WORLD_TEMPLATE, spec))
     for directory in ("/srv", "/data"):
-        live_engine.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
-    root_directory = jail_zfs_world.mount_point(live_engine.config)
+        runner.shell("box", f"cp /usr/bin/id {directory}/planted && chmod 4755 {directory}/planted")
+    root_directory = jail_zfs_world.get_mount_point(runner.config)
     programs = [*root_directory.glob("sandboxes/*/srv/planted"), *root_directory.glob("volumes/*/planted")]
     assert len(programs) == 2
     for program in programs:

@@ -28,8 +28,8 @@ ENV = {"API_KEY": SECRET}
 
 
 @pytest.fixture(scope="module")
-def pool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}s", session.run_dir()) as pool:
+def pool(requires_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.get_run_id()}s", session.get_run_dir()) as pool:
         yield pool
 
 
@@ -75,7 +75,7 @@ def list_secret_files(tmp_path: Path) -> list[Path]:
 
 
 def encode_as_previous_release(sandbox: Sandbox, generation: int) -> dict[str, str]:
-    """Encode a record like the releases that had no secret files. They split long records into parts."""
+    """Encode a record as the releases without secret files did. They split long records into parts."""
     text = sandbox.model_dump_json()
     head = {"v": 1, "kind": "sandbox", "generation": generation}
     if len(text) < 7900:

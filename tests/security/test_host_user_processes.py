@@ -1,6 +1,6 @@
 """A user of the host starts processes that imitate the gateway's, and waits for a restart of the gateway.
 
-The tests start no machines: a shell that waits takes the place of QEMU.
+The tests start no machines: a waiting shell stands in for QEMU.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_volume_server import OPEN_POLICY, Setup, kill_process, setup
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 _NOBODY_UID = 65534
 
@@ -62,7 +62,7 @@ class MachineSetup:
         files.disk.touch(0o600)
         return sandbox
 
-    def files(self, sandbox: Sandbox) -> InstanceFiles:
+    def get_files(self, sandbox: Sandbox) -> InstanceFiles:
         return self.layout.instance(sandbox)
 
     def build_command(self, label: str, files: InstanceFiles) -> list[str]:
@@ -78,7 +78,7 @@ class MachineSetup:
         with os.fdopen(reader):
             command = [*self.build_command(label, claimed_files), str(reader), str(disk)]
             pid = start_in_namespace(slot.path, command, [reader], subprocess.DEVNULL)
-        eventually(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
+        wait_until(lambda: b"mem-path=" in Path(f"/proc/{pid}/cmdline").read_bytes(), 10)
         return pid
 
     def imitate(self, label: str, files: InstanceFiles) -> subprocess.Popen[bytes]:
@@ -89,7 +89,7 @@ class MachineSetup:
         disk = os.open(files.disk, os.O_PATH)
         try:
             command = [*self.build_command(label, files), "0"]
-            return self._s.stack.enter_context(start_process(command, self.program, descriptors=(disk,)))
+            return self._s.stack.enter_context(running_process(command, self.program, descriptors=(disk,)))
         finally:
             os.close(disk)
 
@@ -129,7 +129,7 @@ def was_killed(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def start_process(
+def running_process(
     arguments: list[str], program: Path | str, *, user: int = _NOBODY_UID, descriptors: tuple[int, ...] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program, by default as an unprivileged user. It is killed when the context is left."""
@@ -152,14 +152,14 @@ def start_process(
 async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with machine_setup(xfs_root, monkeypatch) as s:
         running, stopped, slot = s.create_sandbox("running"), s.create_sandbox("stopped"), await s.take_slot()
-        pid = s.start_machine(slot, s.files(running).disk, s.files(running))
+        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
         other_files = InstanceFiles(s.layout.sandboxes / "x" / "y")
         other_files.directory.mkdir(parents=True)
         other_files.disk.touch(0o600)
         imitations = [
             s.imitate(label, files)
             for label in ("x", "x-y", f"{slot.name}-{running.instance}", f"{slot.name}-{stopped.instance}")
-            for files in (s.files(running), s.files(stopped), other_files)
+            for files in (s.get_files(running), s.get_files(stopped), other_files)
         ]
         s.program.unlink()  # A package upgrade replaces QEMU while machines run.
         async with s.restarted_gateway([running, stopped]) as (machines, scan):
@@ -176,8 +176,8 @@ async def test_a_machine_that_claims_to_be_another_is_stopped(xfs_root: Path, mo
     async with machine_setup(xfs_root, monkeypatch) as s:
         victim, attacker = s.create_sandbox("victim"), s.create_sandbox("attacker")
         victim_slot, attacker_slot = await s.take_slot(), await s.take_slot()
-        victim_pid = s.start_machine(victim_slot, s.files(victim).disk, s.files(victim))
-        attacker_pid = s.start_machine(attacker_slot, s.files(attacker).disk, s.files(victim))
+        victim_pid = s.start_machine(victim_slot, s.get_files(victim).disk, s.get_files(victim))
+        attacker_pid = s.start_machine(attacker_slot, s.get_files(attacker).disk, s.get_files(victim))
         monkeypatch.setattr(machines_module, "_DISK_TIMEOUT_SECONDS", 8.0)
         async with s.restarted_gateway([victim, attacker]) as (machines, scan):
             assert [(machine.pid, slot.number) for machine, slot in machines._started.values()] == [
@@ -194,8 +194,8 @@ async def test_a_machine_that_does_not_answer_as_qemu_does_is_stopped(
     async with machine_setup(xfs_root, monkeypatch) as s:
         victim, attacker = s.create_sandbox("victim"), s.create_sandbox("attacker")
         victim_slot, attacker_slot = await s.take_slot(), await s.take_slot()
-        victim_pid = s.start_machine(victim_slot, s.files(victim).disk, s.files(victim))
-        attacker_pid = s.start_machine(attacker_slot, s.files(attacker).disk, s.files(attacker))
+        victim_pid = s.start_machine(victim_slot, s.get_files(victim).disk, s.get_files(victim))
+        attacker_pid = s.start_machine(attacker_slot, s.get_files(attacker).disk, s.get_files(attacker))
 
         async def resume_if_stopped(machine: Machine) -> bool:
             if machine.pid == attacker_pid:
@@ -215,7 +215,7 @@ async def test_a_machine_with_another_program_name_is_adopted(xfs_root: Path, mo
     async with machine_setup(xfs_root, monkeypatch) as s:
         s.program = s.program.rename(s.program.with_name("vmm"))
         running, slot = s.create_sandbox("running"), await s.take_slot()
-        pid = s.start_machine(slot, s.files(running).disk, s.files(running))
+        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
         async with s.restarted_gateway([running]) as (machines, _):
             assert [machine.pid for machine, _ in machines._started.values()] == [pid]
 
@@ -228,7 +228,7 @@ async def test_a_machine_is_killed_whatever_its_monitor_sends(xfs_root: Path, mo
 
     async with machine_setup(xfs_root, monkeypatch) as s:
         running, slot = s.create_sandbox("running"), await s.take_slot()
-        pid = s.start_machine(slot, s.files(running).disk, s.files(running))
+        pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
         async with s.restarted_gateway([running]) as (machines, _):
             client: Any = SimpleNamespace(disconnect=disconnect)
             machines._started[running.instance].machine._qmp = client
@@ -243,7 +243,7 @@ async def test_a_machine_outside_its_slot_is_not_mistaken_for_a_stopped_one(
     async with machine_setup(xfs_root, monkeypatch) as s:
         sandbox, slot = s.create_sandbox("box"), await s.take_slot()
         host_slot = dataclasses.replace(slot, path=HOST_NAMESPACE)
-        pid = s.start_machine(host_slot, s.files(sandbox).disk, s.files(sandbox))
+        pid = s.start_machine(host_slot, s.get_files(sandbox).disk, s.get_files(sandbox))
         await asyncio.sleep(1)  # until it has opened its disk
         with pytest.raises(BackendFailed, match=f"process {pid} of sandbox {sandbox.id} is not in a network slot"):
             async with s.restarted_gateway([sandbox]):
@@ -263,7 +263,7 @@ async def test_imitated_volume_servers_are_ignored(xfs_root: Path) -> None:
         launcher_arguments = ["python", "-I", "-S", "-c", script, str(directory), volume.id]
         with contextlib.ExitStack() as stack:
             imitations = [
-                stack.enter_context(start_process(arguments, program, user=user))
+                stack.enter_context(running_process(arguments, program, user=user))
                 for arguments, program, user in (
                     (server_arguments, fake_server, _NOBODY_UID),
                     (launcher_arguments, "/usr/bin/python3", _NOBODY_UID),

@@ -26,7 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import find_boot_files
 from sandbox_gateway.hosts.rootfs_common import Tree, add_user
 from sandbox_gateway.hosts.tree_removal import remove_tree
 
-pytestmark = pytest.mark.usefixtures("need_root")
+pytestmark = pytest.mark.usefixtures("requires_root")
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def pw_calls(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
 async def test_a_link_at_the_accounts_of_a_jail_does_not_add_a_user_to_the_host(
     root: Path, pw_calls: list[Sequence[str]], name: str
 ) -> None:
-    """pw follows links as on the host. This one leads to the same file in the tree, so that both can read it."""
+    """pw resolves links as on the host, not inside the tree. This relative link has the same target either way."""
     for file in ("master.passwd", "group"):
         (root / "etc" / file).write_text("root:x:0:\n")
     path, target = root / name, root / "target"
@@ -197,7 +197,7 @@ def test_a_deep_tree_that_does_not_fit_its_disk_is_measured(memory_directory: Pa
     assert disk._measure_tree_size_mb(make_deep_tree(memory_directory / "directory")) >= 1
 
 
-def test_the_removal_of_a_tree_follows_no_link_and_reports_an_entry_that_remains(root: Path, tmp_path: Path) -> None:
+def test_removing_a_tree_follows_no_links_and_reports_remaining_entries(root: Path, tmp_path: Path) -> None:
     (tmp_path / "host/kept").touch()
     for directory in ("a/b/c", "a/b2"):
         (root / directory).mkdir(parents=True)

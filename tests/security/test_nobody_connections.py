@@ -19,7 +19,7 @@ import pytest
 from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.samples import mark_slow_except
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 MAX_DESCRIPTORS = 400
 """The daemon's limit on file descriptors. Half of them are for connections from clients and to sandboxes."""
@@ -105,7 +105,7 @@ def module_target(
 def target(module_target: Target) -> Iterator[Target]:
     """The daemon under attack. Checks after each test that all connections have been closed."""
     yield module_target
-    eventually(
+    wait_until(
         lambda: module_target.daemon.read_metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS
     )
 
@@ -148,7 +148,7 @@ def wait_until_cut_off(connection: socket.socket, action: Callable[[], object] =
             action()
         return is_closed(connection)
 
-    eventually(is_cut_off, seconds=CUT_OFF_TIMEOUT_SECONDS)
+    wait_until(is_cut_off, seconds=CUT_OFF_TIMEOUT_SECONDS)
 
 
 def test_silent_connections_are_closed(target: Target, connection_stack: contextlib.ExitStack) -> None:
@@ -170,7 +170,7 @@ def test_silent_connections_are_closed(target: Target, connection_stack: context
     }
     assert min(refused_counts.values()) > 100
     # The remaining connections exceed their time limit.
-    eventually(lambda: all(map(is_closed, connections)), seconds=CUT_OFF_TIMEOUT_SECONDS)
+    wait_until(lambda: all(map(is_closed, connections)), seconds=CUT_OFF_TIMEOUT_SECONDS)
     target.check_others_are_served()
 
 
@@ -266,7 +266,7 @@ def test_unread_responses_time_out(target: Target) -> None:
         with pytest.raises(OSError):
             for _ in itertools.count():
                 connection.sendall(make_request_head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
-        eventually(
+        wait_until(
             lambda: target.daemon.read_metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS
         )
     stalled_count = target.daemon.read_metric("sandbox_gateway_connections_ended_total", reason="stalled")
@@ -302,7 +302,7 @@ def test_a_slow_upload_succeeds(target: Target) -> None:
 
 
 def test_the_log_is_not_flooded(target: Target, connection_stack: contextlib.ExitStack) -> None:
-    """Each line reports the connections that were refused within some seconds."""
+    """Each line reports the connections that were refused within a few seconds."""
 
     def list_refusals() -> list[int]:
         entries = map(json.loads, filter(None, target.daemon.log.read_text().splitlines()))
@@ -312,7 +312,7 @@ def test_the_log_is_not_flooded(target: Target, connection_stack: contextlib.Exi
     refusals_before = list_refusals()
     for _ in range(MAX_CONNECTIONS_PER_ADDRESS + 500):
         connection_stack.enter_context(target.open_tcp_connection())
-    eventually(lambda: sum(list_refusals()) >= sum(refusals_before) + 400, seconds=CUT_OFF_TIMEOUT_SECONDS)
+    wait_until(lambda: sum(list_refusals()) >= sum(refusals_before) + 400, seconds=CUT_OFF_TIMEOUT_SECONDS)
     assert len(list_refusals()) < len(refusals_before) + 100
     log_text = target.daemon.log.read_text()
     # Anyone could make the gateway log tracebacks.

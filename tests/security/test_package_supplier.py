@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name
 
 from requirements import sbom
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 GATEWAY_DIRECTORY = session.REPOSITORY / "gateway"
 PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
@@ -130,7 +130,7 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def list_pins_without_wheels(genuine_files: dict[str, bytes]) -> list[sbom.Pin]:
-    """Return the pins for FreeBSD that PyPI may offer there only as source: all without a portable wheel."""
+    """Return the pins that PyPI may offer for FreeBSD only as source: all pins without a portable wheel."""
     portable_projects = {_parse_project(name) for name in genuine_files if name.endswith("-none-any.whl")}
     pins = [pin for path in REQUIREMENT_FILES for pin in sbom.read_pins(path)]
     return [pin for pin in pins if sbom.is_for_host(pin.marker, FREEBSD) and pin.name not in portable_projects]
@@ -256,7 +256,7 @@ class Host:
         variables_file.write_text(json.dumps(self.variables))
         ansible_playbook = Path(sys.executable).parent / "ansible-playbook"
         argv = [str(ansible_playbook), "-i", "localhost,", "-e", f"@{variables_file}", str(playbook)]
-        return _run_installer(argv, environment(self.directory))
+        return _run_installer(argv, make_environment(self.directory))
 
     def has_program(self, program: str) -> bool:
         return (self.install_directory / "venv" / "bin" / program).exists()

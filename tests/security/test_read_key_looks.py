@@ -34,7 +34,10 @@ def _make_read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
 
 
 def test_a_hanging_agent_makes_divergence_unknown(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, b"HTTP/1.1 200 OK\r\n", then=_hang):
+    with (
+        memory_gateway.client() as client,
+        replaced_agent(memory_gateway, sandbox, b"HTTP/1.1 200 OK\r\n", next_handler=_hang),
+    ):
         response = check_others_are_served(client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes/one"))
         assert response.status_code == 200
         assert response.json()["name"] == "one" and response.json()["diverged"] is None
@@ -48,7 +51,7 @@ def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) 
     honest_sandbox = create_sandbox(memory_gateway, "honest")
     with contextlib.ExitStack() as stack:
         for each in sandboxes:
-            stack.enter_context(replaced_agent(memory_gateway, each, b"HTTP/1.1 200 OK\r\n", then=_hang))
+            stack.enter_context(replaced_agent(memory_gateway, each, b"HTTP/1.1 200 OK\r\n", next_handler=_hang))
         with memory_gateway.client() as client:
             response = check_others_are_served(
                 client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes", params={"diverged": True})
@@ -80,7 +83,7 @@ def test_a_response_that_is_slow_to_parse_does_not_delay_others(
 def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     flood, sent_bytes = make_endless_sender(b"x" * 65536)
     response_head = b'HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n{"a": "'
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, response_head, then=flood):
+    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, response_head, next_handler=flood):
         response = check_others_are_served(client, lambda: _make_read_only_client(memory_gateway).get("/sandboxes/one"))
     assert response.json()["diverged"] is None
     assert sent_bytes[0] < 64 << 20

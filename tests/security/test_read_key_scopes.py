@@ -175,7 +175,7 @@ def test_two_keys_do_not_combine_their_rights(target: Target) -> None:
 
 
 @pytest.mark.parametrize("key", [READ_KEY, EXEC_KEY])
-def test_a_plan_session_reads_no_files_of_the_host_and_asks_no_registry(
+def test_a_plan_session_reads_no_files_of_the_host_and_contacts_no_registry(
     memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     """Responses that differ would show which files exist and which ports are open; /dev/zero would never end."""

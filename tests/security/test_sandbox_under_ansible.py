@@ -88,7 +88,7 @@ class HostileGateway:
 
 @pytest.fixture(scope="module")
 def _faulty_gateway() -> Iterator[FaultyGateway]:
-    with faulty_gateway.serve() as gateway:
+    with faulty_gateway.running_gateway() as gateway:
         yield gateway
 
 
@@ -306,7 +306,7 @@ def test_facts_are_not_evaluated_as_templates(
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
     }
     inventory = tmp_path / "hosts.yml"
-    with fake_gateway.serve():
+    with fake_gateway.running():
         variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
         inventory.write_text(json.dumps({"all": {"hosts": {"guest": variables}}}))
         setup_play = {"hosts": "guest", "tasks": [{"ansible.builtin.setup": {}}, {"ansible.builtin.ping": {}}]}
@@ -409,7 +409,7 @@ def test_module_results_of_a_sandbox_are_not_evaluated(
         return [{**task, "ignore_errors": True} for task in tasks]
 
     inventory = tmp_path / "hosts.yml"
-    with fake_gateway.serve():
+    with fake_gateway.running():
         variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
         hosts: dict[str, Any] = {host: {} for host in results}
         inventory.write_text(json.dumps({"sandboxes": {"hosts": hosts, "vars": variables}}))
@@ -495,7 +495,7 @@ def test_invalid_responses_of_an_agent_affect_only_its_host(
     cases = list_invalid_responses(hostile_templates)
     fake_gateway = FakeGateway({name: answer for name, (answer, _) in cases.items()})
     results_file = tmp_path / "results.json"
-    with fake_gateway.serve():
+    with fake_gateway.running():
         hosts = {name: {} for name in cases}
         variables = {
             "ansible_connection": "grove.sandbox.sandbox",
@@ -552,7 +552,7 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
     """A task that runs in a sandbox sends its options there, where root can read them."""
     key = "key-of-the-environment"
     fake_gateway = FakeGateway({"web": make_response(json.dumps({"changed": False}))})
-    with fake_gateway.serve():
+    with fake_gateway.running():
         variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": fake_gateway.url}
         variables["ansible_python_interpreter"] = "/usr/bin/python3"
         inventory = tmp_path / "hosts.yml"
@@ -562,5 +562,5 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
             core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
         )
     assert "ok=1" in output, output
-    assert fake_gateway.received_keys() == {key}, "the gateway did not receive the key"
+    assert fake_gateway.list_received_keys() == {key}, "the gateway did not receive the key"
     assert fake_gateway.bodies and not any(key.encode() in body for body in fake_gateway.bodies)

@@ -31,13 +31,13 @@ PING_TASK: dict[str, Any] = {"ansible.builtin.ping": None}
 @pytest.fixture
 def attacker_server() -> Iterator[FakeGateway]:
     """The server to which the sandbox tries to redirect requests."""
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
@@ -79,7 +79,7 @@ def make_false_facts(attacker_server: FakeGateway, secret_files: SecretFiles) ->
 
 def check_nothing_was_stolen(output: str, gateway: FakeGateway, attacker_server: FakeGateway) -> None:
     assert not attacker_server.request_headers, output
-    assert gateway.received_keys() <= {KEY}, "the contents of a file were sent as a key"
+    assert gateway.list_received_keys() <= {KEY}, "the contents of a file were sent as a key"
 
 
 def check_refused(output: str, name: str) -> None:
@@ -110,7 +110,7 @@ def test_variables_of_add_host_are_sufficient(
     )
     assert "unreachable=0" in output and "unreachable=1" not in output and "failed=1" not in output, output
     sandbox_ids = [headers["E2b-Sandbox-Id"] for headers in gateway.request_headers]
-    assert sandbox_ids == ["0123456789ab"] * 3 + ["named"] and gateway.received_keys() == {KEY}
+    assert sandbox_ids == ["0123456789ab"] * 3 + ["named"] and gateway.list_received_keys() == {KEY}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_facts_do_not_affect_templates_in_host_vars(
     )
     check_nothing_was_stolen(output, gateway, attacker_server)
     assert "ok=2" in output and len(gateway.request_headers) == 2, output
-    assert gateway.received_keys() == {KEY}
+    assert gateway.list_received_keys() == {KEY}
 
 
 def test_operator_variables_from_all_sources_apply(
@@ -368,7 +368,7 @@ def test_operator_variables_from_all_sources_apply(
     assert completed_process.returncode == 0 and len(gateway.request_headers) == 2, (
         completed_process.stdout + completed_process.stderr
     )
-    assert gateway.received_keys() == {EXEC_KEY} and not attacker_server.request_headers
+    assert gateway.list_received_keys() == {EXEC_KEY} and not attacker_server.request_headers
     assert {headers["E2b-Sandbox-Id"] for headers in gateway.request_headers} == {"0123456789ab"}
 
 
@@ -417,13 +417,15 @@ def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_the_sandboxs_ke
         task_headers = [headers for headers in server.request_headers if "E2b-Sandbox-Id" in headers]
         assert [headers["E2b-Sandbox-Id"] for headers in task_headers] == [
             "0123456789ab"
-        ] and server.received_keys() == {key}
+        ] and server.list_received_keys() == {key}
     # The host's own key goes to the gateway where the inventory found that host.
     host_variables = {"ansible_sandbox_gateway_token": EXEC_KEY}
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(host_variables))
     ansible_core_versions.run_plays(core, tmp_path, inventory, *plays)
-    assert gateway.received_keys() == {KEY, EXEC_KEY} and attacker_server.received_keys() == {"key-of-the-other"}
+    assert gateway.list_received_keys() == {KEY, EXEC_KEY} and attacker_server.list_received_keys() == {
+        "key-of-the-other"
+    }
 
 
 @pytest.mark.parametrize("key_source", ["file", "environment", "inventory"])
@@ -483,7 +485,7 @@ def test_the_key_is_never_shown(
         cwd=tmp_path,
         environment=environment,
     )
-    assert "over" in completed_process.stdout and gateway.received_keys() == {KEY}, (
+    assert "over" in completed_process.stdout and gateway.list_received_keys() == {KEY}, (
         completed_process.stdout + completed_process.stderr
     )
     own_files = {secret_files.key, inventory}

@@ -26,13 +26,13 @@ REFUSAL_MESSAGE = "is not sent there"
 @pytest.fixture
 def attacker_server() -> Iterator[FakeGateway]:
     """The server to which the sandbox tries to redirect the key."""
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
-    with FakeGateway().serve() as server:
+    with FakeGateway().running() as server:
         yield server
 
 
@@ -119,14 +119,14 @@ def test_the_operators_variables_are_sufficient(core: str, gateway: FakeGateway,
         core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY
     )
     assert "failed=0" in output and "failed=1" not in output and "unreachable=1" not in output, output
-    assert len(gateway.request_headers) == len(plays_by_setting) and gateway.received_keys() == {KEY}, output
+    assert len(gateway.request_headers) == len(plays_by_setting) and gateway.list_received_keys() == {KEY}, output
 
 
 def test_the_environments_key_goes_only_to_gateways_of_the_operator(
     core: str, gateway: FakeGateway, tmp_path: Path
 ) -> None:
     """An address in the environment is trusted, even if another variable has the same value."""
-    with FakeGateway().serve() as other_gateway:
+    with FakeGateway().running() as other_gateway:
         tasks = [
             make_task(),
             {"ansible.builtin.set_fact": {"got": gateway.url}},
@@ -140,7 +140,7 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
         )
         assert "ok=4" in output, output
         assert len(gateway.request_headers) == 2 and len(other_gateway.request_headers) == 1, output
-        assert gateway.received_keys() == other_gateway.received_keys() == {KEY}
+        assert gateway.list_received_keys() == other_gateway.list_received_keys() == {KEY}
 
 
 def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: FakeGateway, tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: FakeGat
     output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), keyed_play, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    assert "failed=0" in output and gateway.received_keys() == {"key-of-the-task"}, output
+    assert "failed=0" in output and gateway.list_received_keys() == {"key-of-the-task"}, output
     play_without_key = {"hosts": "control", "tasks": [set_fact_task, make_task(gateway_url="{{ got }}")]}
     output = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play_without_key)
     assert "failed=0" in output and len(gateway.request_headers) == 2, output
-    assert gateway.received_keys() == {"key-of-the-task"}, output
+    assert gateway.list_received_keys() == {"key-of-the-task"}, output
 
 
 # --- a sandbox's settings --------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_facts_cannot_redirect_the_key(
         core, tmp_path, inventory_path, first_play, *plays, SANDBOX_GATEWAY_TOKEN=KEY
     )
     check_refused(output, attacker_server)
-    assert not {KEY} & gateway.received_keys(), output
+    assert not {KEY} & gateway.list_received_keys(), output
     outputs_by_setting = {
         name: output.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0] for name in plays_by_setting
     }
@@ -270,7 +270,7 @@ def test_facts_of_a_delegated_task_cannot_redirect_the_key(
         core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
     )
     check_refused(output, attacker_server)
-    assert not {KEY} & gateway.received_keys() and "failed=1" in output
+    assert not {KEY} & gateway.list_received_keys() and "failed=1" in output
 
 
 def test_cached_facts_cannot_redirect_the_key(

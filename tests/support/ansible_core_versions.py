@@ -81,9 +81,9 @@ def _install_oldest() -> Path:
     """Install the oldest release and its requirements in the cache if they are missing, and return their directory."""
     python_version = ".".join(map(str, sys.version_info[:2]))
     digest = hashlib.sha256(" ".join([python_version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
-    directory = session.cache_dir() / f"ansible-core-{digest}"
+    directory = session.get_cache_dir() / f"ansible-core-{digest}"
     if not directory.exists():
-        with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
+        with tempfile.TemporaryDirectory(dir=session.get_cache_dir()) as scratch:
             temporary_directory = Path(scratch) / "install"
             _install(_OLDEST_PINS, temporary_directory)
             try:

@@ -1,7 +1,7 @@
 """Start a gateway that considers every running sandbox diverged, as if all guests wrote all the time.
 
-The plan for a sandbox depends on whether it has diverged, but real guests write to their disks at times that no test
-can foresee.
+The plan for a sandbox depends on whether it has diverged, but real guests write to their disks at unpredictable
+times.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Daemon:
         # Paths of unix sockets must be short, and the directory of a test may have a long path.
         self._run_directory = tempfile.TemporaryDirectory(prefix="grove-daemon-")
         self.socket = Path(self._run_directory.name) / "gateway.sock"
-        self.port = session.free_port()
+        self.port = session.allocate_port()
         self.log = root / "daemon.log"
         keys, config = root / "keys", root / "config.toml"
         keys.write_text(f"root admin {ADMIN_KEY}\n")

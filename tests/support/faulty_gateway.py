@@ -110,7 +110,7 @@ class FaultyGateway:
         self.rewrite: Rewriter | None = None
 
     @contextlib.contextmanager
-    def serve_on_unix_socket(self, path: Path) -> Iterator[str]:
+    def listening_on_unix_socket(self, path: Path) -> Iterator[str]:
         """Make the proxy listen on a unix socket as well, and yield the URL of that socket."""
         with _serving(_UnixServer(str(path), self._handler)):
             yield f"unix://{path}"
@@ -258,7 +258,7 @@ class FaultyGateway:
 
 
 @contextlib.contextmanager
-def serve() -> Iterator[FaultyGateway]:
+def running_gateway() -> Iterator[FaultyGateway]:
     with tempfile.TemporaryDirectory(prefix="grove-faulty-") as root:
         gateway = FaultyGateway(Path(root))
         try:

@@ -35,9 +35,9 @@ class Gateway:
         *,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        network = session.network()
+        network = session.allocate_network()
         self.prefix = network["prefix"]
-        self.root = session.run_dir() / self.prefix
+        self.root = session.get_run_dir() / self.prefix
         self.root.mkdir()
         self.state_root = xfs_root / self.prefix
         self.state_root.mkdir()
@@ -53,7 +53,7 @@ class Gateway:
         )
         settings: dict[str, dict[str, Any]] = {
             "server": {"socket": str(self.socket)},
-            "host": {"state_root": str(self.state_root), "cache_root": str(session.cache_dir())},
+            "host": {"state_root": str(self.state_root), "cache_root": str(session.get_cache_dir())},
             "kvm_xfs": {"accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
             "network": {**network, "pool": 2},
             "log": {"level": "debug"},

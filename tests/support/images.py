@@ -26,7 +26,7 @@ from tests.support import session
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
 
 
-def entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
+def make_entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
     """Return an entry of a layer: a file with ``data`` by default. ``fields``: attributes of its TarInfo."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
@@ -36,7 +36,7 @@ def entry(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo,
     return member, data
 
 
-def layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
+def make_layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
     """Return an uncompressed layer."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -45,7 +45,7 @@ def layer(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def layer_of_tree(root: Path, paths: Iterable[str]) -> bytes:
+def make_layer_of_tree(root: Path, paths: Iterable[str]) -> bytes:
     """Return an uncompressed layer with files of a directory."""
     argv = ["tar", "--create", "--directory", str(root), "--numeric-owner", *paths]
     return subprocess.run(argv, check=True, capture_output=True, timeout=120).stdout
@@ -60,13 +60,13 @@ _SMALL_DEBIAN = [
 """Files of a Debian tree that make a small image: without Python, systemd, ip, and bash."""
 
 
-def small_debian_layer(directory: Path) -> bytes:
+def make_small_debian_layer(directory: Path) -> bytes:
     """Return a layer with the files of ``_SMALL_DEBIAN``. ``directory``: for temporary files."""
     tree = directory / "debian"
     tree.mkdir()
-    asyncio.run(unpack_debian(Recipe(), tree, directory, session.cache_dir(), lambda line: None))
+    asyncio.run(unpack_debian(Recipe(), tree, directory, session.get_cache_dir(), lambda line: None))
     paths = [str(path.relative_to(tree)) for pattern in _SMALL_DEBIAN for path in tree.glob(pattern)]
-    return layer_of_tree(tree, paths)
+    return make_layer_of_tree(tree, paths)
 
 
 def write_layout(
@@ -114,7 +114,7 @@ _PASSWORD_FILE = f"{USER}:$2b$04$abcdefghijklmnopqrstuuV3duMsC0HpUex6N9qapiuOHHW
 @contextlib.contextmanager
 def running_registry(directory: Path, *, with_password: bool = False) -> Iterator[str]:
     """Run a registry without HTTPS. Yields its HOST:PORT. ``with_password``: only USER with PASSWORD may use it."""
-    address = f"127.0.0.1:{session.free_port()}"
+    address = f"127.0.0.1:{session.allocate_port()}"
     config: dict[str, Any] = {
         "version": "0.1",
         "log": {"level": "error"},
@@ -147,7 +147,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
-        except urllib.error.HTTPError:  # It asks for a password.
+        except urllib.error.HTTPError:  # The registry asks for a password.
             return
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:

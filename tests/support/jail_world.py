@@ -32,7 +32,7 @@ from tests.freebsd_shim import command_lines
 from tests.freebsd_shim.harness import BIN_DIRECTORY
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 from tests.support.worlds import TEMPLATE
 
 STATE_VARIABLE = "FREEBSD_SHIM_STATE"
@@ -44,7 +44,7 @@ PF_RULES = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _config_numbers = itertools.count(1)
 
 
-def shim_environment(state: Path | None = None) -> dict[str, str]:
+def make_shim_environment(state: Path | None = None) -> dict[str, str]:
     """Return an environment with the emulated FreeBSD commands first on PATH."""
     return {
         "PATH": f"{BIN_DIRECTORY}:{os.environ['PATH']}:/usr/sbin:/sbin",
@@ -56,24 +56,24 @@ class ShimHost(JailZfsHost):
     """The real host class, which runs the commands of the FreeBSD shim."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, environment=shim_environment())
+        super().__init__(config, environment=make_shim_environment())
 
 
 def run_shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
     """Run an emulated FreeBSD command, and return its standard output."""
-    env = {**os.environ, **shim_environment(state)}
+    env = {**os.environ, **make_shim_environment(state)}
     result = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not check or result.returncode == 0, (argv, result)
     return result.stdout
 
 
-def debian_tarball() -> Path:
+def get_debian_tarball() -> Path:
     """Return the path of a cached tarball of Debian with Python, which is created on first use."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
-    tarball = session.cache_dir() / f"jail-{digest}.tar"
+    tarball = session.get_cache_dir() / f"jail-{digest}.tar"
     if not tarball.exists():
-        sources_file, temporary_tarball = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
+        sources_file, temporary_tarball = session.get_run_dir() / "jail.sources", session.get_run_dir() / "jail.tar"
         sources_file.write_text(sources)
         exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
@@ -90,12 +90,15 @@ def debian_tarball() -> Path:
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
     """Create a world with a private pool and a private state of the FreeBSD shim, and remove both at the end."""
-    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, open_world(pool) as world:
+    with (
+        pools.pool(f"t{session.get_run_id()}w", session.get_run_dir(), megabytes=6144) as pool,
+        opened_world(pool) as world,
+    ):
         yield world
 
 
 @contextmanager
-def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
+def opened_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
     with emulated_freebsd(), command_lines.checked():
         yield JailZfsWorld(pool)
 
@@ -104,7 +107,7 @@ def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
 def emulated_freebsd() -> Iterator[None]:
     """Give the FreeBSD shim its own state and the rules of a jail host inside the context."""
     previous_state = os.environ.get(STATE_VARIABLE)
-    os.environ[STATE_VARIABLE] = str(session.run_dir() / SHIM_DIRECTORY)
+    os.environ[STATE_VARIABLE] = str(session.get_run_dir() / SHIM_DIRECTORY)
     try:
         run_shim("pfctl", "-q", "-f", "-", input=PF_RULES)
         try:
@@ -127,36 +130,36 @@ class JailZfsWorld:
 
     def __init__(self, pool: pools.Pool) -> None:
         self._pool = pool
-        seed_config = self._config("seed", {})
-        live = Live(self.host(seed_config), seed_config)
+        seed_config = self._make_config("seed", {})
+        runner = EngineRunner(self.make_host(seed_config), seed_config)
         try:
             recipe = Recipe(
-                source="rootfs", path=str(debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
+                source="rootfs", path=str(get_debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
             )
-            build = live.do(live.engine.templates.build(TEMPLATE, recipe))
-            lines = live.follow(build, timeout=900)
+            build = runner.do(runner.engine.templates.build(TEMPLATE, recipe))
+            lines = runner.follow(build, timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            self._template = live.engine.templates.get(TEMPLATE)
+            self._template = runner.engine.templates.get(TEMPLATE)
         finally:
-            live.close()
+            runner.close()
 
-    def config(self, **sections: Any) -> Config:
-        config = self._config(f"w{next(_config_numbers)}", sections)
+    def make_config(self, **sections: Any) -> Config:
+        config = self._make_config(f"w{next(_config_numbers)}", sections)
         dataset = f"{config.jail_zfs.dataset}/_template-{self._template.id}"
         record = self._template.model_copy(update={"host": {}})
         zfs_core.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
         zfs_core.lzc_snapshot([f"{dataset}@base"], encode(record, 1))
         return config
 
-    def _config(self, name: str, sections: dict[str, Any]) -> Config:
+    def _make_config(self, name: str, sections: dict[str, Any]) -> Config:
         dataset = f"{self._pool.name}/{name}"
         zfs_core.lzc_create(dataset, mounted=True)
-        state = session.run_dir() / f"jail-{name}"
+        state = session.get_run_dir() / f"jail-{name}"
         state.mkdir(mode=0o711)
         defaults: dict[str, dict[str, Any]] = {
-            "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.cache_dir()},
+            "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.get_cache_dir()},
             "jail_zfs": {"dataset": dataset},
-            "network": session.network(),
+            "network": session.allocate_network(),
         }
         top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
         merged_sections = {
@@ -164,11 +167,11 @@ class JailZfsWorld:
         }
         return Config.model_validate(merged_sections | top_level_values)
 
-    def host(self, config: Config) -> Host:
+    def make_host(self, config: Config) -> Host:
         return ShimHost(config)
 
-    def environment(self) -> dict[str, str]:
-        return shim_environment()
+    def get_environment(self) -> dict[str, str]:
+        return make_shim_environment()
 
     def clean_up(self, config: Config) -> None:
         self.cut_power(config)
@@ -184,11 +187,11 @@ class JailZfsWorld:
 
     # -- observation ------------------------------------------------------------------------------------------------
 
-    def mount_point(self, config: Config) -> Path:
+    def get_mount_point(self, config: Config) -> Path:
         return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
-        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.mount_point(config)
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
+        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.get_mount_point(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         properties_by_name = zfs_core.get_tree(root, ("defer_destroy", "type"))
         # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
@@ -225,39 +228,41 @@ class JailZfsWorld:
         return [line for line in output.stdout.splitlines() if line.split("\t")[1] != "available"]
 
     def list_jail_names(self, config: Config) -> list[str]:
-        mount_point = str(self.mount_point(config))
+        mount_point = str(self.get_mount_point(config))
         rows = json.loads(run_shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
         return [row["name"] for row in rows if row["path"].startswith(f"{mount_point}/")]
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         sandboxes = list(engine.index.sandboxes.values())
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         instance_datasets = {f"/sandboxes/{each.instance}" for each in sandboxes}
-        mounted_names = {name for name in traces["datasets"] if f"{self.mount_point(config)}{name}" in traces["mounts"]}
+        mounted_names = {
+            name for name in traces["datasets"] if f"{self.get_mount_point(config)}{name}" in traces["mounts"]
+        }
         assert {name for name in mounted_names if name.startswith("/sandboxes/")} == instance_datasets, when
         volume_datasets = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
         assert {name for name in mounted_names if name.startswith("/volumes/")} == volume_datasets, when
         expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
         expected_mounts = {
-            (f"{self.mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
+            (f"{self.get_mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running_sandboxes
             for mount in sandbox.mounts
         }
-        mounts = self.volume_mounts(config)
+        mounts = self.list_volume_mounts(config)
         assert mounts == expected_mounts, (when, mounts, expected_mounts)
         for kind in ("jails", "epairs", "anchors", "identities"):
             assert len(traces[kind]) == len(running_sandboxes), (when, kind, traces[kind])
         assert len(traces["limits"]) == 5 * len(running_sandboxes), (when, traces["limits"])
 
-    def writable_directory(self, config: Config) -> Path:
-        return self.mount_point(config)
+    def get_writable_directory(self, config: Config) -> Path:
+        return self.get_mount_point(config)
 
-    def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
+    def list_volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
         """Return ``(path, volume id, whether read-only)`` for each volume that is mounted in a jail."""
         rows = json.loads(run_shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
-        volume_prefix = f"{self.mount_point(config)}/volumes/"
+        volume_prefix = f"{self.get_mount_point(config)}/volumes/"
         return {
             (row["node"], row["special"].removeprefix(volume_prefix).partition(".")[0], "read-only" in row["opts"])
             for row in rows
@@ -273,7 +278,7 @@ class JailZfsWorld:
         monkeypatch.setattr("zfs_core.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the next capture fail after it has taken its first snapshots, or instead of taking all at once."""
+        """Make the next capture fail after its first snapshots, or at its only call if it takes them all in one."""
         take_snapshots = snapshots._snapshot_atomically
         captured_names: list[str] = []
 
@@ -287,7 +292,7 @@ class JailZfsWorld:
 
     def cut_power(self, config: Config) -> None:
         prefix = config.network.prefix
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         for name in traces["jails"]:
             run_shim("pkill", "-KILL", "-j", name, check=False)
             run_shim("jail", "-R", name, check=False)
@@ -297,8 +302,8 @@ class JailZfsWorld:
             run_shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
         for name in traces["anchors"]:
             run_shim("pfctl", "-q", "-a", name, "-F", "all")
-        dataset_mounts = {f"{self.mount_point(config)}{name}" for name in traces["datasets"]}
-        for node in sorted(self.traces(config)["mounts"], reverse=True):
+        dataset_mounts = {f"{self.get_mount_point(config)}{name}" for name in traces["datasets"]}
+        for node in sorted(self.read_traces(config)["mounts"], reverse=True):
             if node not in dataset_mounts and not node.endswith("/dev/pts"):
                 run_shim("umount", "-f", node)
         for name in traces["datasets"]:

@@ -59,7 +59,7 @@ class FakeGateway:
         self.sent_bytes: dict[str, int] = {}
         self.url = ""
 
-    def received_keys(self) -> set[str]:
+    def list_received_keys(self) -> set[str]:
         """Return all API keys that the requests contained."""
         authorizations = [headers.get("Authorization", "").partition(" ") for headers in self.request_headers]
         # The other scheme, Basic, contains the name of the user who runs a command.
@@ -68,7 +68,7 @@ class FakeGateway:
         }
 
     @contextlib.contextmanager
-    def serve(self) -> Iterator[FakeGateway]:
+    def running(self) -> Iterator[FakeGateway]:
         """Run the HTTP server on a free loopback port, and set ``url`` to its address."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"gateway": self}))
         server.daemon_threads = True

@@ -14,7 +14,7 @@ from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.support.worlds import World
@@ -23,7 +23,7 @@ T = TypeVar("T")
 _SETTLE_TIMEOUT_SECONDS = 20
 
 
-class Live:
+class EngineRunner:
     """An open engine on its own event loop. ``do`` runs a coroutine there and returns its result."""
 
     def __init__(self, host: Host, config: Config) -> None:
@@ -97,9 +97,9 @@ class Live:
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
-        eventually(lambda: self.engine.prewarm.total().ready == 0)
+        wait_until(lambda: self.engine.prewarm.total().ready == 0)
 
-    def sandbox(self, ref: str) -> Sandbox:
+    def get_sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)
 
     def close(self) -> None:
@@ -114,29 +114,29 @@ class Live:
 
 
 @contextlib.contextmanager
-def engines(world: World) -> Iterator[Callable[..., Live]]:
-    """Yield the function ``make_live``. At the end, remove everything that its engines left on the machine.
+def engines(world: World) -> Iterator[Callable[..., EngineRunner]]:
+    """Yield the function ``make_runner``. At the end, remove everything that its engines left on the machine.
 
-    ``make_live(limits={…})`` opens an engine with a new state root. ``make_live(config=config)`` uses an existing one.
+    ``make_runner(limits={…})`` uses a new state root, and ``make_runner(config=config)`` uses an existing one.
     """
-    opened_engines: list[Live] = []
+    opened_engines: list[EngineRunner] = []
 
-    def make_live(config: Config | None = None, **sections: Any) -> Live:
-        config = config or world.config(**sections)
-        opened_engines.append(Live(world.host(config), config))
+    def make_runner(config: Config | None = None, **sections: Any) -> EngineRunner:
+        config = config or world.make_config(**sections)
+        opened_engines.append(EngineRunner(world.make_host(config), config))
         return opened_engines[-1]
 
-    yield make_live
-    latest_by_root = {live.config.host.state_root: live for live in opened_engines}
-    for live in opened_engines:
-        if not live.is_closed and live not in latest_by_root.values():
-            live.close()
-    for live in latest_by_root.values():
-        if live.is_closed:
-            live = Live(world.host(live.config), live.config)
-        live.remove_all()
-        live.close()
-        world.clean_up(live.config)
+    yield make_runner
+    latest_by_root = {runner.config.host.state_root: runner for runner in opened_engines}
+    for runner in opened_engines:
+        if not runner.is_closed and runner not in latest_by_root.values():
+            runner.close()
+    for runner in latest_by_root.values():
+        if runner.is_closed:
+            runner = EngineRunner(world.make_host(runner.config), runner.config)
+        runner.remove_all()
+        runner.close()
+        world.clean_up(runner.config)
 
 
 async def _open(host: Host, config: Config) -> Engine:

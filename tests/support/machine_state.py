@@ -20,8 +20,8 @@ _STORAGE_TYPES = ("xfs", "fuse", "fuse.zfs", "zfs")
 
 def read_machine(world: World, config: Config) -> dict[str, Any]:
     """Return the state of everything on the machine that belongs to the gateway of ``config``, by kind."""
-    traces = world.traces(config)
-    roots = {config.host.state_root, world.writable_directory(config)}
+    traces = world.read_traces(config)
+    roots = {config.host.state_root, world.get_writable_directory(config)}
     mounts = list(_list_mounts(roots))
     storage = [Path(fields[4]) for fields in mounts if fields[fields.index("-") + 1] in _STORAGE_TYPES]
     return {

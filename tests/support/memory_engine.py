@@ -19,7 +19,9 @@ _TIMEOUT_SECONDS = 10
 
 
 @contextlib.asynccontextmanager
-async def open_engine(root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> AsyncIterator[Engine]:
+async def opened_engine(
+    root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]
+) -> AsyncIterator[Engine]:
     """Open an engine that has the template ``t``."""
     engine = Engine(host or MemoryHost(), Config.model_validate({"host": {"state_root": str(root)}, **sections}))
     await engine.open()

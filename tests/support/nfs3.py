@@ -82,7 +82,7 @@ class Reader:
         self.post_attributes()
 
 
-def opaque(data: bytes) -> bytes:
+def encode_opaque(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)
 
 
@@ -118,9 +118,9 @@ class Connection:
         Raises RpcRejected if the server rejects the call, or OSError if the connection breaks or no reply arrives.
         """
         xid = next(self._xids)
-        credentials = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
+        credentials = struct.pack(">I", 0) + encode_opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
         call_header = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
-        message = call_header + struct.pack(">I", 1) + opaque(credentials) + struct.pack(">II", 0, 0) + arguments
+        message = call_header + struct.pack(">I", 1) + encode_opaque(credentials) + struct.pack(">II", 0, 0) + arguments
         self._socket.sendall(struct.pack(">I", len(message) | 1 << 31) + message)
         while True:
             reply = Reader(self._read_record())
@@ -157,7 +157,7 @@ class Connection:
 class Mount(Connection):
     def mount(self, path: str) -> bytes:
         """Return the handle of an export's root."""
-        reply = self.call(MOUNT, 3, 1, opaque(path.encode()))
+        reply = self.call(MOUNT, 3, 1, encode_opaque(path.encode()))
         _check(reply)
         return reply.opaque()
 
@@ -176,52 +176,68 @@ class Nfs(Connection):
     """A connection for NFS calls. Handles are bytes. Methods raise NfsError for any status other than OK."""
 
     def getattr(self, handle: bytes) -> Attributes:
-        return self._call_nfs(1, opaque(handle)).attributes()
+        return self._call_nfs(1, encode_opaque(handle)).attributes()
 
     def truncate(self, handle: bytes, size: int) -> None:
-        self._call_nfs(2, opaque(handle) + _encode_attributes(size=size) + struct.pack(">I", 0))
+        self._call_nfs(2, encode_opaque(handle) + _encode_attributes(size=size) + struct.pack(">I", 0))
 
     def lookup(self, directory: bytes, name: str) -> bytes:
-        return self._call_nfs(3, opaque(directory) + opaque(name.encode())).opaque()
+        return self._call_nfs(3, encode_opaque(directory) + encode_opaque(name.encode())).opaque()
 
     def read(self, handle: bytes, offset: int = 0, count: int = 65536) -> bytes:
-        reply = self._call_nfs(6, opaque(handle) + struct.pack(">QI", offset, count))
+        reply = self._call_nfs(6, encode_opaque(handle) + struct.pack(">QI", offset, count))
         reply.post_attributes(), reply.u32(), reply.u32()
         return reply.opaque()
 
     def write(self, handle: bytes, data: bytes, offset: int = 0, stable: int = FILE_SYNC) -> int:
-        reply = self._call_nfs(7, opaque(handle) + struct.pack(">QII", offset, len(data), stable) + opaque(data))
+        reply = self._call_nfs(
+            7, encode_opaque(handle) + struct.pack(">QII", offset, len(data), stable) + encode_opaque(data)
+        )
         reply.skip_wcc()
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
         """Create a file unless it exists, and return its handle."""
-        arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _encode_attributes(mode)
+        arguments = (
+            encode_opaque(directory) + encode_opaque(name.encode()) + struct.pack(">I", 0) + _encode_attributes(mode)
+        )
         return self._read_new_handle(self._call_nfs(8, arguments), directory, name)
 
     def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
         return self._read_new_handle(
-            self._call_nfs(9, opaque(directory) + opaque(name.encode()) + _encode_attributes(mode)), directory, name
+            self._call_nfs(9, encode_opaque(directory) + encode_opaque(name.encode()) + _encode_attributes(mode)),
+            directory,
+            name,
         )
 
     def symlink(self, directory: bytes, name: str, target: str) -> None:
-        self._call_nfs(10, opaque(directory) + opaque(name.encode()) + _encode_attributes() + opaque(target.encode()))
+        self._call_nfs(
+            10,
+            encode_opaque(directory)
+            + encode_opaque(name.encode())
+            + _encode_attributes()
+            + encode_opaque(target.encode()),
+        )
 
     def mknod(self, directory: bytes, name: str, major: int, minor: int) -> None:
         """Create a block device."""
-        data = opaque(directory) + opaque(name.encode())
+        data = encode_opaque(directory) + encode_opaque(name.encode())
         self._call_nfs(11, data + struct.pack(">I", 3) + _encode_attributes(0o666) + struct.pack(">II", major, minor))
 
     def remove(self, directory: bytes, name: str) -> None:
-        self._call_nfs(12, opaque(directory) + opaque(name.encode()))
+        self._call_nfs(12, encode_opaque(directory) + encode_opaque(name.encode()))
 
     def rename(self, directory: bytes, name: str, new_directory: bytes, new_name: str) -> None:
         self._call_nfs(
-            14, opaque(directory) + opaque(name.encode()) + opaque(new_directory) + opaque(new_name.encode())
+            14,
+            encode_opaque(directory)
+            + encode_opaque(name.encode())
+            + encode_opaque(new_directory)
+            + encode_opaque(new_name.encode()),
         )
 
     def commit(self, handle: bytes) -> None:
-        self._call_nfs(21, opaque(handle) + struct.pack(">QI", 0, 0))
+        self._call_nfs(21, encode_opaque(handle) + struct.pack(">QI", 0, 0))
 
     def null(self) -> None:
         self.call(NFS, 3, 0)

@@ -1,4 +1,4 @@
-"""Plan files, valid and invalid, that all readers must judge alike and describe in the same sentence."""
+"""Valid and invalid plan files, which all readers must accept or refuse alike, with the same message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sign(document: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """``sentence``: why the file cannot be applied, in which PLAN stands for the file; "" if it can be applied."""
+    """``sentence``: why the file cannot be applied, with PLAN in place of the file; "" if it can be applied."""
 
     name: str
     content: Callable[[], bytes]
@@ -71,7 +71,7 @@ EDITED = "PLAN has been edited since it was made: its digest does not match"
 REMOVED: Any = object()
 
 
-def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
+def _make_edit(old: bytes, new: bytes) -> Callable[[], bytes]:
     def edit() -> bytes:
         content = sign(make_plan())
         assert old in content
@@ -80,7 +80,7 @@ def _edit(old: bytes, new: bytes) -> Callable[[], bytes]:
     return edit
 
 
-def _edit_value(place: str, value: Any) -> Callable[[], bytes]:
+def _make_edited_plan(place: str, value: Any) -> Callable[[], bytes]:
     """Return a function that makes a signed plan with ``value`` at ``place``."""
     return lambda: sign(set_value(make_plan(), place, value))
 
@@ -102,15 +102,15 @@ def set_value(plan: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     return changed_plan
 
 
-def _nest(depth: int) -> Any:
+def _make_nested_list(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):
         value = [value]
     return value
 
 
-def _field(name: str, place: str, value: Any, problem: str) -> PlanFile:
-    return PlanFile(name, _edit_value(place, value), f"PLAN is invalid: {problem}")
+def _make_invalid_file(name: str, place: str, value: Any, problem: str) -> PlanFile:
+    return PlanFile(name, _make_edited_plan(place, value), f"PLAN is invalid: {problem}")
 
 
 _ACTION, _CHANGE = "entries/0/actions/0", "entries/0/actions/0/changes/0"
@@ -132,13 +132,13 @@ PLAN_FILES = (
     PlanFile("not UTF-8", lambda: b"\xff" + sign(make_plan()), NOT_JSON),
     PlanFile("byte order mark", lambda: "\ufeff{}".encode(), NOT_JSON),
     PlanFile("text", lambda: b"[]x", NOT_JSON),
-    PlanFile("NaN", _edit(b'"count":1', b'"count":NaN'), NOT_JSON),
+    PlanFile("NaN", _make_edit(b'"count":1', b'"count":NaN'), NOT_JSON),
     PlanFile("deeper than a parser allows", lambda: b"[" * 200_000, NOT_JSON),
     PlanFile("long number", lambda: b"1" * 5000, NOT_JSON),
-    PlanFile("edited", _edit(b'"count":1', b'"count":2'), EDITED),
+    PlanFile("edited", _make_edit(b'"count":1', b'"count":2'), EDITED),
     PlanFile("reformatted", lambda: json.dumps(json.loads(sign(make_plan())), indent=1).encode(), EDITED),
-    PlanFile("duplicate key", _edit(b'"problems":[]', b'"problems":["x"],"problems":[]'), EDITED),
-    PlanFile("infinite number", _edit(b'"memory_mb":256', b'"memory_mb":1e999'), EDITED),
+    PlanFile("duplicate key", _make_edit(b'"problems":[]', b'"problems":["x"],"problems":[]'), EDITED),
+    PlanFile("infinite number", _make_edit(b'"memory_mb":256', b'"memory_mb":1e999'), EDITED),
     PlanFile("without digest", lambda: serialize(make_plan()) + b"\n", EDITED),
     PlanFile("wrong digest and wrong field", lambda: serialize({**make_plan(problems=1), "digest": "0"}), EDITED),
     PlanFile(
@@ -159,71 +159,87 @@ PLAN_FILES = (
         lambda: b" " * ((64 << 20) + 1),
         f"PLAN is longer than {64 << 20} bytes, so it is not a plan",
     ),
-    _field("too deep", f"{_ACTION}/request", {"x": _nest(60)}, "it is nested more than 40 levels deep"),
-    _field("format 0", "format", 0, "format must be a positive integer, not 0"),
-    _field("format true", "format", True, "format must be a positive integer, not True"),
-    _field("time", "created_at", "today", "created_at must be a time such as 2026-11-24T17:40:00Z, not 'today'"),
-    _field(
+    _make_invalid_file(
+        "too deep", f"{_ACTION}/request", {"x": _make_nested_list(60)}, "it is nested more than 40 levels deep"
+    ),
+    _make_invalid_file("format 0", "format", 0, "format must be a positive integer, not 0"),
+    _make_invalid_file("format true", "format", True, "format must be a positive integer, not True"),
+    _make_invalid_file(
+        "time", "created_at", "today", "created_at must be a time such as 2026-11-24T17:40:00Z, not 'today'"
+    ),
+    _make_invalid_file(
         "month 13",
         "created_at",
         "2026-13-24T17:40:00Z",
         "created_at must be a time such as 2026-11-24T17:40:00Z, not '2026-13-24T17:40:00Z'",
     ),
-    _field("expiry before creation", "expires_at", _PAST, f"expires_at must be after created_at, not {_PAST!r}"),
-    _field("problems", "problems", "x" * 100, f"problems must be a list, not {'x' * 100!r:.80}..."),
-    _field("problem", "problems", [""], "problems[0] must be a string that is not empty, not ''"),
-    _field("playbook", "playbooks", ["a/b"], "playbooks[0] must be a file name without a directory, not 'a/b'"),
-    _field("missing", "entries", REMOVED, "entries is missing"),
-    _field("unknown key", "surprise", 1, "format 2 has no key surprise"),
-    _field("gateways", "gateways", [], "gateways must be an object, not []"),
-    _field("gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"),
-    _field("gateway URL", f"gateways/{GATEWAY}", 1, f"gateways[{GATEWAY!r}] must be a string that is not empty, not 1"),
-    _field(
+    _make_invalid_file(
+        "expiry before creation", "expires_at", _PAST, f"expires_at must be after created_at, not {_PAST!r}"
+    ),
+    _make_invalid_file("problems", "problems", "x" * 100, f"problems must be a list, not {'x' * 100!r:.80}..."),
+    _make_invalid_file("problem", "problems", [""], "problems[0] must be a string that is not empty, not ''"),
+    _make_invalid_file(
+        "playbook", "playbooks", ["a/b"], "playbooks[0] must be a file name without a directory, not 'a/b'"
+    ),
+    _make_invalid_file("missing", "entries", REMOVED, "entries is missing"),
+    _make_invalid_file("unknown key", "surprise", 1, "format 2 has no key surprise"),
+    _make_invalid_file("gateways", "gateways", [], "gateways must be an object, not []"),
+    _make_invalid_file(
+        "gateway id", "gateways", {"x": "y"}, "the key 'x' of gateways must be 16 hexadecimal digits, not 'x'"
+    ),
+    _make_invalid_file(
+        "gateway URL", f"gateways/{GATEWAY}", 1, f"gateways[{GATEWAY!r}] must be a string that is not empty, not 1"
+    ),
+    _make_invalid_file(
         "unknown gateway",
         "gateways",
         {OTHER_GATEWAY: "y"},
         f"entries[0].gateway must be one of the keys in gateways, not {GATEWAY!r}",
     ),
-    _field("entry", "entries/0", 1, "entries[0] must be an object, not 1"),
-    _field("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
-    _field("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
-    _field("no task", "entries/0/task", REMOVED, "entries[0].task is missing"),
-    _field("key of an entry", "entries/0/extra", 1, "format 2 has no key entries[0].extra"),
-    _field("version", "entries/0/reads/|a", None, "entries[0].reads['/a'] must be a string, not None"),
-    _field(
+    _make_invalid_file("entry", "entries/0", 1, "entries[0] must be an object, not 1"),
+    _make_invalid_file("host", "entries/0/host", None, "entries[0].host must be a string that is not empty, not None"),
+    _make_invalid_file("task", "entries/0/task", 5, "entries[0].task must be a string, not 5"),
+    _make_invalid_file("no task", "entries/0/task", REMOVED, "entries[0].task is missing"),
+    _make_invalid_file("key of an entry", "entries/0/extra", 1, "format 2 has no key entries[0].extra"),
+    _make_invalid_file("version", "entries/0/reads/|a", None, "entries[0].reads['/a'] must be a string, not None"),
+    _make_invalid_file(
         "path",
         "entries/0/reads",
         {"": "x"},
         "the key '' of entries[0].reads must be a string that is not empty, not ''",
     ),
-    _field(
+    _make_invalid_file(
         "created id",
         "entries/0/created/a",
         "0123456789ab",
         "entries[0].created['a'] must be known-after-apply- and 4 digits, not '0123456789ab'",
     ),
-    _field("kind of cost", "entries/0/costs/gold", 1, "format 2 has no key entries[0].costs.gold"),
-    _field(
+    _make_invalid_file("kind of cost", "entries/0/costs/gold", 1, "format 2 has no key entries[0].costs.gold"),
+    _make_invalid_file(
         "cost",
         "entries/0/costs/memory_mb",
         True,
         f"entries[0].costs.memory_mb must be a number whose absolute value is less than {_LIMIT}, not True",
     ),
-    _field(
+    _make_invalid_file(
         "negative pause",
         "entries/0/costs/pause_ms",
         -1,
         f"entries[0].costs.pause_ms must be a number from 0 to less than {_LIMIT}, not -1",
     ),
-    _field("verb", f"{_ACTION}/verb", "rm -rf", f"{_AT_ACTION}.verb must be a verb in lower case, not 'rm -rf'"),
-    _field("request", f"{_ACTION}/request", [], f"{_AT_ACTION}.request must be an object, not []"),
-    _field(
+    _make_invalid_file(
+        "verb", f"{_ACTION}/verb", "rm -rf", f"{_AT_ACTION}.verb must be a verb in lower case, not 'rm -rf'"
+    ),
+    _make_invalid_file("request", f"{_ACTION}/request", [], f"{_AT_ACTION}.request must be an object, not []"),
+    _make_invalid_file(
         "kind",
         f"{_CHANGE}/kind",
         "host",
         f"{_AT_CHANGE}.kind must be 'sandbox' or 'snapshot' or 'template' or 'volume', not 'host'",
     ),
-    _field("state", f"{_CHANGE}/before", 1, f"{_AT_CHANGE}.before must be an object, not 1"),
-    _field("no state", f"{_CHANGE}/after", None, f"{_AT_CHANGE}.after must be an object if before is null, not None"),
-    _field("failure", "entries/0/failure", 1, "entries[0].failure must be a string, not 1"),
+    _make_invalid_file("state", f"{_CHANGE}/before", 1, f"{_AT_CHANGE}.before must be an object, not 1"),
+    _make_invalid_file(
+        "no state", f"{_CHANGE}/after", None, f"{_AT_CHANGE}.after must be an object if before is null, not None"
+    ),
+    _make_invalid_file("failure", "entries/0/failure", 1, "entries[0].failure must be a string, not 1"),
 )

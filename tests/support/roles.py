@@ -49,7 +49,7 @@ def play(
 
     ``directory``: where to write the playbook. ``command_prefix``: a command that runs its arguments on that machine.
     """
-    directory = directory or session.run_dir()
+    directory = directory or session.get_run_dir()
     playbook = directory / f"play-{role}.json"
     playbook.write_text(
         json.dumps(
@@ -73,7 +73,13 @@ def play(
         *(["--check"] if check else []),
     ]
     result = subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", timeout=600, env=environment(directory), check=False
+        argv,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=600,
+        env=make_environment(directory),
+        check=False,
     )
     output = result.stdout + result.stderr
     recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
@@ -83,7 +89,7 @@ def play(
     return PlayResult(output, int(recap[1]), failed, json.loads(messages[-1]) if messages and failed else "")
 
 
-def environment(home: Path) -> dict[str, str]:
+def make_environment(home: Path) -> dict[str, str]:
     return {
         **os.environ,
         "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),

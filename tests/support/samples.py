@@ -1,4 +1,4 @@
-"""Parameters of which complete runs test only a few."""
+"""Select a sample of a test's parameters for complete runs."""
 
 from __future__ import annotations
 

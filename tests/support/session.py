@@ -28,41 +28,41 @@ _PORTS = range(20000 + LANE % LANE_COUNT * 6000, 20000 + (LANE % LANE_COUNT + 1)
 _port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
-def state_dir() -> Path:
+def get_state_dir() -> Path:
     """Return the directory for all files that tests write to disk. Only its subdirectory ``cache`` outlives the run."""
     return Path(os.environ.get("GROVE_TEST_STATE") or f"/var/tmp/grove-test-{os.geteuid()}")
 
 
 @cache
-def run_id() -> str:
+def get_run_id() -> str:
     """Return the code that identifies this run: three letters or digits."""
     code = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(3))
     return os.environ.setdefault(RUN_VARIABLE, f"{os.getpid()}-{code}").rpartition("-")[2]
 
 
-def run_path() -> Path:
+def get_run_path() -> Path:
     """Return the path of this run's directory, which may not exist yet."""
-    run_id()
-    return state_dir() / f"run-{os.environ[RUN_VARIABLE]}"
+    get_run_id()
+    return get_state_dir() / f"run-{os.environ[RUN_VARIABLE]}"
 
 
-def run_dir() -> Path:
-    """Return this lane's directory below ``run_path``, which is created on first use and removed after the run.
+def get_run_dir() -> Path:
+    """Return this lane's directory below ``get_run_path``, which is created on first use and removed after the run.
 
     The path is short, because the path of a unix socket may have at most 107 characters.
     """
-    path = run_path() / str(LANE)
+    path = get_run_path() / str(LANE)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def cache_dir() -> Path:
-    path = state_dir() / "cache"
+def get_cache_dir() -> Path:
+    path = get_state_dir() / "cache"
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def network() -> dict[str, str]:
+def allocate_network() -> dict[str, str]:
     """Return the settings ``prefix`` and ``subnet`` for another gateway.
 
     The prefix starts with ``t`` and the run's id, and the subnet has room for 256 slots. Raises RuntimeError if the
@@ -75,14 +75,14 @@ def network() -> dict[str, str]:
         )
     number += LANE * _GATEWAYS_PER_LANE
     # Avoid 10.255, because some networks have their resolver there.
-    block_number = (int(run_id(), 36) * 7 + number) % 960
+    block_number = (int(get_run_id(), 36) * 7 + number) % 960
     return {
-        "prefix": f"t{run_id()}{_ID_CHARACTERS[number // 36]}{_ID_CHARACTERS[number % 36]}",
+        "prefix": f"t{get_run_id()}{_ID_CHARACTERS[number // 36]}{_ID_CHARACTERS[number % 36]}",
         "subnet": f"10.{240 + block_number // 64}.{block_number % 64 * 4}.0/22",
     }
 
 
-def free_port() -> int:
+def allocate_port() -> int:
     """Return a TCP port of this lane on which no process listens and which no earlier call has returned."""
     for number in itertools.islice(_port_numbers, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

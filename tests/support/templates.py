@@ -41,7 +41,7 @@ def add_to_cache(root: Path) -> None:
                 temporary_path.rename(cached_path)
             except OSError:  # Another lane has cached it first.
                 shutil.rmtree(temporary_path)
-    for other_path in session.cache_dir().glob("template-*"):
+    for other_path in session.get_cache_dir().glob("template-*"):
         if other_path != cached_path:
             shutil.rmtree(other_path, ignore_errors=True)
 
@@ -55,7 +55,7 @@ def _get_cache_path() -> Path:
     hasher = hashlib.sha256(f"{_compute_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):
         hasher.update(path.read_bytes())
-    return session.cache_dir() / f"template-{hasher.hexdigest()[:32]}"
+    return session.get_cache_dir() / f"template-{hasher.hexdigest()[:32]}"
 
 
 def _compute_digest() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 _TIMEOUT_SECONDS = 30
 
 
-def eventually(condition: Callable[[], object], seconds: float = _TIMEOUT_SECONDS) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = _TIMEOUT_SECONDS) -> None:
     """Wait until ``condition()`` is true. Raises AssertionError if it is not true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -26,7 +26,7 @@ def world_gateway(
     ``scratch``: the directory for the gateway's files outside its state root. ``config``: a configuration from
     ``world.config``, or None for a new one.
     """
-    config = config or world.config()
+    config = config or world.make_config()
     config_values = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {
         "host": {key: config_values["host"][key] for key in ("kind", "state_root")},
@@ -34,7 +34,7 @@ def world_gateway(
         "network": {key: config_values["network"][key] for key in ("prefix", "subnet")},
     }
     merged_sections = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
-    gateway = Gateway(scratch, merged_sections, world.environment(), program=program)
+    gateway = Gateway(scratch, merged_sections, world.get_environment(), program=program)
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:

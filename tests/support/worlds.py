@@ -30,7 +30,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnaps
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 from tests.support import session, templates
-from tests.support.live import Live
+from tests.support.live import EngineRunner
 
 TEMPLATE = "plain"
 _config_numbers = itertools.count(1)
@@ -60,15 +60,15 @@ class World(Protocol):
     halt_command: str
     """A command that stops the machine from inside."""
 
-    def config(self, **sections: Any) -> Config:
+    def make_config(self, **sections: Any) -> Config:
         """Return a configuration with its own state root, which already contains the template TEMPLATE."""
 
-    def host(self, config: Config) -> Host: ...
+    def make_host(self, config: Config) -> Host: ...
 
-    def environment(self) -> dict[str, str]:
+    def get_environment(self) -> dict[str, str]:
         """Return the variables that a gateway process needs on this host."""
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
         """Return the objects on the machine that belong to the gateway of ``config``, by kind (files, processes, …)."""
 
     def read_properties(self, config: Config) -> list[str]:
@@ -86,7 +86,7 @@ class World(Protocol):
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make the next captures fail ("forced") after the first volume has been captured, but before the second."""
 
-    def writable_directory(self, config: Config) -> Path:
+    def get_writable_directory(self, config: Config) -> Path:
         """Return the directory in which the gateway of ``config`` may write and mount file systems."""
 
     def cut_power(self, config: Config) -> None:
@@ -113,17 +113,17 @@ class KvmXfsWorld:
         self._seed_root = xfs / "engine-seed"
         self._seed_root.mkdir(mode=0o711)
         templates.copy_cached_template(self._seed_root, TEMPLATE)
-        live = Live(self.host(seed_config := self._config(self._seed_root, {})), seed_config)
+        runner = EngineRunner(self.make_host(seed_config := self._make_config(self._seed_root, {})), seed_config)
         try:
-            build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.follow(build, timeout=900)
+            build = runner.do(runner.engine.templates.build(TEMPLATE, templates.RECIPE))
+            lines = runner.follow(build, timeout=900)
             assert build.status == "ready", "\n".join(lines)
             templates.add_to_cache(self._seed_root)
         finally:
-            live.close()
+            runner.close()
             asyncio.run(SlotPool(seed_config.network).destroy())
 
-    def config(self, **sections: Any) -> Config:
+    def make_config(self, **sections: Any) -> Config:
         root = self._xfs / f"engine-{next(_config_numbers)}"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
@@ -131,13 +131,13 @@ class KvmXfsWorld:
                 subprocess.run(
                     ["cp", "-a", "--reflink=always", str(self._seed_root / name), str(root)], check=True, timeout=60
                 )
-        return self._config(root, sections)
+        return self._make_config(root, sections)
 
-    def _config(self, root: Path, sections: dict[str, Any]) -> Config:
+    def _make_config(self, root: Path, sections: dict[str, Any]) -> Config:
         defaults: dict[str, dict[str, Any]] = {
             "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": self._cache},
             "kvm_xfs": {"uid_base": 700_000},
-            "network": {**session.network(), "pool": 1},
+            "network": {**session.allocate_network(), "pool": 1},
         }
         top_level_values = {key: value for key, value in sections.items() if not isinstance(value, dict)}
         merged_sections = {
@@ -145,10 +145,10 @@ class KvmXfsWorld:
         }
         return Config.model_validate(merged_sections | top_level_values)
 
-    def host(self, config: Config) -> KvmXfsHost:
+    def make_host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
 
-    def environment(self) -> dict[str, str]:
+    def get_environment(self) -> dict[str, str]:
         return {}
 
     def read_properties(self, config: Config) -> list[str]:
@@ -163,7 +163,7 @@ class KvmXfsWorld:
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
         running_sandboxes = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         mounted_volumes = {mount.volume for sandbox in running_sandboxes for mount in sandbox.mounts}
-        traces = self.traces(config)
+        traces = self.read_traces(config)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
         assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
         template_kinds = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
@@ -205,7 +205,7 @@ class KvmXfsWorld:
 
         monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_second)
 
-    def writable_directory(self, config: Config) -> Path:
+    def get_writable_directory(self, config: Config) -> Path:
         return config.host.state_root
 
     def cut_power(self, config: Config) -> None:
@@ -232,7 +232,7 @@ class KvmXfsWorld:
         manifest_path = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
         manifest_path.write_text(json.dumps(json.loads(manifest_path.read_text()) | fields))
 
-    def traces(self, config: Config) -> dict[str, set[str]]:
+    def read_traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix = config.host.state_root, config.network.prefix
         servers = {
             process: names[0]

@@ -23,7 +23,7 @@ def test_sources_include_contrib_and_backports() -> None:
         "\n"
         "Types: deb\nURIs: http://mirror/security\nSuites: bookworm-security\nComponents: main\n"
     )
-    assert image.zfs_sources(sources) == (
+    assert image.make_zfs_sources(sources) == (
         "Types: deb\nURIs: http://mirror/debian\nSuites: bookworm bookworm-updates bookworm-backports\n"
         "Components: main contrib\n"
         "\n"
@@ -31,12 +31,12 @@ def test_sources_include_contrib_and_backports() -> None:
     )
 
 
-def _reader(lines: Sequence[str], *, then_hang: bool = False) -> Callable[[float], str | None]:
+def _make_reader(lines: Sequence[str], *, should_hang: bool = False) -> Callable[[float], str | None]:
     remaining_lines = list(lines)
 
     def read_line(deadline: float) -> str | None:
         assert deadline > time.monotonic()
-        if not remaining_lines and then_hang:
+        if not remaining_lines and should_hang:
             raise TimeoutError
         return remaining_lines.pop(0) if remaining_lines else None
 
@@ -52,10 +52,10 @@ _LINES = [
 ]
 
 
-@pytest.mark.parametrize("then_hang", [False, True], ids=["panics", "hangs"])
-def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(then_hang: bool) -> None:
+@pytest.mark.parametrize("should_hang", [False, True], ids=["panics", "hangs"])
+def test_a_guest_that_ends_early_leaves_its_last_step_without_a_status(should_hang: bool) -> None:
     log: list[str] = []
-    assert lane.follow(_reader(_LINES, then_hang=then_hang), _STEPS, log.append) == {"first": (0, 12.0)}
+    assert lane.follow(_make_reader(_LINES, should_hang=should_hang), _STEPS, log.append) == {"first": (0, 12.0)}
     assert log == [f"{line}\n" for line in _LINES]
     assert not Outcome(_STEPS[1], None, 0.0, {}).is_success
 

@@ -20,8 +20,8 @@ _dataset_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def zpool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}l", session.run_dir()) as pool:
+def zpool(requires_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.get_run_id()}l", session.get_run_dir()) as pool:
         yield pool
 
 

@@ -19,7 +19,7 @@ from zfs_core.capabilities import detect_capabilities
 
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.roles import environment
+from tests.support.roles import make_environment
 
 Lzc = Callable[..., tuple[int, dict[str, Any]]]
 Recipe = Callable[..., list[str]]
@@ -62,7 +62,7 @@ def _run_playbook(
         "-v",
         *arguments,
     ]
-    env = environment(directory)
+    env = make_environment(directory)
     env["PATH"] = f"{lzc_path.parent}:{env['PATH']}"
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=env, check=False)
     print(result.stdout)

@@ -73,7 +73,7 @@ def parse_host(text: str) -> bytes:
 def find_interface(netlink: net.NetlinkSocket, address: bytes) -> int:
     """Return the index of the Ethernet interface whose network contains the address, or 0. See guess_ifindex()."""
     route = netlink.look_up_route(_socket.AF_INET, address)
-    if route is None or 5 in route[0]:  # A route with a gateway is no use.
+    if route is None or 5 in route[0]:  # The address is not on a directly connected network.
         return 0
     index = int.from_bytes(route[0].get(4, b""), "little")
     link = next(link for link in netlink.list_links() if link.index == index)

@@ -177,7 +177,7 @@ def to_json(value: object) -> str:
 # the state directory ----------------------------------------------------------------------------------------------
 
 
-def state_dir() -> str:
+def get_state_dir() -> str:
     if "FREEBSD_SHIM_STATE" not in os.environ:
         _inherit_environment()
     return os.environ.setdefault("FREEBSD_SHIM_STATE", "/run/freebsd-shim")
@@ -213,8 +213,8 @@ class locked:
 
     def __enter__(self) -> None:
         if locked.depth == 0:
-            os.makedirs(state_dir(), mode=0o755, exist_ok=True)
-            locked.handle = os.open(os.path.join(state_dir(), "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.makedirs(get_state_dir(), mode=0o755, exist_ok=True)
+            locked.handle = os.open(os.path.join(get_state_dir(), "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(locked.handle, fcntl.LOCK_EX)
         locked.depth += 1
 
@@ -227,7 +227,7 @@ class locked:
 def load(name: str, default: dict) -> dict:  # type: ignore[type-arg]
     """Return the contents of the state file ``name``, or ``default`` if it does not exist."""
     try:
-        with open(os.path.join(state_dir(), name + ".json")) as file:
+        with open(os.path.join(get_state_dir(), name + ".json")) as file:
             return from_json(file.read())  # type: ignore[return-value]
     except FileNotFoundError:
         return default
@@ -235,8 +235,8 @@ def load(name: str, default: dict) -> dict:  # type: ignore[type-arg]
 
 def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
     """Replace the state file ``name`` atomically. The caller holds the lock."""
-    os.makedirs(state_dir(), mode=0o755, exist_ok=True)
-    path = os.path.join(state_dir(), name + ".json")
+    os.makedirs(get_state_dir(), mode=0o755, exist_ok=True)
+    path = os.path.join(get_state_dir(), name + ".json")
     with open(path + ".new", "w") as file:
         file.write(to_json(value) + "\n")
     os.rename(path + ".new", path)

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv != ["purge"]:
         raise base.usage(USAGE)
-    if os.path.isdir(base.state_dir()):
+    if os.path.isdir(base.get_state_dir()):
         purge()
     return 0
 
@@ -43,6 +43,6 @@ def purge() -> None:
         limits.purge()
         pf_nft.remove_ruleset()
         static_arp.remove_table()
-        for name in os.listdir(base.state_dir()):
+        for name in os.listdir(base.get_state_dir()):
             if name.endswith(".json"):
-                os.unlink(os.path.join(base.state_dir(), name))
+                os.unlink(os.path.join(base.get_state_dir(), name))

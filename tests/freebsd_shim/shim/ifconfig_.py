@@ -255,13 +255,15 @@ def create_free_interface(change: InterfaceChange, driver: str, digits: str) -> 
     existing_names = {link.name for link in links}
     if digits:
         unit = int(digits)
-        if unit in used_units or existing_names & set(interface_names(driver, unit)):
+        if unit in used_units or existing_names & set(make_interface_names(driver, unit)):
             raise base.errx(1, f"interface {change.name} already exists")
     else:
         unit = next(
-            n for n in range(1 << 15) if n not in used_units and not existing_names & set(interface_names(driver, n))
+            n
+            for n in range(1 << 15)
+            if n not in used_units and not existing_names & set(make_interface_names(driver, n))
         )
-    new_names = interface_names(driver, unit)
+    new_names = make_interface_names(driver, unit)
     if driver == "epair":
         change.net.create_veth(*new_names)
     else:
@@ -286,7 +288,7 @@ def create_interface(change: InterfaceChange) -> None:
         link = change.net.find_link(name)
         assert link is not None
         link.driver, link.unit, link.end, link.groups = driver, unit, end, [driver]
-        change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.alias()))
+        change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.format_alias()))
         if driver == "bridge":
             # Without an explicit address, a Linux bridge takes that of a member.
             mac = net.pack_attribute(net.LINK_ADDRESS, bytes.fromhex(link.mac.replace(":", "")))
@@ -296,7 +298,7 @@ def create_interface(change: InterfaceChange) -> None:
         change.name = change.name_to_print = new_names[0]
 
 
-def interface_names(driver: str, unit: int) -> list[str]:
+def make_interface_names(driver: str, unit: int) -> list[str]:
     return [f"epair{unit}a", f"epair{unit}b"] if driver == "epair" else [f"{driver}{unit}"]
 
 
@@ -359,7 +361,7 @@ def set_alias_data(change: InterfaceChange, *, description: str | None = None, g
 def write_alias(change: InterfaceChange, link: net.Link) -> None:
     if not link.driver:
         raise base.unsupported("a description or group of an interface that the shim did not create")
-    change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.alias()))
+    change.net.change_link(link.index, net.pack_string(net.LINK_ALIAS, link.format_alias()))
 
 
 def add_group(change: InterfaceChange, name: str) -> None:

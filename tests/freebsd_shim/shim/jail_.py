@@ -94,7 +94,7 @@ class JailConfig:
                 return
         self.settings[name] = [value] if equals else []
 
-    def last_value(self, name: str) -> str | None:
+    def get_last_value(self, name: str) -> str | None:
         values = self.settings.get(name)
         return values[-1] if values else None
 
@@ -135,14 +135,14 @@ class JailConfig:
 
     def find_running(self) -> prison.Jail | None:
         """Return the running jail with this jid or name, or None if there is none. See running_jid()."""
-        key = self.last_value("jid") or self.last_value("name")
+        key = self.get_last_value("jid") or self.get_last_value("name")
         try:
             return prison.find(key) if key else None
         except prison.JailError:
             return None
 
-    def label(self) -> str:
-        return self.last_value("jid") or self.last_value("name") or ""
+    def get_label(self) -> str:
+        return self.get_last_value("jid") or self.get_last_value("name") or ""
 
 
 def is_boolean(value: str) -> bool:
@@ -211,7 +211,7 @@ def start(config: JailConfig, print_jid: bool) -> int:
     """Run the steps of startcommands[]. If one fails, undo it and the previous ones in reverse order."""
     config.check_settings()
     if config.find_running() is not None:
-        base.warnx(f'"{config.label()}" already exists')
+        base.warnx(f'"{config.get_label()}" already exists')
         return 1
     steps = [
         ("mount", lambda value: mount_fstab_line(config, value)),
@@ -226,7 +226,7 @@ def start(config: JailConfig, print_jid: bool) -> int:
     completed_steps: list[tuple[str, str]] = []
     try:
         for name, step in steps:
-            for value in step_values(config, name):
+            for value in get_step_values(config, name):
                 completed_steps.append((name, value))  # A failed step is also undone: next_command(create_failed).
                 step(value)
     except StepFailed:
@@ -237,7 +237,7 @@ def start(config: JailConfig, print_jid: bool) -> int:
     return 0
 
 
-def step_values(config: JailConfig, name: str) -> list[str]:
+def get_step_values(config: JailConfig, name: str) -> list[str]:
     """Return the values for which to run a step. Jail creation, mount.devfs and the command run at most once."""
     if name == "":
         return [""]
@@ -263,12 +263,12 @@ def mount_fstab_line(config: JailConfig, line: str) -> None:
 def mount_devfs(config: JailConfig) -> None:
     from shim import mount_
 
-    path = config.last_value("path")
+    path = config.get_last_value("path")
     if path is None:
         base.warnx("mount.devfs: no jail root path defined")
         raise StepFailed
     check_path(config, "mount.devfs", f"{path}/dev")
-    ruleset = config.last_value("devfs_ruleset") or "4"  # "devfsrules_jail"
+    ruleset = config.get_last_value("devfs_ruleset") or "4"  # "devfsrules_jail"
     run_shim_command(mount_.main, "mount", "/sbin/mount", ["-t", "devfs", f"-oruleset={ruleset}", ".", f"{path}/dev"])
 
 
@@ -277,7 +277,7 @@ def check_path(config: JailConfig, name: str, path: str) -> None:
     if not path.startswith("/"):
         base.warnx(f"{name}: {path}: not an absolute pathname")
         raise StepFailed
-    root = config.last_value("path") or ""
+    root = config.get_last_value("path") or ""
     if not path.startswith(root + "/"):
         return
     current_path = root
@@ -295,7 +295,7 @@ def check_path(config: JailConfig, name: str, path: str) -> None:
 
 def create_jail(config: JailConfig, print_jid: bool) -> None:
     """Create the jail. See create_jail() in jail.c."""
-    path = config.last_value("path")
+    path = config.get_last_value("path")
     if path is not None:
         try:
             if not stat.S_ISDIR(os.stat(path).st_mode):
@@ -322,7 +322,7 @@ def move_interface(config: JailConfig, name: str) -> None:
 
     assert config.jail is not None
     run_shim_command(
-        ifconfig_.main, "ifconfig", "/sbin/ifconfig", [name, "vnet", config.label() or str(config.jail["jid"])]
+        ifconfig_.main, "ifconfig", "/sbin/ifconfig", [name, "vnet", config.get_label() or str(config.jail["jid"])]
     )
 
 
@@ -360,7 +360,7 @@ def run_command_parameter(config: JailConfig) -> None:
 
 
 def execute(config: JailConfig, words: list[str], *, inside: bool, background: bool) -> None:
-    timeout = int(config.last_value("exec.timeout") or 0)
+    timeout = int(config.get_last_value("exec.timeout") or 0)
     display_name = " ".join(words)
     child = os.fork()
     if child == 0:
@@ -437,9 +437,9 @@ def undo_step(config: JailConfig, name: str, value: str) -> None:
         if name == "" and config.jail is not None:
             prison.remove(config.jail)
         elif name == "vnet.interface" and config.jail is not None:
-            run_shim_command(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [value, "-vnet", config.label()])
-        elif name == "mount.devfs" and mount_.is_mounted(f"{config.last_value('path')}/dev", "devfs"):
-            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [f"{config.last_value('path')}/dev"])
+            run_shim_command(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [value, "-vnet", config.get_label()])
+        elif name == "mount.devfs" and mount_.is_mounted(f"{config.get_last_value('path')}/dev", "devfs"):
+            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [f"{config.get_last_value('path')}/dev"])
         elif name == "mount" and mount_.is_mounted(value.split()[1], value.split()[2]):
             run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [value.split()[1]])
     except (StepFailed, IndexError):
@@ -468,7 +468,7 @@ def update(config: JailConfig) -> int:
     config.check_settings()
     jail = config.find_running()
     if jail is None:
-        base.warnx(f'"{config.label()}" not found' if config.label() else "no jail specified")
+        base.warnx(f'"{config.get_label()}" not found' if config.get_label() else "no jail specified")
         return 1
     changes = {key: value for key, value in config.values.items() if key != "jid"}
     for key, value in changes.items():

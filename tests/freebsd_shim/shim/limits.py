@@ -16,8 +16,10 @@ UNLIMITED_VALUES = {
 }
 
 
-def cgroup_path(controller: str, jail: str) -> str:
-    return os.path.join(CGROUP_ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
+def get_cgroup_path(controller: str, jail: str) -> str:
+    return os.path.join(
+        CGROUP_ROOT, controller, "freebsd_shim", base.get_state_dir().strip("/").replace("/", "-"), jail
+    )
 
 
 def open_cgroups(jail: str) -> list[int]:
@@ -25,7 +27,9 @@ def open_cgroups(jail: str) -> list[int]:
     fds = []
     for controller in CONTROLLERS:
         try:
-            fds.append(os.open(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC))
+            fds.append(
+                os.open(os.path.join(get_cgroup_path(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
+            )
         except FileNotFoundError:
             continue
     return fds
@@ -38,7 +42,7 @@ def enter_cgroups(cgroup_fds: list[int]) -> None:
         os.close(fd)
 
 
-def cgroup_values(rules: list[list[str]]) -> dict[str, str]:
+def make_cgroup_values(rules: list[list[str]]) -> dict[str, str]:
     """Return the contents of the cgroup files that enforce ``rules``. Each rule is [resource, action, amount]."""
     values = dict(UNLIMITED_VALUES)
     for resource, action, amount in rules:
@@ -60,18 +64,18 @@ def apply_rules(jail: str, rules: list[list[str]], pids: list[int]) -> None:
     if not rules:
         remove_limits(jail)
         return
-    values = cgroup_values(rules)
+    values = make_cgroup_values(rules)
     for controller in CONTROLLERS:
         if not os.path.exists(os.path.join(CGROUP_ROOT, controller, "cgroup.procs")):
             raise base.unsupported(f"limits without the cgroup (version 1) controller {controller}")
-        is_new = not os.path.isdir(cgroup_path(controller, jail))
-        os.makedirs(cgroup_path(controller, jail), exist_ok=True)
+        is_new = not os.path.isdir(get_cgroup_path(controller, jail))
+        os.makedirs(get_cgroup_path(controller, jail), exist_ok=True)
         for file, value in values.items():
             if file.startswith(controller + "/") and not (is_new and value == UNLIMITED_VALUES[file]):
-                with open(os.path.join(cgroup_path(controller, jail), file.partition("/")[2]), "w") as target:
+                with open(os.path.join(get_cgroup_path(controller, jail), file.partition("/")[2]), "w") as target:
                     target.write(value)
         if is_new:
-            move_processes(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), pids)
+            move_processes(os.path.join(get_cgroup_path(controller, jail), "cgroup.procs"), pids)
 
 
 def move_processes(procs: str, pids: list[int]) -> None:
@@ -85,7 +89,7 @@ def move_processes(procs: str, pids: list[int]) -> None:
 
 def remove_limits(jail: str) -> None:
     for controller in CONTROLLERS:
-        path = cgroup_path(controller, jail)
+        path = get_cgroup_path(controller, jail)
         try:
             with open(os.path.join(path, "cgroup.procs")) as file:
                 pids = [int(line) for line in file]
@@ -99,7 +103,7 @@ def purge() -> None:
     """Remove the limits of all jails of this state directory."""
     names = set()
     for controller in CONTROLLERS:
-        path = cgroup_path(controller, "")
+        path = get_cgroup_path(controller, "")
         if os.path.isdir(path):
             names |= {entry.name for entry in os.scandir(path) if entry.is_dir()}
     for name in names:

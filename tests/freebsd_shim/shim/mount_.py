@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     return mount(fstype or "ufs", arguments[0], arguments[1], words)
 
 
-def real_path(path: str) -> str:
+def resolve_path(path: str) -> str:
     """Resolve a path like realpath(3). Retries if a symbolic link is replaced while it is being read."""
     while True:
         try:
@@ -189,7 +189,7 @@ def real_path(path: str) -> str:
 
 def check_path(path: str) -> str:
     """Resolve the path of a directory, like checkpath() in getmntopts.c. Raises OSError with the resolved path."""
-    resolved_path = real_path(path)
+    resolved_path = resolve_path(path)
     try:
         mode = os.stat(resolved_path).st_mode
     except OSError as error:
@@ -336,7 +336,7 @@ def show_mounts(fstype: str, is_json: bool, verbose: bool, fstab: bool) -> int:
     return 0
 
 
-def option_words(mount: Mount) -> list[str]:
+def get_option_words(mount: Mount) -> list[str]:
     """Return the names of a mount's options (MNTOPT_NAMES). nullfs inherits "local" from the file system below."""
     inherited_words = ["local"] if mount.fstype in ("nullfs", "zfs") else []
     return inherited_words + [OPTIONS[name][1] for name in VERBOSE_ORDER if name in mount.options]
@@ -344,7 +344,7 @@ def option_words(mount: Mount) -> list[str]:
 
 def format_mount(mount: Mount, verbose: bool) -> str:
     """Format an entry of the mount table as text. See prmount()."""
-    words = [mount.fstype, *option_words(mount)]
+    words = [mount.fstype, *get_option_words(mount)]
     if verbose:
         words.append(f"fsid {mount.fsid}")
     return f"{mount.special} on {mount.node} ({', '.join(words)})"
@@ -352,13 +352,13 @@ def format_mount(mount: Mount, verbose: bool) -> str:
 
 def mount_to_json(mount: Mount, verbose: bool) -> str:
     q = base.quote_json
-    options = ",".join(q(word) for word in option_words(mount))
+    options = ",".join(q(word) for word in get_option_words(mount))
     fields = f'"special":{q(mount.special)},"node":{q(mount.node)},"fstype":{q(mount.fstype)}'
     fields += f',"opts":[{options}]' if options else ""
     return "{" + fields + (f',"fsid":{q(mount.fsid)}' if verbose else "") + "}"
 
 
-def fstab_options(mount: Mount) -> str:
+def get_fstab_options(mount: Mount) -> str:
     words = [OPTIONS[name][2] for name in FSTAB_ORDER if name in mount.options]
     return ",".join(words if "ro" in mount.options else ["rw", *words])
 
@@ -369,7 +369,7 @@ def pad_field(text: str) -> str:
 
 
 def format_fstab(mount: Mount) -> str:
-    options = fstab_options(mount)
+    options = get_fstab_options(mount)
     padding = "\t" if len(options) < 8 else " "
     return f"{pad_field(mount.special)}{pad_field(mount.node)}{mount.fstype}\t{options}{padding}\t0 0"
 
@@ -377,7 +377,7 @@ def format_fstab(mount: Mount) -> str:
 def fstab_to_json(mount: Mount) -> str:
     q = base.quote_json
     fields = f'"device":{q(mount.special)},"mntpoint":{q(mount.node)},"fstype":{q(mount.fstype)}'
-    return "{" + fields + f',"opts":{q(fstab_options(mount))},"dump":0,"pass":0' + "}"
+    return "{" + fields + f',"opts":{q(get_fstab_options(mount))},"dump":0,"pass":0' + "}"
 
 
 # ---- umount ---------------------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
     """Unmount the newest mount with this fsid, node or special. Returns the exit code. See checkname()."""
     mount = find_mount(name) or find_mount(name.rstrip("/") or "/")
     if mount is None:
-        resolved_path = real_path(name)
+        resolved_path = resolve_path(name)
         try:
             os.stat(name)
         except OSError as error:

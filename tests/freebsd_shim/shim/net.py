@@ -73,7 +73,7 @@ class Link:
         if self.linux_name == "lo":
             self.groups = ["lo"]
 
-    def alias(self) -> str:
+    def format_alias(self) -> str:
         return f"freebsd_shim|{self.driver}|{self.unit}|{self.end}|{','.join(self.groups)}|{self.description}"
 
 

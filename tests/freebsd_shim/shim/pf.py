@@ -93,7 +93,7 @@ def tokenize(line: str, line_number: int) -> list[str]:
 
 
 def parse_rules(text: str, *, is_main: bool) -> Ruleset:
-    """Parse the text of a rules file. ``is_main`` tells whether it is the main file. Raises RuleSyntaxError."""
+    """Parse the text of a rules file. ``is_main``: whether it is the main file. Raises RuleSyntaxError."""
     ruleset, macros, last_rank = Ruleset(), {}, 0
     lines = text.split("\n")
     index = 0

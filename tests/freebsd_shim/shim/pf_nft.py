@@ -34,12 +34,12 @@ def load_state() -> dict:  # type: ignore[type-arg]
     return {**INITIAL_STATE, **base.load("pf", INITIAL_STATE)}
 
 
-def table_name() -> str:
+def get_table_name() -> str:
     """Return the name of the table, which is unique for each state directory."""
-    return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
+    return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.get_state_dir())[-40:]
 
 
-def interface_expression(key: str | dict[str, int], name: str) -> list[str]:
+def format_interface_expression(key: str | dict[str, int], name: str) -> list[str]:
     """Match an interface. ``key``: the name of nftables' selector, or the numbers of bridge members."""
     operator, interface = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
     if isinstance(key, dict):
@@ -48,7 +48,7 @@ def interface_expression(key: str | dict[str, int], name: str) -> list[str]:
     return [f'{key} {operator}"{interface}"'] if name else []
 
 
-def address_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
+def format_address_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     if text == "any":
         return []
     operator, address = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
@@ -57,19 +57,25 @@ def address_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {operator}{address}"]
 
 
-def port_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
+def format_port_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     return [f"{rule['proto']} {key} {text.removeprefix('= ').replace(':', '-')}"] if text else []
 
 
-def match_expressions(rule: pf.Rule, interface_key: str | dict[str, int]) -> list[str]:
-    words = interface_expression(interface_key, rule["on"])
+def format_match_expressions(rule: pf.Rule, interface_key: str | dict[str, int]) -> list[str]:
+    words = format_interface_expression(interface_key, rule["on"])
     if rule["af"]:
         words.append(f"meta nfproto {'ipv6' if rule['af'] == 'inet6' else 'ipv4'}")
     if rule["proto"]:
         protocol = {"icmp6": "ipv6-icmp"}.get(rule["proto"], rule["proto"])
         words.append(f"meta l4proto {protocol}")
-    words += address_expression(rule, "saddr", rule["source"]) + address_expression(rule, "daddr", rule["target"])
-    return words + port_expression(rule, "sport", rule["sport"]) + port_expression(rule, "dport", rule["dport"])
+    words += format_address_expression(rule, "saddr", rule["source"]) + format_address_expression(
+        rule, "daddr", rule["target"]
+    )
+    return (
+        words
+        + format_port_expression(rule, "sport", rule["sport"])
+        + format_port_expression(rule, "dport", rule["dport"])
+    )
 
 
 def expand_anchors(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
@@ -95,23 +101,23 @@ def format_filter_rules(rules: list[pf.Rule], direction: str, interface_key: str
     for rule in rules:
         if rule["direction"] not in ("", direction):
             continue
-        matches = match_expressions(rule, interface_key)
+        matches = format_match_expressions(rule, interface_key)
         if rule["what"] == "block":
             if rule["drop"] == "return" and direction == "out":
                 if rule["direction"] == "out":
                     raise base.unsupported("block return out")
-                action = "drop" if rule["quick"] else mark_statement(BLOCK)
+                action = "drop" if rule["quick"] else format_mark_statement(BLOCK)
             elif rule["drop"] == "return":
-                action = reject_statement(rule) if rule["quick"] else mark_statement(BLOCK | RETURN)
+                action = format_reject_statement(rule) if rule["quick"] else format_mark_statement(BLOCK | RETURN)
             else:
-                action = "drop" if rule["quick"] else mark_statement(BLOCK)
+                action = "drop" if rule["quick"] else format_mark_statement(BLOCK)
             lines.append(" ".join([*matches, action]))
             continue
         if rule["quick"]:
             action = (f"ct mark set ct mark or {state_bit:#x} " if rule["state"] == "keep" else "") + "accept"
         else:
-            action = mark_statement(KEEP if rule["state"] == "keep" else 0)
-        actions = [limit_statement(rule), action] if rule.get("max_src_states") else [action]
+            action = format_mark_statement(KEEP if rule["state"] == "keep" else 0)
+        actions = [format_limit_statement(rule), action] if rule.get("max_src_states") else [action]
         if rule["flags"] == "S/SA" and rule["proto"] == "":
             lines += [" ".join([*matches, "meta l4proto != tcp", each]) for each in actions]
         syn_match = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
@@ -119,12 +125,12 @@ def format_filter_rules(rules: list[pf.Rule], direction: str, interface_key: str
     return lines
 
 
-def limit_statement(rule: pf.Rule) -> str:
+def format_limit_statement(rule: pf.Rule) -> str:
     """Drop packets that would exceed the limit of a rule's states. See pf_insert_src_node() and pf_create_state()."""
     return f"add @{SOURCES} {{ ip saddr ct count over {rule['max_src_states']} }} drop"
 
 
-def mark_statement(bits: int) -> str:
+def format_mark_statement(bits: int) -> str:
     return (
         f"meta mark set meta mark and {~ALL_MARK_BITS & 0xFFFFFFFF:#x}"
         if not bits
@@ -132,7 +138,7 @@ def mark_statement(bits: int) -> str:
     )
 
 
-def reject_statement(rule: pf.Rule) -> str:
+def format_reject_statement(rule: pf.Rule) -> str:
     return "reject with tcp reset" if rule["proto"] == "tcp" else "reject"
 
 
@@ -149,7 +155,7 @@ def format_nat_rules(rules: list[pf.Rule]) -> list[str]:
             action = "masquerade"
         else:
             action = f"snat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {rule['to']}"
-        lines.append(" ".join([*match_expressions(rule, "oifname"), action]))
+        lines.append(" ".join([*format_match_expressions(rule, "oifname"), action]))
     return lines
 
 
@@ -165,13 +171,13 @@ def format_rdr_rules(rules: list[pf.Rule]) -> list[str]:
             action = f"dnat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {target}"
             if rule["pass"]:
                 action = f"meta mark set meta mark or {REDIRECTED:#x} {action}"
-        lines.append(" ".join([*match_expressions(rule, "iifname"), action]))
+        lines.append(" ".join([*format_match_expressions(rule, "iifname"), action]))
     return lines
 
 
 def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
     """Return the nft(8) script that applies the state atomically."""
-    name = table_name()
+    name = get_table_name()
     header = "".join(f"table {each} {name}\ndelete table {each} {name}\n" for each in ("inet", "bridge"))
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
         return header
@@ -217,14 +223,14 @@ def list_bridges() -> tuple[list[net.Link], list[net.Link]]:
     return [bridge for bridge in bridges if bridge.index in {member.master for member in members}], members
 
 
-def name_set(links: list[net.Link]) -> str:
+def format_name_set(links: list[net.Link]) -> str:
     return "{ " + ", ".join(f'"{link.linux_name}"' for link in links) + " }"
 
 
 def format_bridge_table(numbers: dict[str, int], bridges: list[net.Link], members: list[net.Link]) -> str:
     """Return the table that marks packets with the bridge member from which they come."""
     macs = "{ " + ", ".join({link.mac for link in bridges}) + " }"
-    lines = [f"iifname != {name_set(members)} accept", f"meta mark set {MEMBER:#x}"]
+    lines = [f"iifname != {format_name_set(members)} accept", f"meta mark set {MEMBER:#x}"]
     lines += [f'iifname "{name}" meta mark set {number}' for name, number in numbers.items()]
     lines.append(f"ether daddr != {macs} meta mark set meta mark or {NOT_ON_BRIDGE:#x}")
     sysctls = base.load("sysctl", {})
@@ -232,7 +238,7 @@ def format_bridge_table(numbers: dict[str, int], bridges: list[net.Link], member
         lines.append(f"ether daddr {macs} meta mark set 0")
     body = "".join(f"    {line}\n" for line in lines)
     hook = "    type filter hook prerouting priority -300\n"
-    return f"table bridge {table_name()} {{\n  chain members {{\n{hook}{body}  }}\n}}\n"
+    return f"table bridge {get_table_name()} {{\n  chain members {{\n{hook}{body}  }}\n}}\n"
 
 
 def format_filter_chain(
@@ -253,10 +259,10 @@ def format_filter_chain(
     key = numbers if numbers is not None else "iifname" if direction == "in" else "oifname"
     lines = []
     if numbers is not None:
-        lines += [f"iifname != {name_set(bridges or [])} accept", f"meta mark and {MEMBER:#x} == 0 accept"]
+        lines += [f"iifname != {format_name_set(bridges or [])} accept", f"meta mark and {MEMBER:#x} == 0 accept"]
     elif bridges:
-        lines.append(f"iifname {name_set(bridges)} meta mark and {NOT_ON_BRIDGE:#x} != 0 accept")
-    lines += [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
+        lines.append(f"iifname {format_name_set(bridges)} meta mark and {NOT_ON_BRIDGE:#x} != 0 accept")
+    lines += [" ".join([*format_interface_expression(key, name), "accept"]) for name in state["skip"]]
     lines += [
         # A state that the packet itself has created on the member also counts on the bridge.
         f"ct direction original ct mark and {own_state_bit:#x} != 0 accept",

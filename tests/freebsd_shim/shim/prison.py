@@ -129,7 +129,7 @@ def is_integer(text: str) -> bool:
 # ---- the list of jails ------------------------------------------------------------------------------------------
 
 
-def start_time(pid: int) -> int:
+def read_start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, or 0 if it is not running.
 
     A process with a reused pid has a different start time.
@@ -147,14 +147,14 @@ def load_state() -> dict:  # type: ignore[type-arg]
     state = base.load("jails", {"last": 0, "jails": []})
     remaining_jails, has_changed = [], False
     for jail in state["jails"]:
-        if start_time(jail["holder"]) != jail["born"]:
+        if read_start_time(jail["holder"]) != jail["born"]:
             continue  # the machine was restarted, or the holder was killed
         if jail["dying"] and has_finished_dying(jail):
             tear_down(jail)
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not list_processes(jail):
             # A jail without persist begins to die when its last process exits (jail(8) "persist").
-            jail["dying"] = end_of_dying()
+            jail["dying"] = compute_end_of_dying()
             if not jail["dying"]:
                 tear_down(jail)
                 continue
@@ -167,8 +167,8 @@ def load_state() -> dict:  # type: ignore[type-arg]
     return state
 
 
-def end_of_dying() -> str:
-    """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed at once."""
+def compute_end_of_dying() -> str:
+    """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed immediately."""
     duration = base.read_knob("dying")
     return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 
@@ -241,13 +241,13 @@ def create(settings: dict[str, object]) -> Jail:
         if any(jail["name"] == name and not jail["dying"] for jail in state["jails"]):
             raise JailError(f'jail "{name}" already exists')
         if not jid:
-            jid = next_jid(state)
+            jid = choose_next_jid(state)
         if name.isascii() and name.isdigit() and name != str(jid):
             raise JailError("name cannot be numeric (unless it is the jid)")
         name = name or str(jid)
         params = {key: value for key, value in settings.items() if key not in ("jid", "name", "path")}
         holder = start_holder(path, name, params)
-        jail = {"jid": jid, "name": name, "path": path, "holder": holder, "born": start_time(holder)}
+        jail = {"jid": jid, "name": name, "path": path, "holder": holder, "born": read_start_time(holder)}
         jail |= {"vnet": params.get("vnet") == "new", "params": params, "dying": ""}
         state["jails"].append(jail)
         state["jails"].sort(key=lambda each: each["jid"])
@@ -274,7 +274,7 @@ def check_parameters(settings: dict[str, object]) -> None:
             raise JailError(f"jail_set: {base.strerror(errno.EINVAL)}")
 
 
-def next_jid(state: dict) -> int:  # type: ignore[type-arg]
+def choose_next_jid(state: dict) -> int:  # type: ignore[type-arg]
     """Return the next unused jid after the most recent one. See get_next_prid() in kern_jail.c."""
     used_jids = {jail["jid"] for jail in state["jails"]}
     jid = state["last"] % JAIL_MAX + 1
@@ -345,7 +345,7 @@ FORBIDDEN_CAPABILITIES = [2, 16, 17, 18, 20, 21, 22, 24, 25, 26, 27, 30, 32, 33,
 CAP_LINUX_IMMUTABLE, CAP_NET_ADMIN, CAP_NET_RAW, CAP_IPC_LOCK = 9, 12, 13, 14
 
 
-def forbidden_capabilities(jail: Jail) -> list[int]:
+def get_forbidden_capabilities(jail: Jail) -> list[int]:
     params, capabilities = jail["params"], list(FORBIDDEN_CAPABILITIES)
     if not params.get("allow.chflags"):
         capabilities.append(CAP_LINUX_IMMUTABLE)
@@ -380,7 +380,7 @@ def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
         if end_with_caller:
             base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
         limits.enter_cgroups(cgroup_fds)
-        for capability in forbidden_capabilities(jail):
+        for capability in get_forbidden_capabilities(jail):
             try:
                 base.prctl(base.PR_CAPBSET_DROP, capability)
             except OSError:
@@ -426,7 +426,7 @@ def remove(jail: Jail) -> None:
         matching_jails = [each for each in state["jails"] if each["jid"] == jail["jid"]]
         if not matching_jails or matching_jails[0]["dying"]:
             return
-        dying_until = end_of_dying()
+        dying_until = compute_end_of_dying()
         if not dying_until:
             tear_down(matching_jails[0])
             state["jails"].remove(matching_jails[0])

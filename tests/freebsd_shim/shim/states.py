@@ -13,7 +13,7 @@ GET, DELETE = 0x0101, 0x0102
 TUPLE_ORIG, TUPLE_IP = 1, 1
 
 
-def network_bits(address: bytes, prefix: int) -> int:
+def get_network_bits(address: bytes, prefix: int) -> int:
     size = len(address) * 8
     return int.from_bytes(address, "big") >> (size - prefix)
 
@@ -30,7 +30,7 @@ class AddressRange:
 
     def contains(self, address: bytes) -> bool:
         is_same_family = len(address) == len(self.address)
-        return is_same_family and network_bits(address, self.prefix) == network_bits(self.address, self.prefix)
+        return is_same_family and get_network_bits(address, self.prefix) == get_network_bits(self.address, self.prefix)
 
 
 def delete_states(source: AddressRange, target: AddressRange | None) -> int:

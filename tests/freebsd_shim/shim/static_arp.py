@@ -25,7 +25,7 @@ def set_enabled(name: str, should_enable: bool) -> None:
 
 
 def format_table(names: list[str]) -> str:
-    table = pf_nft.table_name()
+    table = pf_nft.get_table_name()
     header = f"table arp {table}\ndelete table arp {table}\n"
     if not names:
         return header

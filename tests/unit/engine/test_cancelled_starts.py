@@ -40,11 +40,11 @@ def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest
     files = cast("Any", SimpleNamespace(directory=tmp_path, qmp=tmp_path / "qmp"))
     shape = cast("Any", SimpleNamespace(netns=tmp_path))
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         await _cancel_repeatedly(asyncio.create_task(machine.Machine.spawn(shape, files, state=None)))
 
     try:
-        asyncio.run(scenario())
+        asyncio.run(run_scenario())
         time.sleep(0.2)
         assert [Path(f"/proc/{process.pid}").exists() for process in processes] == [False]
     finally:
@@ -65,10 +65,10 @@ def test_a_cancelled_start_leaves_no_files(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(instances, "create_files", create_slowly)
     host = KvmXfsHost(Config.model_validate({"host": {"state_root": str(tmp_path)}}))
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         await _cancel_repeatedly(asyncio.create_task(host.fork(Snapshot(), Sandbox(name="a"), with_memory=False)))
         await asyncio.sleep(0.2)
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
     (directory,) = created_directories
     assert not directory.exists() and not directory.parent.exists()

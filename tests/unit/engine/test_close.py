@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -32,9 +32,9 @@ class _Host(MemoryHost):
 
 
 def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             host.gate = Gate()
             update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
@@ -47,15 +47,15 @@ def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) ->
             await close_task
         assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.has_saved_after_close
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_TIMEOUT_SECONDS", 0.05)
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.gate = Gate()
             update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
@@ -65,4 +65,4 @@ def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyP
             host.gate.opened.set()
             await update_task
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -22,7 +22,7 @@ from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Resources
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import build, create, open_engine, wait_until
+from tests.support.memory_engine import build, create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +67,7 @@ async def import_copy(engine: Engine) -> None:
         await export.close()
 
 
-# In the order of their execution. Each entry names the method, and the operation and memory mode under which it counts.
+# In the order of execution. Each entry names the method, and the operation and memory mode under which it is counted.
 _CALLS: list[tuple[str, str, str, _Call]] = [
     ("Forks.create", "sandbox.create", "incremental", lambda e: create(e, "a")),
     ("Sandboxes.update", "sandbox.update", "", lambda e: e.sandboxes.update("a", metadata={"k": "v"})),
@@ -142,7 +142,7 @@ async def start_announced(engine: Engine, name: str) -> None:
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    async with open_engine(tmp_path, MemoryHost()) as engine:
+    async with opened_engine(tmp_path, MemoryHost()) as engine:
         yield engine
 
 

@@ -9,7 +9,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 
 class _Host(MemoryHost):
@@ -31,22 +31,22 @@ class _Host(MemoryHost):
 
 
 def test_a_fork_whose_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             host.names_to_stop = {"b"}
             await engine.forks.fork("t", ForkSpec(names=["b", "c"]))
             await wait_until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
             assert engine.sandboxes.get("c").state is SandboxState.RUNNING
             await engine.sandboxes.resume("b")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             host.names_to_stop = {"a"}
@@ -54,17 +54,17 @@ def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
             await engine.sandboxes.resume("a")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_paused_fork_stays_paused_with_an_empty_reason(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with open_engine(tmp_path) as engine:
+    async def run_scenario() -> None:
+        async with opened_engine(tmp_path) as engine:
             sandbox = await create(engine, "a", paused=True)
             await asyncio.sleep(0.02)
             assert engine.sandboxes.get("a") == sandbox and sandbox.state_reason == ""
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> Non
             self.disks[sandbox.instance] = {}
             return Scan(sandboxes=[sandbox], alive={sandbox.instance})
 
-    async def scenario() -> None:
-        async with open_engine(tmp_path, _StaleScanHost()) as engine:
+    async def run_scenario() -> None:
+        async with opened_engine(tmp_path, _StaleScanHost()) as engine:
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

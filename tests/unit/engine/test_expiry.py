@@ -10,7 +10,7 @@ import pytest
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.records import Retention, Snapshot, now
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ def list_sandbox_names(engine: Engine) -> list[str]:
 
 
 async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         for name in ("busy", "idle"):
             await create(engine, name)
         async with engine._expiry._sandboxes._locking.sandbox("busy"):
@@ -37,7 +37,7 @@ def expire_timeout(engine: Engine, name: str) -> None:
 
 
 async def test_checks_continue_after_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "expiring")
 
         original_retry = engine.sandboxes._collector.retry
@@ -56,7 +56,7 @@ async def test_checks_continue_after_a_failed_check(tmp_path: Path, monkeypatch:
 
 async def test_a_snapshot_is_removed_when_it_reaches_its_maximum_age(tmp_path: Path) -> None:
     """Nothing else changes at that time, so the passage of time alone must cause the rules to be applied again."""
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "one")
         rule = Retention(max_age=0.8)
         older_snapshot = await engine.snapshots.create("one", retention=rule)
@@ -67,7 +67,7 @@ async def test_a_snapshot_is_removed_when_it_reaches_its_maximum_age(tmp_path: P
 
 
 async def test_a_snapshot_that_was_in_use_is_removed_after_its_last_user(tmp_path: Path) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "one")
         rule = Retention(keep_last=1)
         older_snapshot = await engine.snapshots.create("one", retention=rule)
@@ -80,7 +80,7 @@ async def test_a_snapshot_that_was_in_use_is_removed_after_its_last_user(tmp_pat
 
 async def test_a_rule_is_applied_before_its_snapshot_is_reported(tmp_path: Path) -> None:
     """Otherwise, the next request would depend on when the background task runs."""
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "one")
         types: list[str] = []
         publish = engine.events.publish
@@ -92,7 +92,7 @@ async def test_a_rule_is_applied_before_its_snapshot_is_reported(tmp_path: Path)
 
 
 async def test_the_rule_of_the_newest_snapshot_ends_with_it(tmp_path: Path) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "one")
         for name, count in (("first", 1), ("second", 1), ("third", 2)):
             await engine.snapshots.create("one", name=name, retention=Retention(keep_last=count))
@@ -107,7 +107,7 @@ async def test_the_rule_of_the_newest_snapshot_ends_with_it(tmp_path: Path) -> N
 async def test_a_snapshot_that_cannot_be_pruned_does_not_fail_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         await create(engine, "one")
         await engine.snapshots.create("one", name="first", retention=Retention(keep_last=1))
 

@@ -1,4 +1,4 @@
-"""Exports read and compress several chunks at once."""
+"""Exports read and compress several chunks concurrently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.transfer.container import CHUNK_BYTES, Decoder
 from sandbox_gateway.hosts.base import SnapshotPart
 from tests.api.memory_host import MemoryHost, MemorySource
-from tests.support.memory_engine import build, create, open_engine, wait_until
+from tests.support.memory_engine import build, create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ _DISK = b"".join(bytes([number % 3]) * CHUNK_BYTES for number in range(20)) + b"
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    async with open_engine(tmp_path, MemoryHost()) as engine:
+    async with opened_engine(tmp_path, MemoryHost()) as engine:
         await build(engine, "t")
         await create(engine, "a")
         await engine.snapshots.create("a", name="s")

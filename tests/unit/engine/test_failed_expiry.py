@@ -11,7 +11,7 @@ from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.errors import InUse, NoSpace
 from sandbox_gateway.records import OnTimeout, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +45,9 @@ class _Host(MemoryHost):
 
 
 def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             ids_before = set(engine.index.snapshots)
             host.is_full = True
@@ -58,13 +58,13 @@ def test_a_failed_pause_leaves_no_snapshot(tmp_path: Path) -> None:
             await engine.sandboxes.pause("a")
             await engine.sandboxes.resume("a")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             ids_before = set(engine.index.snapshots)
             original_capture = host.capture
@@ -79,13 +79,13 @@ def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None
                 await engine.sandboxes.pause("a")
             assert set(engine.index.snapshots) == ids_before
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a", timeout=0, on_timeout=OnTimeout.PAUSE)
             ids_before = set(engine.index.snapshots)
             host.is_full = True
@@ -95,15 +95,15 @@ def test_a_failed_sandbox_expiry_is_retried_after_a_delay(tmp_path: Path) -> Non
             host.is_full = False
             await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("error", [InUse("it is locked"), RuntimeError("a bug")])
 def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error: Exception) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         host.removal_error = error
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.refuses_removal = True
             await engine.snapshots.create("a", name="locked", expires_in=0)
@@ -115,13 +115,13 @@ def test_a_failed_snapshot_expiry_is_retried_after_a_delay(tmp_path: Path, error
             host.refuses_removal = False
             await wait_until(lambda: not engine.snapshots.list())
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="locked")
             await engine.snapshots.create("a", name="child")
@@ -140,7 +140,7 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
             await wait_until(lambda: len(engine.index.snapshots) == 2)
             await wait_until(lambda: engine.sandboxes._collector._backoff.list_due() == [])
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_each_failure_doubles_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:

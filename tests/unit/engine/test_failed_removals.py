@@ -11,7 +11,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, NoSpace, Timeout
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -35,22 +35,22 @@ class _Host(MemoryHost):
 
 @pytest.mark.parametrize("error", [BackendFailed, NoSpace])
 def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
         host.failing_names = {"three"} if error is BackendFailed else set()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             with pytest.raises(error):
                 await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
             assert engine.sandboxes.list() == [] and len(host.machines) == 1
             assert "two" not in {sandbox.name for sandbox in host.saved.values()}
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = MemoryHost()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
 
@@ -65,4 +65,4 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
             with pytest.raises(NoSpace):
                 await engine.sandboxes.rollback("a", "s")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -11,7 +11,7 @@ import pytest
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_host import Machine, MemoryHost
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 
 class _ThawFailingMachine(Machine):
@@ -35,7 +35,7 @@ class _Host(MemoryHost):
 
 def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def capture_disk() -> None:
-        async with open_engine(tmp_path, _Host()) as engine:
+        async with opened_engine(tmp_path, _Host()) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s", memory="none")
             assert [each.id for each in engine.snapshots.list()] == [snapshot.id]
@@ -48,7 +48,7 @@ def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: p
 def test_the_error_of_a_capture_is_reported_if_the_thaw_also_fails(tmp_path: Path) -> None:
     async def capture_disk() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.capture_fails = True
             with pytest.raises(BackendFailed, match="the disk cannot be read"):

@@ -12,7 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import NameTaken
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -48,9 +48,9 @@ async def _cancel_during_commit(engine: Engine, host: _Host, task: asyncio.Task[
 
 
 def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
             await create(engine, "a", mounts=[MountSpec("v", "/data")])
             await engine.snapshots.create("a", name="s", volumes=["v"])
@@ -60,13 +60,13 @@ def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
                 (mount,) = engine.sandboxes.get(name).mounts
                 assert mount.volume in engine.index.volumes and mount.volume in host.volumes
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             source = await create(engine, "a")
             spec = ForkSpec(names=["b", "c"])
             await _cancel_during_commit(engine, host, asyncio.create_task(engine.forks.clone("a", spec)))
@@ -76,13 +76,13 @@ def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
                 "the head differs from that after a completed clone"
             )
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             host.fork_seconds = 60
             task = asyncio.create_task(engine.forks.fork("t", ForkSpec(names=["b", "c"])))
             await asyncio.sleep(0.02)
@@ -99,4 +99,4 @@ def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -
             host.fork_seconds = 0
             await create(engine, "c")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

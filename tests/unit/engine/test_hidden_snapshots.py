@@ -12,7 +12,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -28,9 +28,9 @@ class _Host(MemoryHost):
 
 
 def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "b", "s")
@@ -44,14 +44,14 @@ def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_remov
             await sandbox_deletion_task
             assert [each.id for each in engine.index.snapshots.values() if each.doomed] == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("verb", ["fork", "rollback"])
 def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path, verb: str) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             host.fork_seconds, host.failing_names = 0.1, {"a", "b"}
@@ -63,12 +63,12 @@ def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path,
                 await task
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_hidden_snapshot_is_removed_with_the_last_volume_created_from_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with open_engine(tmp_path, _Host()) as engine:
+    async def run_scenario() -> None:
+        async with opened_engine(tmp_path, _Host()) as engine:
             await engine.volumes.create("v", 64)
             await create(engine, "a", mounts=[MountSpec("v", "/data")])
             snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
@@ -77,4 +77,4 @@ def test_a_hidden_snapshot_is_removed_with_the_last_volume_created_from_it(tmp_p
             await engine.volumes.delete("w")
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -12,7 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 
 async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
@@ -25,9 +25,9 @@ async def _run_operation(engine: Engine, verb: str) -> list[Sandbox | GatewayErr
 
 @pytest.mark.parametrize("verb", ["create", "fork", "clone"])
 def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = MemoryHost()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.fork_seconds = 0.05
             results = await asyncio.gather(*(_run_operation(engine, verb) for _ in range(3)))
@@ -39,4 +39,4 @@ def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> N
                 await engine.sandboxes.delete("c")
                 assert await _run_operation(engine, verb) == [engine.sandboxes.get("b")]
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.spec import MountSpec
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -30,9 +30,9 @@ class _Host(MemoryHost):
 
 
 def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
             await create(engine, "a")
             await engine.attachments.attach("a", MountSpec("v", "/data"))
@@ -46,13 +46,13 @@ def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> N
             snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
             assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             for operation in (engine.sandboxes.resume, engine.sandboxes.delete):
                 await engine.sandboxes.pause("a")
@@ -62,4 +62,4 @@ def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_p
                 assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
             assert engine.sandboxes.list() == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -14,7 +14,7 @@ from sandbox_gateway.errors import BackendFailed, NotFound
 from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 
 class _Host(MemoryHost):
@@ -49,7 +49,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
     host = _Host()
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         await create(engine, "one", cpus=2, cold_start=True)
         time_before = time.time()
         (sample,) = await engine.loads.history("one")
@@ -68,7 +68,7 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = _Host()
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         sandbox = await create(engine, "one", cpus=2, cold_start=True)
         for at, cpu_seconds in ((1000.0, 3.0), (1010.0, 23.0), (1020.0, 23.0)):
             clock[0] = at
@@ -91,7 +91,7 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
 
 
 async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[float]) -> None:
-    async with open_engine(tmp_path, _Host()) as engine:
+    async with opened_engine(tmp_path, _Host()) as engine:
         await create(engine, "one")
         for number in range(300):
             clock[0] = 1000.0 + 5 * number
@@ -106,7 +106,7 @@ async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[f
 @pytest.mark.usefixtures("short_intervals")
 async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> None:
     host = _Host()
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         assert host.measured_names == []
         running_sandbox = await create(engine, "one")
         await create(engine, "two")
@@ -131,7 +131,7 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
 ) -> None:
     host = _Host()
     host.fails = True
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         await create(engine, "one")
         await wait_until(lambda: len(host.measured_names) > 5)
         assert caplog.text.count("the resource usage could not be measured") == 1

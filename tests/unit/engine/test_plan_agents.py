@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.plans.sessions import PlanSessions
-from tests.support.memory_engine import create, open_engine
+from tests.support.memory_engine import create, opened_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def test_divergence_is_measured_without_the_agent_of_the_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_engine(tmp_path) as engine:
+    async with opened_engine(tmp_path) as engine:
         for name in ("clean", "changed"):
             await create(engine, name)
             await engine.snapshots.create(name)

@@ -15,7 +15,7 @@ from sandbox_gateway.errors import Invalid, NoSpace, Unsupported
 from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ def host() -> _Host:
 @pytest.fixture
 async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
     """An engine with a sandbox `a` and its snapshot `s`."""
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s")
         yield engine
@@ -196,7 +196,7 @@ async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, ca
 
 
 async def test_closing_the_engine_discards_the_forks(tmp_path: Path, host: _Host) -> None:
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s", prewarm=2)
         await wait_until(lambda: count_ready(engine) == 2)
@@ -218,7 +218,7 @@ async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Pat
     class _HostWithoutPrewarming(MemoryHost):
         abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
 
-    async with open_engine(tmp_path, _HostWithoutPrewarming()) as engine:
+    async with opened_engine(tmp_path, _HostWithoutPrewarming()) as engine:
         with pytest.raises(Unsupported, match="a memory host cannot prewarm forks"):
             await engine.prewarm.set_target("t", 1)
         await engine.prewarm.set_target("t", 0)

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine
+from tests.support.memory_engine import Gate, create, opened_engine
 
 
 class _Host(MemoryHost):
@@ -40,9 +40,9 @@ class _Host(MemoryHost):
 
 
 def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="head")
             host.removal_gate = Gate()
@@ -55,13 +55,13 @@ def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Pat
             assert engine.sandboxes.list() == [] and host.saved == {}
             assert engine.snapshots.list() == []
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
@@ -80,13 +80,13 @@ def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> No
                 await save_snapshot(engine.sandboxes._context, snapshot.id, description="late")
             assert host.saved == {} and snapshot.id not in host.stored_ids
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             gate = Gate()
@@ -106,4 +106,4 @@ def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
             await asyncio.gather(save_task, removal_task)
             assert snapshot.id not in host.stored_ids
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -11,7 +11,7 @@ from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 
 class _Host(MemoryHost):
@@ -42,7 +42,7 @@ class _Host(MemoryHost):
 
 
 def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
         orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
         host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
@@ -58,13 +58,13 @@ def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> N
         finally:
             await engine.close()
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = _Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             host.is_full = True
             await host.stop(sandbox)
@@ -73,4 +73,4 @@ def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path
             host.is_full = False
             await engine.sandboxes.resume("a")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

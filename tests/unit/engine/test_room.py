@@ -19,7 +19,7 @@ from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import MemoryDisk, Room, Usage, VolumeState
 from sandbox_gateway.records import Sandbox, Volume
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, wait_until
+from tests.support.memory_engine import create, opened_engine, wait_until
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
 async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
     """An engine with the sandbox `a` and its snapshot `s`, and reserves of 1000 MiB of disk and 500 MiB of memory."""
     limits = {"free_disk_mb": 1000, "free_memory_mb": 500}
-    async with open_engine(tmp_path, host, limits=limits) as engine:
+    async with opened_engine(tmp_path, host, limits=limits) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s")
         host.fork_count = host.capture_count = 0
@@ -112,7 +112,7 @@ async def test_an_operation_measures_the_room_once(tmp_path: Path, operation: Op
     """A measurement takes two commands on a jail host. The host stalls no machines, so the engine does not poll it."""
     host = _Host()
     host.abilities = replace(host.abilities, can_stall=False)
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s")
         host.room_count = 0
@@ -193,7 +193,7 @@ async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
 
 
 async def test_reserves_of_zero_cause_no_refusal(tmp_path: Path, host: _Host) -> None:
-    async with open_engine(tmp_path, host, limits={"free_disk_mb": 0, "free_memory_mb": 0}) as engine:
+    async with opened_engine(tmp_path, host, limits={"free_disk_mb": 0, "free_memory_mb": 0}) as engine:
         host.set_free_space(disk_mb=0, memory_mb=0)
         await create(engine, "a")
         await engine.forks.clone("a", ForkSpec())

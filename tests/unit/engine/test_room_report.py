@@ -12,7 +12,7 @@ from sandbox_gateway.engine import room
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.base import Room
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import open_engine
+from tests.support.memory_engine import opened_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ async def test_reports_do_not_pile_up_while_the_host_hangs(tmp_path: Path, monke
     monkeypatch.setattr(room, "_REPORT_TIMEOUT_SECONDS", 0.05)
     host = MemoryHost()
     host.abilities = replace(host.abilities, can_stall=False)  # The engine does not poll the room.
-    async with open_engine(tmp_path, host) as engine:
+    async with opened_engine(tmp_path, host) as engine:
         original_room, responds, call_count = host.room, asyncio.Event(), 0
 
         async def hang() -> Room:

@@ -1,4 +1,4 @@
-"""A snapshot file is read completely or refused with a clear sentence, whatever its bytes are."""
+"""A snapshot file is read completely or refused with a clear message, whatever bytes it contains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 SIGNER = Signer(b"s" * 32)
 
 
-def manifest_fields(**changes: Any) -> dict[str, Any]:
+def make_manifest_fields(**changes: Any) -> dict[str, Any]:
     sizes = {"kernel": 5000, "initrd": 5000, "disk": 64 * MIB, "memory": 64 * MIB, "device_state": 3000}
     fields = {
         "snapshot_id": "0123456789ab",
@@ -49,16 +49,16 @@ def manifest_fields(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def replace_part(name: str, size: int, data_bytes: int) -> dict[str, Any]:
+def make_parts_with(name: str, size: int, data_bytes: int) -> dict[str, Any]:
     part = {"name": name, "size": size, "data_bytes": data_bytes}
-    return {"parts": [part if each["name"] == name else each for each in manifest_fields()["parts"]]}
+    return {"parts": [part if each["name"] == name else each for each in make_manifest_fields()["parts"]]}
 
 
 STREAM_PARTS = [{"name": "stream", "size": 5000, "data_bytes": 5000}]
 
 
 def make_manifest(**changes: Any) -> Manifest:
-    return parse_manifest(json.dumps(manifest_fields(**changes)).encode())
+    return parse_manifest(json.dumps(make_manifest_fields(**changes)).encode())
 
 
 CHUNKS = [
@@ -72,7 +72,7 @@ CHUNKS = [
 
 
 def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> tuple[bytes, list[int]]:
-    """Return a file, and the offsets of the edges of its records."""
+    """Return a file, and the offsets of the boundaries of its records."""
     encoder = Encoder(SIGNER)
     records = [
         encoder.head(make_manifest(**changes)),
@@ -102,7 +102,7 @@ def test_a_file_is_read_back_in_pieces_of_any_size(piece_bytes: int) -> None:
     assert [(chunk.part.name, chunk.offset, chunk.data) for chunk in chunks] == expected
 
 
-def test_a_decoder_knows_the_manifest_and_the_signer() -> None:
+def test_a_decoder_returns_the_manifest_and_the_signer() -> None:
     decoder = Decoder()
     decoder.feed(FILE)
     assert decoder.read_manifest() == make_manifest()
@@ -115,7 +115,7 @@ def test_a_file_cut_at_any_byte_is_refused() -> None:
             decode(FILE[:size])
 
 
-def test_a_large_file_cut_at_its_edges_and_anywhere_is_refused() -> None:
+def test_a_large_file_cut_at_record_boundaries_or_elsewhere_is_refused() -> None:
     noise = random.Random(1).randbytes(CHUNK_BYTES)
     file, edges = make_file([(2, number * CHUNK_BYTES, noise) for number in range(8)])
     places = {edge + shift for edge in edges[:-1] for shift in (-1, 0, 1) if edge + shift >= 0}
@@ -126,7 +126,7 @@ def test_a_large_file_cut_at_its_edges_and_anywhere_is_refused() -> None:
     assert len(decode(file, CHUNK_BYTES)) == 8
 
 
-def test_any_changed_byte_is_noticed() -> None:
+def test_any_changed_byte_is_detected() -> None:
     for position in range(len(FILE)):
         changed = bytearray(FILE)
         changed[position] ^= 1 << position % 8
@@ -136,21 +136,21 @@ def test_any_changed_byte_is_noticed() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300), st.sampled_from([0, len(MAGIC) + 2, *EDGES]))
-def test_random_bytes_are_refused_with_a_sentence(noise: bytes, start: int) -> None:
+def test_random_bytes_are_refused_with_a_message(noise: bytes, start: int) -> None:
     if start == len(FILE) and not noise:
         return
-    with pytest.raises(GatewayError) as caught:
+    with pytest.raises(GatewayError) as error_info:
         decode(FILE[:start] + noise)
-    assert caught.value.kind in ("invalid", "unsupported") and len(caught.value.message) < 700
+    assert error_info.value.kind in ("invalid", "unsupported") and len(error_info.value.message) < 700
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, len(CHUNKS)), st.integers(0, len(CHUNKS)))
-def test_records_that_are_missing_twice_or_moved_are_refused(one: int, other: int) -> None:
+def test_missing_duplicate_and_moved_records_are_refused(first: int, second: int) -> None:
     records = [FILE[start:end] for start, end in pairwise(EDGES)]
     moved = [*records]
-    moved[one], moved[other] = moved[other], moved[one]
-    for changed in ([*records[:one], *records[one + 1 :]], [*records[: one + 1], *records[one:]], moved):
+    moved[first], moved[second] = moved[second], moved[first]
+    for changed in ([*records[:first], *records[first + 1 :]], [*records[: first + 1], *records[first:]], moved):
         if changed != records:
             with pytest.raises(Invalid):
                 decode(b"".join(changed))
@@ -167,12 +167,12 @@ def test_a_file_of_a_newer_version_is_refused() -> None:
         decode(file)
 
 
-def test_another_file_is_refused_at_once() -> None:
+def test_a_file_of_another_format_is_refused_immediately() -> None:
     with pytest.raises(Invalid, match="not a snapshot file"):
         decode(b"PK\x03\x04")
 
 
-# -- files by a signer with bad intentions: the signature is valid, the contents are not -------------------------------
+# -- files from a malicious signer: the signature is valid, but the contents are not ----------------------------------
 
 
 def sign(records: list[bytes]) -> bytes:
@@ -258,12 +258,12 @@ def test_chunks_that_overlap_or_exceed_the_announced_data_are_refused() -> None:
 def test_chunks_that_take_more_disk_than_announced_are_refused(
     chunk: tuple[int, int, bytes],
 ) -> None:
-    """One byte in every second block takes the blocks: a file that announces 10 MB would write 40 GB."""
+    """A single byte occupies a whole block, so a file that announces 10 MB could occupy 40 GB."""
     with pytest.raises(Invalid, match="does not consist of whole blocks"):
         decode(make_file([chunk])[0])
 
 
-def test_the_signature_of_another_key_does_not_fit() -> None:
+def test_a_signature_by_another_key_is_refused() -> None:
     other = Encoder(Signer(b"o" * 32))
     head = other.head(make_manifest())
     signed_by_other = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
@@ -289,16 +289,16 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "a size as text": {"sizes": {"cpus": "1", "memory_mb": 64, "disk_mb": 64}},
     "a disk that does not fit": {"sizes": {"cpus": 1, "memory_mb": 64, "disk_mb": 10**12}},
     "memory of another size": {"sizes": {"cpus": 1, "memory_mb": 65, "disk_mb": 64}},
-    "a machine with options": {"platform": {**manifest_fields()["platform"], "machine": "q35,accel=x\n-monitor"}},
-    "an option as the CPU": {"platform": {**manifest_fields()["platform"], "cpu_model": "-chardev"}},
-    "an empty accelerator": {"platform": {**manifest_fields()["platform"], "accelerator": ""}},
-    "a version that is too long": {"platform": {**manifest_fields()["platform"], "qemu_version": "7" * 129}},
+    "a machine with options": {"platform": {**make_manifest_fields()["platform"], "machine": "q35,accel=x\n-monitor"}},
+    "an option as the CPU": {"platform": {**make_manifest_fields()["platform"], "cpu_model": "-chardev"}},
+    "an empty accelerator": {"platform": {**make_manifest_fields()["platform"], "accelerator": ""}},
+    "a version that is too long": {"platform": {**make_manifest_fields()["platform"], "qemu_version": "7" * 129}},
     "a line that is no flag": {"line": "yes"},
     "memory without a platform": {"platform": None},
     "no parts": {"parts": []},
     "a part with a path": {"parts": [{"name": "../disk", "size": 1, "data_bytes": 1}]},
-    "a part twice": {"parts": [*manifest_fields()["parts"][:4], manifest_fields()["parts"][3]]},
-    "parts out of order": {"parts": manifest_fields()["parts"][::-1]},
+    "a part twice": {"parts": [*make_manifest_fields()["parts"][:4], make_manifest_fields()["parts"][3]]},
+    "parts out of order": {"parts": make_manifest_fields()["parts"][::-1]},
     "a jail with the parts of a machine": {"host_kind": "jail_zfs", "platform": None, "line": False},
     "a jail with memory": {"host_kind": "jail_zfs", "line": False, "parts": STREAM_PARTS},
     "a jail with a serial line": {"host_kind": "jail_zfs", "platform": None, "parts": STREAM_PARTS},
@@ -307,9 +307,9 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
         "host_kind": "jail_zfs", "platform": None, "line": False,
         "parts": [{"name": "stream", "size": (1 << 46) + 1, "data_bytes": 1}],
     },
-    "a part of no size": replace_part("kernel", 0, 0),
-    "a large device state": replace_part("device_state", 65 * MIB, 1),
-    "more data than its size": replace_part("kernel", 1, 2),
+    "a part of no size": make_parts_with("kernel", 0, 0),
+    "a large device state": make_parts_with("device_state", 65 * MIB, 1),
+    "more data than its size": make_parts_with("kernel", 1, 2),
 }  # fmt: skip
 
 
@@ -324,14 +324,14 @@ def test_the_manifest_of_these_tests_is_valid() -> None:
 
 @pytest.mark.parametrize("name", BAD_FIELDS)
 def test_a_bad_field_of_the_manifest_is_refused(name: str) -> None:
-    text = json.dumps(manifest_fields(**BAD_FIELDS[name])).encode()
+    text = json.dumps(make_manifest_fields(**BAD_FIELDS[name])).encode()
     head = SIGNER.public_key + SIGNER.sign(container._HEAD_PURPOSE, text) + text
     with pytest.raises(Invalid, match=r"the manifest of the snapshot file is invalid: .*Export the snapshot again"):
         decode(MAGIC + b"\x00\x01H" + struct.pack(">I", len(head)) + head)
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"[" * 60000, b"{" * 60000, b'{"a":' * 10000, b"\xff", b"1e999"])
-def test_a_manifest_that_is_no_manifest_is_refused(text: bytes) -> None:
+def test_text_that_is_not_a_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(Invalid, match="the manifest of the snapshot file is invalid"):
         parse_manifest(text)
 

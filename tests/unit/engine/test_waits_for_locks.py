@@ -10,12 +10,12 @@ import pytest
 from sandbox_gateway.errors import InUse, NotFound
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine, wait_until
+from tests.support.memory_engine import Gate, create, opened_engine, wait_until
 
 
 def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with open_engine(tmp_path) as engine:
+    async def run_scenario() -> None:
+        async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
             async with engine.sandboxes._locking.sandbox("a"):
@@ -27,7 +27,7 @@ def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> 
             assert snapshot.id in engine.index.snapshots
             await engine.snapshots.delete("s")
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
                 await self.removal_gate()
             await super().remove_snapshot(snapshot)
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         host = Host()
-        async with open_engine(tmp_path, host) as engine:
+        async with opened_engine(tmp_path, host) as engine:
             sandbox_before = await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             host.removal_gate = Gate()
@@ -53,12 +53,12 @@ def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Pat
             await removal_task
             assert engine.sandboxes.get("a").instance == sandbox_before.instance
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with open_engine(tmp_path) as engine:
+    async def run_scenario() -> None:
+        async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "f", "s")
@@ -70,4 +70,4 @@ def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> 
                 await engine.sandboxes._collector.collect()
             assert (await promotion_task).head in engine.index.snapshots
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -89,7 +89,7 @@ def make_identity(**env: str) -> Identity:
 
 
 @contextlib.contextmanager
-def open_machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
+def opened_machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
     fake_machine = FakeMachine(list(line_responses))
     monkeypatch.setattr(agent_client, "AGENT_PORT", fake_machine.port)
     yield fake_machine
@@ -107,7 +107,7 @@ def open_machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None)
 def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes]
 ) -> None:
-    with open_machine(monkeypatch, *line_responses) as fake_machine:
+    with opened_machine(monkeypatch, *line_responses) as fake_machine:
         asyncio.run(fake_machine.identify(make_identity(COLOUR="green")))
     assert fake_machine.http_identities == []
     (line_identity,) = fake_machine.line_identities
@@ -120,7 +120,7 @@ def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
 
 
 def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_machine(monkeypatch) as fake_machine:
+    with opened_machine(monkeypatch) as fake_machine:
         asyncio.run(fake_machine.identify(make_identity(COLOUR="green"), line=False))
     assert fake_machine.line_identities == []
     assert [request["env"] for request in fake_machine.http_identities] == [{"COLOUR": "green"}]
@@ -131,7 +131,7 @@ def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes | None]
 ) -> None:
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
-    with open_machine(monkeypatch, *line_responses) as fake_machine:
+    with opened_machine(monkeypatch, *line_responses) as fake_machine:
         start_time = time.monotonic()
         asyncio.run(fake_machine.identify(make_identity()))
     assert time.monotonic() - start_time < 2
@@ -139,14 +139,14 @@ def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
 
 
 def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_machine(monkeypatch, b"CHALLENGE") as fake_machine:
+    with opened_machine(monkeypatch, b"CHALLENGE") as fake_machine:
         asyncio.run(fake_machine.identify(make_identity(LONG="x" * FRAME_BYTES)))
     assert fake_machine.line_identities == []
     assert [request["env"]["LONG"] for request in fake_machine.http_identities] == ["x" * FRAME_BYTES]
 
 
 def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several attempts can succeed at once, for example when the guest's network comes up."""
+    """Several attempts can succeed simultaneously, for example when the guest's network comes up."""
     attempt_count, may_connect = 0, asyncio.Event()
     original_open_connection = agent_client.open_connection
 
@@ -159,14 +159,14 @@ def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytes
         return await original_open_connection(*address)
 
     monkeypatch.setattr(agent_client, "open_connection", connect_later)
-    with open_machine(monkeypatch) as fake_machine:
+    with opened_machine(monkeypatch) as fake_machine:
         asyncio.run(fake_machine.identify(make_identity(), line=False))
     assert len(fake_machine.http_identities) == 1
     assert fake_machine.dropped_connection_count == attempt_count - 1 > 3
 
 
 def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_machine(monkeypatch, None) as fake_machine:
+    with opened_machine(monkeypatch, None) as fake_machine:
         start_time = time.monotonic()
         fake_machine._listener.close()
         fake_machine._listener = socket.create_server((ADDRESS, 0))
@@ -181,7 +181,7 @@ def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch:
         await fake_machine.identify(make_identity())
 
     monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
-    with open_machine(monkeypatch) as fake_machine:
+    with opened_machine(monkeypatch) as fake_machine:
         asyncio.run(identify_while_line_closes(fake_machine))
     assert len(fake_machine.http_identities) == 1
 
@@ -189,7 +189,7 @@ def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch:
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
 def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     with (
-        open_machine(monkeypatch, b"CHALLENGE") as fake_machine,
+        opened_machine(monkeypatch, b"CHALLENGE") as fake_machine,
         pytest.raises(Invalid, match="env contains the invalid variable"),
     ):
         asyncio.run(fake_machine.identify(make_identity(**env)))

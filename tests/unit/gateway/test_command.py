@@ -1,4 +1,4 @@
-"""Test that the gateway limits what it keeps of the output of commands."""
+"""Test that the gateway limits how much of a command's output it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that the resolver parses any bytes of a guest, and that its replies are small."""
+"""Test that the resolver parses any bytes from a guest, and that its replies are small."""
 
 from __future__ import annotations
 

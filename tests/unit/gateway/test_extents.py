@@ -16,7 +16,7 @@ BATCH_COUNT, BATCH_SIZE = 20, 512
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A disk of which each second block is a hole, and each fourth one is shared."""
+    """A disk in which every second block is a hole, and every fourth one is shared."""
 
     def fiemap(path: Path, descriptor: int, start: int) -> list[tuple[reflink.Extent, bool]]:
         first = -(-start // (2 * BLOCK))

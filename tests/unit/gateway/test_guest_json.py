@@ -77,12 +77,12 @@ def test_unpaired_surrogates_are_replaced() -> None:
 
 
 def test_depth_is_limited() -> None:
-    def nested_json(depth: int) -> bytes:
+    def make_nested_json(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    assert parse(nested_json(guest_json.MAX_DEPTH))
+    assert parse(make_nested_json(guest_json.MAX_DEPTH))
     with pytest.raises(BackendFailed, match="invalid JSON"):
-        parse(nested_json(guest_json.MAX_DEPTH + 1))
+        parse(make_nested_json(guest_json.MAX_DEPTH + 1))
     assert parse(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
 
 

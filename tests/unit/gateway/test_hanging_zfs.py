@@ -1,4 +1,4 @@
-"""Commands of ZFS that never return: they end within their bound, are reported, and block no other work."""
+"""ZFS commands that never return: they end at their timeout, are reported, and block no other work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_comma
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
 from sandbox_gateway.hosts.threads import run_in_thread
-from tests.support.waiting import eventually
+from tests.support.waiting import wait_until
 
 _HANGING_ZFS = """#!/bin/sh
 for word; do last=$word; done
@@ -37,8 +37,8 @@ echo "$last"
 
 
 @pytest.fixture
-def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the bound of commands."""
+def set_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Provide a `zfs` that hangs on datasets named "hanging". Returns a function that sets the timeout."""
     program = tmp_path / "bin/zfs"
     program.parent.mkdir()
     program.write_text(_HANGING_ZFS)
@@ -54,7 +54,7 @@ def timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float]
 
 
 @pytest.fixture
-def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def end_unkillable_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Make processes ignore being killed, as if they hung in the kernel. Returns a function that ends them."""
     processes: list[subprocess.Popen[bytes]] = []
     original_kill = subprocess.Popen.kill
@@ -68,11 +68,11 @@ def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     end()
 
 
-def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Callable[[float], None]) -> None:
+def test_a_command_that_hangs_ends_at_its_timeout_and_is_counted(set_timeout: Callable[[float], None]) -> None:
     timeouts_before = zfs_core.count_timeouts()
     with ThreadPoolExecutor() as pool:
         call = pool.submit(process.execute, ("snapshot", "p/hanging@a"), None, None, None, "p/hanging")
-        eventually(list_slow_commands)
+        wait_until(list_slow_commands)
         (command,) = list_slow_commands()
         assert (command.command, command.name, command.was_killed) == ("zfs snapshot", "p/hanging", False)
         assert abs(time.time() - command.started_at) < 30
@@ -83,8 +83,8 @@ def test_a_command_that_hangs_ends_within_its_bound_and_is_counted(timeout: Call
     assert process.execute(("snapshot", "p/other@a")).output == "p/other@a\n"
 
 
-def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
-    timeout: Callable[[float], None], unkillable: Callable[[], None]
+def test_a_command_that_cannot_be_killed_is_abandoned_and_reported_until_it_ends(
+    set_timeout: Callable[[float], None], end_unkillable_processes: Callable[[], None]
 ) -> None:
     with pytest.raises(ZFSGenericError, match="could not be killed, because it hangs in the kernel"):
         process.execute(("destroy", "p/hanging"))
@@ -94,18 +94,20 @@ def test_a_command_that_cannot_be_killed_is_given_up_and_reported_until_it_ends(
         ("zfs destroy", "p/hanging", True),
         ("zfs send", "p/hanging@a", True),
     ]
-    assert list_slow_commands(thread=threading.get_ident()) == [], "this thread does not wait for them any more"
-    unkillable()
-    eventually(lambda: not list_slow_commands())
+    assert list_slow_commands(thread=threading.get_ident()) == [], "this thread no longer waits for them"
+    end_unkillable_processes()
+    wait_until(lambda: not list_slow_commands())
 
 
-def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(tmp_path: Path, timeout: Any) -> None:
+def test_the_first_bytes_of_a_command_are_returned_without_waiting_for_its_end(
+    tmp_path: Path, set_timeout: Any
+) -> None:
     assert process.read_first_bytes("send", "p/a@b", count=3) == (b"p/a", None)
     data, outcome = process.read_first_bytes("send", "p/a@b", count=30)
     assert data == b"p/a@b\n" and outcome is not None and outcome.cause is None
 
 
-def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(timeout: Any) -> None:
+def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(set_timeout: Any) -> None:
     with (
         pytest.raises(Timeout, match=r"`zfs set` .* 0\.3 s .* on p/hanging: .*`zpool status`.*GET /health"),
         translated_errors(),
@@ -113,10 +115,10 @@ def test_the_error_of_a_command_that_hangs_names_the_dataset_and_what_to_do(time
         process.execute(("set", "a=b", "p/hanging"), name="p/hanging")
 
 
-def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(timeout: Callable[[float], None]) -> None:
-    timeout(30)
+def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(set_timeout: Callable[[float], None]) -> None:
+    set_timeout(30)
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         done = threading.Event()
         hanging_calls = [asyncio.ensure_future(run_in_thread(done.wait, 30)) for _ in range(100)]
         await asyncio.sleep(0)
@@ -125,14 +127,14 @@ def test_commands_that_hang_do_not_use_up_the_threads_for_other_work(timeout: Ca
         done.set()
         assert all(await asyncio.gather(*hanging_calls))
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_does_not(
-    timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    set_timeout: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(root_module, "_LOCK_POLL_SECONDS", 0.02)
-    timeout(30)
+    set_timeout(30)
     root = RootDataset("p/root")
     acquired, release = threading.Event(), threading.Event()
 
@@ -147,7 +149,7 @@ def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_doe
             assert acquired.wait(10)
             waiter = pool.submit(hold_lock, lambda: None)
             hanging_elsewhere = pool.submit(process.execute, ("mount", "p/hanging"), 1.2)
-            eventually(list_slow_commands)
+            wait_until(list_slow_commands)
             time.sleep(0.1)
             assert not waiter.done(), "a command that hangs elsewhere does not concern the owner of the lock"
             release.set()
@@ -207,15 +209,15 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
     usage = DiskUsage()
     paths = {name: tmp_path / name for name in ("a", "hanging", "z")}
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         assert await usage.read(paths) == {"a": 1, "hanging": None, "z": None}
         for _ in range(3):
             assert await usage.read(paths) == {"a": 1, "hanging": None, "z": 1}
         assert calls.count(tmp_path / "hanging") == 1, "each call leaves a thread behind"
         release.set()
 
-    asyncio.run(scenario())
-    eventually(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
+    asyncio.run(run_scenario())
+    wait_until(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
 
 
 def test_most_commands_are_slow_after_ten_seconds() -> None:

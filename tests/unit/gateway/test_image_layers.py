@@ -29,7 +29,7 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.settings import StartSettings,
 from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.recipes import Recipe, Source
-from tests.support.images import entry, layer, write_layout
+from tests.support.images import make_entry, make_layer, write_layout
 
 IMAGE = parse_image_reference("docker://registry.example/app:1")
 
@@ -37,7 +37,7 @@ IMAGE = parse_image_reference("docker://registry.example/app:1")
 def check(
     tmp_path: Path, *layers: bytes, max_bytes: int = 1 << 20, max_entries: int = 100, is_gzip: bool | None = None
 ) -> str:
-    """``is_gzip``: as the media types say; by default, as the layers are."""
+    """Check layers. ``is_gzip``: whether the media types say so; by default, they match the layers."""
     paths = [tmp_path / str(number) for number in range(len(layers))]
     for path, data in zip(paths, layers, strict=True):
         path.write_bytes(data)
@@ -49,46 +49,48 @@ def check(
 # --- layers --------------------------------------------------------------------------------------------------------
 
 HOSTILE_ENTRIES: dict[str, tuple[tuple[tarfile.TarInfo, bytes], str]] = {
-    "parent": (entry("../escaped"), "contains '../escaped', which leads outside"),
-    "parent below": (entry("a/../../escaped"), "which leads outside"),
-    "absolute": (entry("/escaped"), "contains '/escaped', which leads outside"),
+    "parent": (make_entry("../escaped"), "contains '../escaped', which leads outside"),
+    "parent below": (make_entry("a/../../escaped"), "which leads outside"),
+    "absolute": (make_entry("/escaped"), "contains '/escaped', which leads outside"),
     "hard link to the host": (
-        entry("link", type=tarfile.LNKTYPE, linkname="/etc/shadow"),
+        make_entry("link", type=tarfile.LNKTYPE, linkname="/etc/shadow"),
         "contains the hard link 'link' to '/etc/shadow', which leads outside",
     ),
-    "hard link to a parent": (entry("a/link", type=tarfile.LNKTYPE, linkname="../shadow"), "which leads outside"),
-    "character device": (entry("mem", type=tarfile.CHRTYPE, devmajor=1, devminor=1), "contains the device 'mem'"),
-    "block device": (entry("dev/vda", type=tarfile.BLKTYPE, devmajor=254), "contains the device 'dev/vda'"),
-    "whiteout of the parent": (entry("a/.wh..."), "contains the invalid whiteout 'a/.wh...'"),
-    "whiteout of the directory": (entry(".wh.."), "contains the invalid whiteout '.wh..'"),
-    "whiteout of nothing": (entry(".wh."), "contains the invalid whiteout '.wh.'"),
-    "whiteout of a whiteout": (entry(".wh..wh.a"), "contains the invalid whiteout '.wh..wh.a'"),
-    "whiteout in a path": (entry(".wh.a/b"), "contains the invalid whiteout '.wh.a/b'"),
-    "root that is a link": (entry("./", type=tarfile.SYMTYPE, linkname="/etc"), "contains a root that is not a"),
-    "long name": (entry("a" * 5000), "whose name or target is too long"),
+    "hard link to a parent": (make_entry("a/link", type=tarfile.LNKTYPE, linkname="../shadow"), "which leads outside"),
+    "character device": (make_entry("mem", type=tarfile.CHRTYPE, devmajor=1, devminor=1), "contains the device 'mem'"),
+    "block device": (make_entry("dev/vda", type=tarfile.BLKTYPE, devmajor=254), "contains the device 'dev/vda'"),
+    "whiteout of the parent": (make_entry("a/.wh..."), "contains the invalid whiteout 'a/.wh...'"),
+    "whiteout of the directory": (make_entry(".wh.."), "contains the invalid whiteout '.wh..'"),
+    "whiteout of nothing": (make_entry(".wh."), "contains the invalid whiteout '.wh.'"),
+    "whiteout of a whiteout": (make_entry(".wh..wh.a"), "contains the invalid whiteout '.wh..wh.a'"),
+    "whiteout in a path": (make_entry(".wh.a/b"), "contains the invalid whiteout '.wh.a/b'"),
+    "root that is a link": (make_entry("./", type=tarfile.SYMTYPE, linkname="/etc"), "contains a root that is not a"),
+    "long name": (make_entry("a" * 5000), "whose name or target is too long"),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE_ENTRIES)
 def test_an_entry_that_leads_outside_is_refused(tmp_path: Path, kind: str) -> None:
     hostile_entry, problem = HOSTILE_ENTRIES[kind]
-    message = check(tmp_path, layer(entry("good")), gzip.compress(layer(entry("good"), hostile_entry)))
+    message = check(
+        tmp_path, make_layer(make_entry("good")), gzip.compress(make_layer(make_entry("good"), hostile_entry))
+    )
     assert message.startswith("layer 2 of 2 contains ") and problem in message
 
 
 def test_ordinary_entries_are_accepted(tmp_path: Path) -> None:
     entries = [
-        entry("./", type=tarfile.DIRTYPE),
-        entry("./etc/passwd", b"root"),
-        entry("etc/absolute", type=tarfile.SYMTYPE, linkname="/usr/bin/../lib"),
-        entry("etc/hard", type=tarfile.LNKTYPE, linkname="./etc/passwd"),
-        entry("fifo", type=tarfile.FIFOTYPE),
-        entry("etc/.wh.removed"),
-        entry("etc/.wh..wh..opq"),
-        entry("etc/..data"),
-        entry("äöü/" + "n" * 200, b"x"),
+        make_entry("./", type=tarfile.DIRTYPE),
+        make_entry("./etc/passwd", b"root"),
+        make_entry("etc/absolute", type=tarfile.SYMTYPE, linkname="/usr/bin/../lib"),
+        make_entry("etc/hard", type=tarfile.LNKTYPE, linkname="./etc/passwd"),
+        make_entry("fifo", type=tarfile.FIFOTYPE),
+        make_entry("etc/.wh.removed"),
+        make_entry("etc/.wh..wh..opq"),
+        make_entry("etc/..data"),
+        make_entry("äöü/" + "n" * 200, b"x"),
     ]
-    assert check(tmp_path, layer(*entries), gzip.compress(layer(*entries)), layer()) == ""
+    assert check(tmp_path, make_layer(*entries), gzip.compress(make_layer(*entries)), make_layer()) == ""
 
 
 @given(
@@ -96,7 +98,7 @@ def test_ordinary_entries_are_accepted(tmp_path: Path) -> None:
     st.sampled_from([tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.LNKTYPE]),
 )
 def test_an_accepted_name_stays_below_the_root(parts: list[str], kind: bytes) -> None:
-    member, _ = entry("/".join(parts), type=kind, linkname="/".join(parts))
+    member, _ = make_entry("/".join(parts), type=kind, linkname="/".join(parts))
     try:
         check_member(member)
     except LayerProblem:
@@ -110,23 +112,23 @@ def test_an_accepted_name_stays_below_the_root(parts: list[str], kind: bytes) ->
 
 def test_an_image_that_is_too_large_is_refused(tmp_path: Path) -> None:
     too_many_bytes = "the image unpacks to more than 1 MiB, the size of the template's disk: set diskSizeMB"
-    half = gzip.compress(layer(entry("half", bytes(600 << 10))))
+    half = gzip.compress(make_layer(make_entry("half", bytes(600 << 10))))
     assert check(tmp_path, half) == ""
     assert check(tmp_path, half, half).startswith(too_many_bytes)
-    padding = gzip.compress(layer(entry("small")) + bytes(4 << 20))
+    padding = gzip.compress(make_layer(make_entry("small")) + bytes(4 << 20))
     assert check(tmp_path, padding).startswith(too_many_bytes)
-    many = layer(*(entry(f"{number}") for number in range(101)))
+    many = make_layer(*(make_entry(f"{number}") for number in range(101)))
     assert "contains more than 100 files" in check(tmp_path, many)
 
 
-def test_directories_that_only_the_names_of_files_imply_count(tmp_path: Path) -> None:
-    """umoci creates them, each with an inode of its own."""
+def test_directories_implied_by_file_names_are_counted(tmp_path: Path) -> None:
+    """umoci creates them, each with its own inode."""
     deep = ["/".join([f"{number}"] * 30) for number in range(4)]
-    assert "contains more than 100 files and directories" in check(tmp_path, layer(*map(entry, deep)))
+    assert "contains more than 100 files and directories" in check(tmp_path, make_layer(*map(make_entry, deep)))
     siblings = [f"{'a/' * 30}{number}" for number in range(60)]
-    assert check(tmp_path, layer(*map(entry, siblings))) == ""
-    directories = [entry("a/" * depth, type=tarfile.DIRTYPE) for depth in range(1, 60)]
-    assert check(tmp_path, layer(*directories, *map(entry, "bc"))) == ""
+    assert check(tmp_path, make_layer(*map(make_entry, siblings))) == ""
+    directories = [make_entry("a/" * depth, type=tarfile.DIRTYPE) for depth in range(1, 60)]
+    assert check(tmp_path, make_layer(*directories, *map(make_entry, "bc"))) == ""
 
 
 def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
@@ -137,12 +139,12 @@ def test_sparse_files_and_damaged_layers_are_refused(tmp_path: Path) -> None:
         sparse = subprocess.run(argv, check=True, capture_output=True, timeout=60).stdout
         assert "contains the sparse file 'huge'" in check(tmp_path, sparse)
     assert "is compressed with zstd" in check(tmp_path, b"\x28\xb5\x2f\xfd rest")
-    whole = gzip.compress(layer(entry("file", os.urandom(5000))))
+    whole = gzip.compress(make_layer(make_entry("file", os.urandom(5000))))
     for damaged in (whole[:-3000], b"noise" * 200, b"\x1f\x8b" + b"noise" * 200, b"x"):
         assert "layer 1 of 1 is damaged" in check(tmp_path, damaged)
 
 
-def header(name: str = "hidden", **fields: bytes) -> bytes:
+def make_header(name: str = "hidden", **fields: bytes) -> bytes:
     """Return the header of an entry in the USTAR format. ``fields``: bytes to write, by the name of their field."""
     offsets = {"size": 124, "kind": 156, "magic": 257, "devmajor": 329, "prefix": 345, "trailer": 508}
     block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
@@ -153,51 +155,53 @@ def header(name: str = "hidden", **fields: bytes) -> bytes:
     return bytes(block)
 
 
-def pax(data: bytes, kind: bytes = b"x") -> bytes:
+def make_pax_header(data: bytes, kind: bytes = b"x") -> bytes:
     """Return an extended header."""
-    return header("pax", kind=kind, size=b"%011o\0" % len(data)) + data + bytes(-len(data) % 512)
+    return make_header("pax", kind=kind, size=b"%011o\0" % len(data)) + data + bytes(-len(data) % 512)
 
 
 END = bytes(1024)
 NO_MAGIC = bytes(8)
 HIDING_PLACES = {
-    "bad number in a V7 header, which Go does not read": header(magic=NO_MAGIC, devmajor=b"zzzzzzzz"),
-    "prefix in a V7 header, which Go does not read": header("/etc/a", magic=NO_MAGIC, prefix=b"p"),
-    "prefix in a GNU header, which Go reads as a time": header("/etc/a", magic=b"ustar  \0", prefix=b"00000000001"),
-    "prefix in a star header": header(prefix=b"p" * 155, trailer=b"tar\0"),
-    "NUL before a size, which Go removes": header(size=b"\0" + b"0000002000"),
-    "sign in a size": header(size=b"+0000002000\0"),
-    "negative size": header(size=b"\xff" * 12),
-    "bad checksum": header().replace(b"hidden", b"hiddem"),
-    "half a header": header()[:100],
-    "contents that end early": header(size=b"00000002000\0") + b"x",
-    "entries after a single block of zeros": bytes(512) + header(),
-    "entries after the end": END + header(),
-    "global header": pax(b"12 size=100\n", b"g"),
-    "record whose length has a sign, which Go accepts": pax(b"+25 GNU.sparse.major=1\n") + header(),
-    "record after one that is cut": pax(b"9 a=b\n\n25 GNU.sparse.major=1\n") + header(),
-    "record with a bad size": pax(b"12 size=+99\n") + header(),
-    "NUL in a path": pax(b"13 path=a\0/..\n"[:12] + b"\n") + header(),
-    "two extended headers": pax(b"11 size=00\n") + pax(b"11 size=00\n") + header(),
-    "extended header without an entry": pax(b"11 size=00\n"),
-    "file with the name of a directory": header("hidden/"),
+    "bad number in a V7 header, which Go does not read": make_header(magic=NO_MAGIC, devmajor=b"zzzzzzzz"),
+    "prefix in a V7 header, which Go does not read": make_header("/etc/a", magic=NO_MAGIC, prefix=b"p"),
+    "prefix in a GNU header, which Go reads as a time": make_header(
+        "/etc/a", magic=b"ustar  \0", prefix=b"00000000001"
+    ),
+    "prefix in a star header": make_header(prefix=b"p" * 155, trailer=b"tar\0"),
+    "NUL before a size, which Go removes": make_header(size=b"\0" + b"0000002000"),
+    "sign in a size": make_header(size=b"+0000002000\0"),
+    "negative size": make_header(size=b"\xff" * 12),
+    "bad checksum": make_header().replace(b"hidden", b"hiddem"),
+    "half a header": make_header()[:100],
+    "contents that end early": make_header(size=b"00000002000\0") + b"x",
+    "entries after a single block of zeros": bytes(512) + make_header(),
+    "entries after the end": END + make_header(),
+    "global header": make_pax_header(b"12 size=100\n", b"g"),
+    "record whose length has a sign, which Go accepts": make_pax_header(b"+25 GNU.sparse.major=1\n") + make_header(),
+    "record after one that is cut": make_pax_header(b"9 a=b\n\n25 GNU.sparse.major=1\n") + make_header(),
+    "record with a bad size": make_pax_header(b"12 size=+99\n") + make_header(),
+    "NUL in a path": make_pax_header(b"13 path=a\0/..\n"[:12] + b"\n") + make_header(),
+    "two extended headers": make_pax_header(b"11 size=00\n") + make_pax_header(b"11 size=00\n") + make_header(),
+    "extended header without an entry": make_pax_header(b"11 size=00\n"),
+    "file with the name of a directory": make_header("hidden/"),
 }
 
 
 @pytest.mark.parametrize("place", HIDING_PLACES)
 def test_an_entry_that_only_another_program_reads_is_refused(tmp_path: Path, place: str) -> None:
-    """umoci is written in Go, whose archive/tar understands some headers unlike Python's tarfile."""
-    whole = layer(entry("good"))[:512] + HIDING_PLACES[place]
+    """umoci is written in Go, whose archive/tar interprets some headers differently from Python's tarfile."""
+    whole = make_layer(make_entry("good"))[:512] + HIDING_PLACES[place]
     assert check(tmp_path, whole + END).startswith("layer 1 of 1 ")
     hostile = gzip.compress(whole)
     assert check(tmp_path, hostile).startswith("layer 1 of 1 ")
 
 
-def test_headers_of_usual_programs_are_accepted(tmp_path: Path) -> None:
-    gnu = header("good", magic=b"ustar  \0")
-    old = header("directory/", magic=NO_MAGIC + bytes(64), kind=b"\0", devmajor=bytes(16))
-    large = header("large", size=b"\x80" + (1024).to_bytes(11, "big")) + bytes(1024)
-    spaces = header("spaces", size=b"      1000 \0") + bytes(512)
+def test_headers_of_common_programs_are_accepted(tmp_path: Path) -> None:
+    gnu = make_header("good", magic=b"ustar  \0")
+    old = make_header("directory/", magic=NO_MAGIC + bytes(64), kind=b"\0", devmajor=bytes(16))
+    large = make_header("large", size=b"\x80" + (1024).to_bytes(11, "big")) + bytes(1024)
+    spaces = make_header("spaces", size=b"      1000 \0") + bytes(512)
     assert check(tmp_path, gnu + old + large + spaces + END, gnu) == ""
     (tmp_path / "tree/directory").mkdir(parents=True)
     (tmp_path / "tree" / ("n" * 200)).write_text("x" * 5000)
@@ -210,16 +214,16 @@ def test_headers_of_usual_programs_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_not_compressed_as_its_media_type_says_is_refused(tmp_path: Path) -> None:
-    """umoci decides by the media type. A file can be a compressed layer and another, uncompressed layer."""
+    """umoci relies on the media type. A file can be valid both as a compressed and as an uncompressed layer."""
     problem = "layer 1 of 1 is not compressed as its media type says"
-    assert check(tmp_path, gzip.compress(layer(entry("a"))), is_gzip=False).startswith(problem)
-    assert check(tmp_path, layer(entry("a")), is_gzip=True).startswith(problem)
+    assert check(tmp_path, gzip.compress(make_layer(make_entry("a"))), is_gzip=False).startswith(problem)
+    assert check(tmp_path, make_layer(make_entry("a")), is_gzip=True).startswith(problem)
 
 
 async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program stands for an umoci that reads a layer unlike the checker. It writes many small files, or zeros."""
+    """The program simulates an umoci that reads a layer differently. It writes many small files, or zeros."""
     monkeypatch.setattr(measuring, "_INTERVAL_SECONDS", 0.01)
     for number, loop in enumerate(("> $((i++))", "head -c 100000 /dev/zero >> zeros")):
         tree = tmp_path / str(number) / "tree"
@@ -229,7 +233,7 @@ async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
         with pytest.raises(Invalid, match="unpacks to more than fits on the template's disk of 1 MiB"):
             await run_measured(program, lambda tree=tree: check_tree_size(tree, 1))
         sizes = [await measuring.measure_file_sizes(tree) + await measuring.count_inodes(tree) for _ in range(2)]
-        assert sizes[0] == sizes[1], "the program still runs"
+        assert sizes[0] == sizes[1], "the program is still running"
 
 
 def test_a_jail_host_refuses_images() -> None:
@@ -247,7 +251,7 @@ def test_an_archive_that_never_ends_is_refused(tmp_path: Path, transport: str) -
 
 @pytest.fixture
 def skopeo_output(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The output of skopeo, which asks no registry."""
+    """The output of skopeo, which contacts no registry."""
     output = [b""]
 
     async def run_skopeo(*args: Any) -> bytes:
@@ -257,7 +261,7 @@ def skopeo_output(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return output
 
 
-def test_a_registry_that_sends_another_image_than_the_named_one_is_refused(skopeo_output: list[bytes]) -> None:
+def test_a_registry_that_sends_an_image_with_a_different_digest_is_refused(skopeo_output: list[bytes]) -> None:
     named_manifest, other_manifest = b'{"named": "\xff"}', b'{"named": "\xfe"}'
     digest = f"sha256:{hashlib.sha256(named_manifest).hexdigest()}"
     image = parse_image_reference(f"registry.example/app@{digest}")
@@ -326,7 +330,7 @@ def test_a_copy_stalls_if_it_grows_too_little_for_two_minutes() -> None:
 
 
 @pytest.mark.parametrize("path", ["tmp", "opt", "sbin", "dev", "lib"])
-def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / path).touch()
     with pytest.raises(Invalid, match=f"the root file system has a file at /{path}, where the gateway needs a direct"):
         Tree(tmp_path).mkdir(f"/{path}/below")
@@ -343,7 +347,7 @@ def read(layout: Path) -> registry.CopiedImage:
 
 
 def test_a_layout_is_read(tmp_path: Path) -> None:
-    image = read(write_layout(tmp_path / "image", [layer(), layer(entry("a"))], {"Cmd": ["run"]}))
+    image = read(write_layout(tmp_path / "image", [make_layer(), make_layer(make_entry("a"))], {"Cmd": ["run"]}))
     assert len(image.layers) == 2 and image.config["config"] == {"Cmd": ["run"]}
     assert all((tmp_path / layer.path).is_file() and layer.is_gzip for layer in image.layers)
 
@@ -352,7 +356,7 @@ def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
     def check_refused(message: str, edit: Any = None, **options: Any) -> None:
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
         directory.mkdir()
-        layout = write_layout(directory / "image", [layer(entry("file"))], **options)
+        layout = write_layout(directory / "image", [make_layer(make_entry("file"))], **options)
         if edit:
             index = json.loads((layout / "index.json").read_text())
             (layout / "index.json").write_text(json.dumps(edit(index)))
@@ -382,7 +386,7 @@ def test_unsuitable_images_are_refused(tmp_path: Path) -> None:
         ('something with \\"quotes\\"', BackendFailed, 'skopeo cannot read the image .*: something with "quotes"'),
     ],
 )
-def test_failures_of_skopeo_become_sentences(output: str, kind: type[GatewayError], message: str) -> None:
+def test_failures_of_skopeo_are_explained(output: str, kind: type[GatewayError], message: str) -> None:
     line = f'time="2026-01-01T00:00:00Z" level=fatal msg="{output}"'
     error = registry.explain_failure(IMAGE, f"an earlier line\n{line}\n")
     with pytest.raises(kind, match=message):

@@ -27,7 +27,7 @@ PARSED = {
 
 
 @pytest.mark.parametrize("text", PARSED)
-def test_references_become_names_of_skopeo(text: str) -> None:
+def test_references_are_converted_to_skopeo_names(text: str) -> None:
     assert str(parse_image_reference(text)) == PARSED[text]
 
 

@@ -11,7 +11,7 @@ from sandbox_gateway.errors import Busy
 
 
 def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
-    async def scenario() -> list[str]:
+    async def run_scenario() -> list[str]:
         locks, events = KeyedLocks(5), []
 
         async def work(key: str, name: str) -> None:
@@ -24,7 +24,7 @@ def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
         assert not locks._locks
         return events
 
-    events = asyncio.run(scenario())
+    events = asyncio.run(run_scenario())
     assert events.index("1 out") < events.index("2 in")
     assert events.index("3 in") < events.index("1 out")
 

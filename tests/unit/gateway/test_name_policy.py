@@ -14,11 +14,11 @@ from sandbox_gateway.records import NetworkPolicy
 SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
 
 
-def name_policy(*allowed: str, deny_out: tuple[str, ...] = ()) -> NamePolicy:
+def make_name_policy(*allowed: str, deny_out: tuple[str, ...] = ()) -> NamePolicy:
     return NamePolicy(NetworkPolicy(allow_internet=False, allow_out=[*allowed], deny_out=[*deny_out]), SUBNET)
 
 
-def address(text: str) -> ipaddress.IPv4Address:
+def parse_address(text: str) -> ipaddress.IPv4Address:
     return ipaddress.IPv4Address(text)
 
 
@@ -45,17 +45,17 @@ def address(text: str) -> ipaddress.IPv4Address:
     ],
 )
 def test_names_and_wildcards_match_whole_labels(name: str, is_allowed: bool) -> None:
-    policy = name_policy("api.example.com", "*.wild.org", "xn--bcher-kva.example.")
+    policy = make_name_policy("api.example.com", "*.wild.org", "xn--bcher-kva.example.")
     assert policy.allows_name(dns.name.from_text(name)) is is_allowed
 
 
 def test_a_policy_without_names_is_falsy() -> None:
-    assert not name_policy("1.1.1.1") and name_policy("a.example.com") and name_policy("*.example.com")
+    assert not make_name_policy("1.1.1.1") and make_name_policy("a.example.com") and make_name_policy("*.example.com")
 
 
 @pytest.mark.parametrize("network", [ipaddress.IPv4Network(each) for each in METADATA_NETWORKS])
 def test_names_never_open_metadata_services(network: ipaddress.IPv4Network) -> None:
-    policy = name_policy("a.example.com", "0.0.0.0/0")
+    policy = make_name_policy("a.example.com", "0.0.0.0/0")
     for metadata_address in (network[0], network[-1]):
         assert not policy.may_open(metadata_address) and not policy.is_open(metadata_address)
 
@@ -68,18 +68,18 @@ def test_names_never_open_metadata_services(network: ipaddress.IPv4Network) -> N
     ],
 )
 def test_names_do_not_open_addresses_outside_the_public_internet(text: str) -> None:
-    policy = name_policy("a.example.com")
-    assert not policy.may_open(address(text)) and not policy.is_open(address(text))
+    policy = make_name_policy("a.example.com")
+    assert not policy.may_open(parse_address(text)) and not policy.is_open(parse_address(text))
 
 
 def test_names_open_public_addresses_that_are_not_denied() -> None:
-    policy = name_policy("a.example.com", deny_out=("0.0.0.0/0", "8.8.0.0/16"))
-    assert policy.may_open(address("1.1.1.1")) and not policy.is_open(address("1.1.1.1"))
-    assert not policy.may_open(address("8.8.8.8"))
+    policy = make_name_policy("a.example.com", deny_out=("0.0.0.0/0", "8.8.0.0/16"))
+    assert policy.may_open(parse_address("1.1.1.1")) and not policy.is_open(parse_address("1.1.1.1"))
+    assert not policy.may_open(parse_address("8.8.8.8"))
 
 
 def test_listed_addresses_are_reachable_but_never_those_of_other_sandboxes() -> None:
-    policy = name_policy("a.example.com", "10.0.0.0/8", "169.254.169.254")
-    assert policy.is_open(address("10.1.2.3")) and policy.is_open(address("169.254.169.254"))
-    assert not policy.is_open(address("10.231.0.6")) and not policy.may_open(address("10.231.0.6"))
-    assert not policy.is_open(address("169.254.169.253"))
+    policy = make_name_policy("a.example.com", "10.0.0.0/8", "169.254.169.254")
+    assert policy.is_open(parse_address("10.1.2.3")) and policy.is_open(parse_address("169.254.169.254"))
+    assert not policy.is_open(parse_address("10.231.0.6")) and not policy.may_open(parse_address("10.231.0.6"))
+    assert not policy.is_open(parse_address("169.254.169.253"))

@@ -28,7 +28,7 @@ SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
 API = "api.example.com"
 
 
-def name_policy(*allowed: str) -> NamePolicy:
+def make_name_policy(*allowed: str) -> NamePolicy:
     return NamePolicy(NetworkPolicy(allow_internet=False, allow_out=[*allowed]), SUBNET)
 
 
@@ -65,7 +65,7 @@ class Slot:
         self.failure: BackendFailed | None = None
         self._socket = bind()
         self._address = self._socket.getsockname()
-        self.resolver = Resolver(self._socket, name_policy(*allowed), self.upstream, self._open)
+        self.resolver = Resolver(self._socket, make_name_policy(*allowed), self.upstream, self._open)
         self.guest = bind()
         self.guest.connect(self._address)
 
@@ -178,7 +178,7 @@ async def test_a_lookup_under_an_earlier_policy_opens_nothing() -> None:
         s.upstream.is_ready.clear()
         s.send(API)
         assert (await s.ask("evil.net"))[0] == dns.rcode.REFUSED  # Then the lookup has begun.
-        async with s.resolver.replacing_policy(name_policy("other.example.com")):
+        async with s.resolver.replacing_policy(make_name_policy("other.example.com")):
             s.upstream.is_ready.set()
         assert (await s.ask("other.example.com"))[:2] == (dns.rcode.NOERROR, ["1.1.1.1"])
         assert len(s.upstream.names) == 2 and len(s.opened) == 1
@@ -190,14 +190,14 @@ async def test_addresses_are_allowed_again_under_a_new_policy() -> None:
         for count in (1, 2):
             assert (await s.ask(API))[1] == ["1.1.1.1"]
             assert len(s.opened) == count
-            async with s.resolver.replacing_policy(name_policy(API)):
+            async with s.resolver.replacing_policy(make_name_policy(API)):
                 pass
 
 
 async def test_a_policy_that_cannot_be_applied_changes_nothing() -> None:
     async with slot() as s:
         with pytest.raises(BackendFailed):
-            async with s.resolver.replacing_policy(name_policy("other.example.com")):
+            async with s.resolver.replacing_policy(make_name_policy("other.example.com")):
                 raise BackendFailed("nft failed")
         assert (await s.ask(API))[1] == ["1.1.1.1"]
 

@@ -22,7 +22,7 @@ def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
             raise error
         return name
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
         with pytest.raises(BackendFailed, match="one"):
             await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
@@ -34,7 +34,7 @@ def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
             await task
         assert finished_names[-1] == "e"
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())
 
 
 def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -48,7 +48,7 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
     async def fail() -> None:
         raise BackendFailed("one")
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         tasks = BackgroundTasks(Logger("test"), failure_event="it failed")
         tasks.start(fail())
         assert await tasks.start(work("a", 0.01)) == "a"
@@ -60,7 +60,7 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
         assert finished_names == ["a", "b"]
 
     with caplog.at_level(logging.ERROR, "sandbox_gateway"):
-        asyncio.run(scenario())
+        asyncio.run(run_scenario())
     assert [record.getMessage() for record in caplog.records] == ["it failed"]
 
 
@@ -71,7 +71,7 @@ def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
         await asyncio.sleep(0.05)
         finished_names.append("work")
 
-    async def scenario() -> None:
+    async def run_scenario() -> None:
         task = asyncio.create_task(finish_despite_cancellation(work()))
         for _ in range(3):
             await asyncio.sleep(0.01)
@@ -80,4 +80,4 @@ def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
             await task
         assert finished_names == ["work"]
 
-    asyncio.run(scenario())
+    asyncio.run(run_scenario())

@@ -10,5 +10,5 @@ from tests.support.faulty_gateway import FaultyGateway
 
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[FaultyGateway]:
-    with faulty_gateway.serve() as gateway:
+    with faulty_gateway.running_gateway() as gateway:
         yield gateway

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def partial(tmp_path: Path) -> Path:
+def partial_path(tmp_path: Path) -> Path:
     return tmp_path / ".file.partial"
 
 
@@ -59,7 +59,7 @@ def export(request: pytest.FixtureRequest) -> Export:
 
 @contextlib.contextmanager
 def served(response: bytes) -> Iterator[str]:
-    """Answer one request with these bytes, and yield the URL."""
+    """Answer one request with ``response``, and yield the URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -75,12 +75,12 @@ def served(response: bytes) -> Iterator[str]:
 
 
 def test_the_next_export_reuses_and_removes_the_secrets_that_a_killed_one_left(
-    path: Path, partial: Path, open_file: OpenFile
+    path: Path, partial_path: Path, open_file: OpenFile
 ) -> None:
-    partial.write_bytes(FILE * 2)
-    partial.chmod(0o644)
+    partial_path.write_bytes(FILE * 2)
+    partial_path.chmod(0o644)
     with open_file(str(path)) as write:
-        assert partial.stat().st_size == 0 and partial.stat().st_mode & 0o777 == 0o600
+        assert partial_path.stat().st_size == 0 and partial_path.stat().st_mode & 0o777 == 0o600
         write(FILE)
     assert path.read_bytes() == FILE and [*path.parent.iterdir()] == [path]
 
@@ -95,26 +95,26 @@ def test_two_exports_to_one_file_do_not_mix(path: Path, open_file: OpenFile) -> 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "file of another user", "pipe"])
 def test_a_planted_partial_file_neither_receives_secrets_nor_damages_others(
-    path: Path, partial: Path, open_file: OpenFile, kind: str, monkeypatch: pytest.MonkeyPatch
+    path: Path, partial_path: Path, open_file: OpenFile, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = path.with_name("victim")
     victim.write_text("mine")
     if kind == "symbolic link":
-        partial.symlink_to(victim)
+        partial_path.symlink_to(victim)
     elif kind == "hard link":
-        partial.hardlink_to(victim)
+        partial_path.hardlink_to(victim)
     elif kind == "pipe":
-        os.mkfifo(partial)
+        os.mkfifo(partial_path)
     else:
-        partial.touch()
+        partial_path.touch()
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(FAILURES, match=r"was not created by an export|Too many levels"), open_file(str(path)):
         pass
     assert victim.read_text() == "mine" and not path.exists()
 
 
-def test_a_file_that_a_proxy_cuts_off_does_not_get_its_name(path: Path, export: Export) -> None:
-    """With HTTP/1.0, the end of the connection is that of the response."""
+def test_a_file_that_a_proxy_truncates_does_not_get_its_final_name(path: Path, export: Export) -> None:
+    """With HTTP/1.0, a response ends when its connection is closed."""
     with (
         served(b"HTTP/1.0 200 OK\r\n\r\n" + FILE[:-1]) as url,
         pytest.raises(FAILURES, match=r"was lost before all of .* had arrived"),
@@ -134,10 +134,10 @@ def test_a_full_disk_is_not_reported_as_an_error_of_the_gateway(
 
     with served(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(FILE) + FILE) as url:
         monkeypatch.setattr(os, "write", fail)
-        with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as caught:
+        with pytest.raises(FAILURES, match=r"(cannot be written|cannot write).*No space left on device") as error_info:
             export(url, str(path))
         monkeypatch.undo()
-    assert getattr(caught.value, "kind", "invalid") == "invalid"
+    assert getattr(error_info.value, "kind", "invalid") == "invalid"
     assert [*path.parent.iterdir()] == []
 
 

@@ -12,7 +12,7 @@ OPENED_AT, EARLIER, LATER = "2026-01-02T00:00:00Z", "2026-01-01T00:00:00Z", "202
 PLANNED, OTHER_PLANNED, REAL, OTHER_REAL = "known-after-apply-0001", "known-after-apply-0002", "a" * 12, "b" * 12
 
 
-def result(**fields: Any) -> dict[str, Any]:
+def make_result(**fields: Any) -> dict[str, Any]:
     return {"changed": True, "outcomes": [], "sandboxes": [fields]}
 
 
@@ -36,7 +36,7 @@ def comparison() -> PlanComparison:
 def test_equal_and_unknown_values_are_accepted(
     comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]
 ) -> None:
-    comparison.check_result(result(**planned), result(**actual), "task")
+    comparison.check_result(make_result(**planned), make_result(**actual), "task")
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,29 @@ def test_equal_and_unknown_values_are_accepted(
 )
 def test_differences_are_found(comparison: PlanComparison, planned: dict[str, Any], actual: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
-        comparison.check_result(result(**planned), result(**actual), "task")
+        comparison.check_result(make_result(**planned), make_result(**actual), "task")
 
 
 def test_all_checks_of_a_play_use_the_same_ids(comparison: PlanComparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.collection.plan_comparison._SETTLE_TIMEOUT_SECONDS", 0)
-    comparison.check_result(result(id=PLANNED), result(id=REAL), "task")
-    comparison.check_state(lambda: state(PLANNED, "full"), lambda: state(REAL, "incremental"))
-    for actual in (state(OTHER_REAL, "full"), state(REAL, "none"), {"snapshots": []}):
+    comparison.check_result(make_result(id=PLANNED), make_result(id=REAL), "task")
+    comparison.check_state(lambda: make_state(PLANNED, "full"), lambda: make_state(REAL, "incremental"))
+    for actual in (make_state(OTHER_REAL, "full"), make_state(REAL, "none"), {"snapshots": []}):
         with pytest.raises(AssertionError):
-            comparison.check_state(lambda: state(PLANNED, "full"), lambda actual=actual: actual)
+            comparison.check_state(lambda: make_state(PLANNED, "full"), lambda actual=actual: actual)
 
 
 def test_values_are_counted_by_key() -> None:
     results, states = Counts(), Counts()
     comparison = PlanComparison(OPENED_AT, results, states)
-    comparison.check_result(result(id=PLANNED, cpus=1, address=None), result(id=REAL, cpus=1, address="x"), "task")
-    comparison.check_state(lambda: state(PLANNED, "full"), lambda: state(REAL, "incremental"))
+    comparison.check_result(
+        make_result(id=PLANNED, cpus=1, address=None), make_result(id=REAL, cpus=1, address="x"), "task"
+    )
+    comparison.check_state(lambda: make_state(PLANNED, "full"), lambda: make_state(REAL, "incremental"))
     assert dict(results.unknown) == {"ids": 1, "address": 1}
     assert results.known["cpus"] == 1 and results.unknown_share == pytest.approx(2 / (2 + results.known.total()))
     assert dict(states.unknown) == {"ids": 1, "memory": 1}
 
 
-def state(id: str, memory: str) -> dict[str, list[dict[str, Any]]]:
+def make_state(id: str, memory: str) -> dict[str, list[dict[str, Any]]]:
     return {"snapshots": [{"snapshotID": id, "names": ["s"], "memory": memory, "generation": 1}]}

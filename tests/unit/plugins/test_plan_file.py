@@ -186,11 +186,11 @@ WRONG_VALUES: dict[str, tuple[Any, ...]] = {
 def test_every_wrong_field_is_refused(tmp_path: Path, place: str, value: Any) -> None:
     """The digest of these files is correct."""
     path = write_signed(tmp_path / "plan.json", set_value(make_document(), place, value))
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(Failure) as error_info:
         _plan_file.load(path)
-    assert "is invalid: " in caught.value.message and "Make a new plan" in caught.value.message
+    assert "is invalid: " in error_info.value.message and "Make a new plan" in error_info.value.message
     field = place.rpartition("/")[2]
-    assert field in caught.value.message or field == "gateways", caught.value.message
+    assert field in error_info.value.message or field == "gateways", error_info.value.message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]x", "NaN", "\ufeff{}", "[" * 200_000, '{"a": ' * 200_000, "1" * 5000])
@@ -308,6 +308,6 @@ def test_the_collection_accepts_the_same_files_as_all_readers(plan_file: PlanFil
     if not sentence:
         _plan_file.load(str(tmp_path / "plan.json"))
         return
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(Failure) as error_info:
         _plan_file.load(str(tmp_path / "plan.json"))
-    assert caught.value.message.startswith(f"{sentence}. "), caught.value.message
+    assert error_info.value.message.startswith(f"{sentence}. "), error_info.value.message

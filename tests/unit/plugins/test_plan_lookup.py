@@ -40,12 +40,12 @@ def start_run(
 
 def look_up(*terms: str, variables: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     plugin = lookup.LookupModule()
-    # As the plugin loader does, which needs the collection in a directory of its own.
+    # Do what the plugin loader does, which would need the collection in its own directory.
     plugin._load_name = "grove.sandbox.plan"
     definitions = yaml.safe_load(lookup.DOCUMENTATION)["options"]
     C.config.initialize_plugin_configuration_definitions("lookup", plugin._load_name, definitions)
     (document,) = plugin.run(list(terms), variables=variables, **options)
-    # As an artifact of a job, the document becomes JSON.
+    # Artifacts of jobs are stored as JSON.
     plan: dict[str, Any] = json.loads(json.dumps(document))
     return _plan_file.check(plan, "the lookup")
 
@@ -60,14 +60,14 @@ def test_the_lookup_returns_the_plan_so_far() -> None:
 
 
 def test_the_lifetime_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lifetime(plan: dict[str, Any]) -> float:
+    def compute_lifetime(plan: dict[str, Any]) -> float:
         times = [_plan_file._parse_time(plan[key]) for key in ("created_at", "expires_at")]
         return (times[1] - times[0]).total_seconds()
 
-    assert lifetime(look_up()) == 86400
-    assert lifetime(look_up(plan_lifetime=60)) == 60
+    assert compute_lifetime(look_up()) == 86400
+    assert compute_lifetime(look_up(plan_lifetime=60)) == 60
     monkeypatch.setenv("GROVE_SANDBOX_PLAN_LIFETIME", "3600")
-    assert lifetime(look_up()) == 3600
+    assert compute_lifetime(look_up()) == 3600
     with pytest.raises(AnsibleError, match="plan_lifetime must be from 1 to 31536000 seconds, not 0"):
         look_up(plan_lifetime=0)
 

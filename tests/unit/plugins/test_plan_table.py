@@ -1,4 +1,4 @@
-"""Test how a plan looks as a table."""
+"""Test how a plan is formatted as a table."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def test_failures_are_shown_even_if_nothing_changes() -> None:
 
 
 def test_three_siblings_are_listed_one_by_one() -> None:
-    def names(count: int) -> list[str]:
+    def make_names(count: int) -> list[str]:
         changes = [("sandbox", f"s{number}", False, True) for number in range(count)]
         lines = _plan_table.render(make_document(make_entry("Fork", 1, "fork", *changes)), 79, color=False).splitlines()
         return [line.partition("+ ")[2].partition("  ")[0] for line in lines if "+ " in line]
 
-    assert names(3) == ["s0", "s1", "s2"]
-    assert names(4) == ["s0 … s3 (4)"]
+    assert make_names(3) == ["s0", "s1", "s2"]
+    assert make_names(4) == ["s0 … s3 (4)"]
 
 
 def test_siblings_with_different_signs_are_listed_separately() -> None:

@@ -60,7 +60,7 @@ network = st.none() | st.fixed_dictionaries(
 paths = st.sampled_from(["/srv/a", "/srv/b", "/srv/c/", "/srv/d", "/srv/b/inside"])
 
 
-def volumes(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def make_mount_lists(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     mount_options = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
     return st.none() | st.lists(st.fixed_dictionaries(mount_options), max_size=2)
 
@@ -83,7 +83,7 @@ task_options = {
                 "network": network,
                 "timeout": st.sampled_from([None, -1, 3600, 7200]),
                 "cold_start": st.booleans(),
-                "volumes": volumes(),
+                "volumes": make_mount_lists(),
                 "recreate": st.booleans(),
                 "continue_on_error": st.booleans(),
                 **size_options,
@@ -102,7 +102,7 @@ task_options = {
                 "timeout": st.sampled_from([None, None, -1, 3600, 7200]),
                 "paused": st.booleans(),
                 "cold_start": st.booleans(),
-                "volumes": volumes(clone=st.booleans()),
+                "volumes": make_mount_lists(clone=st.booleans()),
                 "recreate": st.booleans(),
                 "continue_on_error": st.booleans(),
                 **size_options,

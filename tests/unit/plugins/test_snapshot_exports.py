@@ -1,4 +1,4 @@
-"""Plans of `sandbox_snapshot` for `export_to`, depending on the file that exists."""
+"""Plans of `sandbox_snapshot` for `export_to`, depending on the existing file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot_files import read_snapshot_file
 
-from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, manifest_fields
+from tests.unit.engine.test_snapshot_files import CHUNKS, FILE, make_file, make_manifest_fields
 
-FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=manifest_fields()["parts"][:3])[0]
+FILE_WITHOUT_MEMORY = make_file(CHUNKS[:4], platform=None, line=False, parts=make_manifest_fields()["parts"][:3])[0]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def write(path: Path, contents: bytes, mode: int = 0o600) -> None:
 
 
 def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
-    """Plan to export the snapshot in FILE, which has this ``memory``."""
+    """Return the planned actions to export the snapshot in FILE, whose memory mode is ``memory``, to ``path``."""
     snapshot: dict[str, Any] = {
         "id": "0123456789ab",
         "name": "golden",
@@ -41,9 +41,9 @@ def plan_export(path: Path, *, memory: str = "full") -> tuple[Action, ...]:
         "memory": memory,
     }
     options = {name: option.get("default") for name, option in _snapshot.ARGUMENTS.items()}
-    want = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
-    have = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
-    plan = _snapshot.plan(want, have)
+    desired = _snapshot.desired_state({**options, "name": ["golden"], "export_to": str(path)})
+    current = _snapshot.CurrentState({"golden": snapshot}, file=read_snapshot_file(str(path)))
+    plan = _snapshot.plan(desired, current)
     assert not plan.failures
     return tuple(plan.actions)
 

@@ -69,7 +69,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_gets_its_name_when_it_is_complete(path: Path) -> None:
+def test_a_file_gets_its_final_name_when_it_is_complete(path: Path) -> None:
     with pytest.raises(Failure, match="lost"), new_file(str(path)) as write:
         write(b"half")
         raise Failure("the connection was lost")

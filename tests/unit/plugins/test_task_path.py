@@ -1,4 +1,4 @@
-"""Test that the names of files of tasks depend on neither the location of the checkout nor links, and are unique."""
+"""Test that the names of task files depend on neither the location of the checkout nor links, and are unique."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROLE_FILE = "tasks/main.yml"
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory outside of the checkouts, with the roles path and a collection."""
+def shared_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory outside the checkouts, with the roles path and a collection."""
     for name in ("roles/mk", "vendor/mk", "vendor/other", "linked"):
         (tmp_path / "shared" / name / "tasks").mkdir(parents=True)
     (tmp_path / "shared" / "roles" / "alias").symlink_to(tmp_path / "shared" / "linked")
@@ -27,7 +27,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=["one", "deep/er/two", "link"])
-def checkout(tmp_path: Path, shared: Path, request: pytest.FixtureRequest) -> Path:
+def checkout(tmp_path: Path, shared_directory: Path, request: pytest.FixtureRequest) -> Path:
     directory = tmp_path / str(request.param)
     if request.param == "link":
         (tmp_path / "target" / "of").mkdir(parents=True)
@@ -38,14 +38,14 @@ def checkout(tmp_path: Path, shared: Path, request: pytest.FixtureRequest) -> Pa
 
 
 def name_role_file(checkout: Path, role: Path, name: str = "") -> str:
-    """Return the name of a role's file. Ansible gives paths of roles without links."""
+    """Return the name of a role's file. Ansible resolves the links in the paths of roles."""
     role_path = role.resolve()
     return portable_path(
         str(role_path / ROLE_FILE), [str(checkout / "plays/site.yml")], name or role.name, str(role_path)
     )
 
 
-def test_names_do_not_depend_on_the_checkout(checkout: Path, shared: Path) -> None:
+def test_names_do_not_depend_on_the_checkout(checkout: Path, shared_directory: Path) -> None:
     playbooks = [str(checkout / "plays/site.yml")]
     assert portable_path(playbooks[0], playbooks) == "site.yml"
     assert portable_path(str(checkout / "plays/tasks/a.yml"), playbooks) == "tasks/a.yml"
@@ -53,15 +53,15 @@ def test_names_do_not_depend_on_the_checkout(checkout: Path, shared: Path) -> No
     assert portable_path(str(checkout / "tasks/a.yml"), playbooks) == "../tasks/a.yml"
     assert portable_path("/etc/plays/a.yml", playbooks) == "/etc/plays/a.yml"
     assert name_role_file(checkout, checkout / "plays/roles/mk") == f"roles/mk/{ROLE_FILE}"
-    assert name_role_file(checkout, shared / "roles/mk") == f"role://mk/{ROLE_FILE}"
-    assert name_role_file(checkout, shared / "vendor/other") == f"role://other/{ROLE_FILE}"
-    assert name_role_file(checkout, shared / "roles/alias") == f"role://alias/{ROLE_FILE}"
-    collection_file = shared / "ansible_collections/some/tools/roles/mk/tasks/main.yml"
+    assert name_role_file(checkout, shared_directory / "roles/mk") == f"role://mk/{ROLE_FILE}"
+    assert name_role_file(checkout, shared_directory / "vendor/other") == f"role://other/{ROLE_FILE}"
+    assert name_role_file(checkout, shared_directory / "roles/alias") == f"role://alias/{ROLE_FILE}"
+    collection_file = shared_directory / "ansible_collections/some/tools/roles/mk/tasks/main.yml"
     assert portable_path(str(collection_file), playbooks, "mk") == "collection://some.tools/roles/mk/tasks/main.yml"
 
 
-def test_another_role_of_the_same_name_has_a_different_name(checkout: Path, shared: Path) -> None:
-    name_below_vendor = name_role_file(checkout, shared / "vendor/mk")
+def test_another_role_of_the_same_name_has_a_different_name(checkout: Path, shared_directory: Path) -> None:
+    name_below_vendor = name_role_file(checkout, shared_directory / "vendor/mk")
     assert name_below_vendor.endswith(f"shared/vendor/mk/{ROLE_FILE}") and "role:" not in name_below_vendor
 
 
@@ -72,10 +72,10 @@ def test_a_link_to_a_file_has_its_own_name(checkout: Path) -> None:
     assert portable_path(str(playbook), [str(playbook)]) == "site.yml"
 
 
-def test_playbooks_of_one_run_have_different_names(checkout: Path, shared: Path) -> None:
+def test_playbooks_of_one_run_have_different_names(checkout: Path, shared_directory: Path) -> None:
     paths = [str(checkout / name) for name in ("plays/site.yml", "tasks/site.yml")]
     assert [portable_path(path, paths) for path in paths] == ["plays/site.yml", "tasks/site.yml"]
-    paths = [paths[0], str(shared / "ansible_collections/some/tools/playbooks/site.yml")]
+    paths = [paths[0], str(shared_directory / "ansible_collections/some/tools/playbooks/site.yml")]
     names = ["site.yml", "collection://some.tools/playbooks/site.yml"]
     assert [portable_path(path, paths) for path in paths] == names
     assert portable_path(paths[1], paths[1:]) == "site.yml"

@@ -31,7 +31,7 @@ def test_a_template_not_known_to_be_outdated_is_kept(fields: dict[str, Any]) -> 
     assert plan(make_template(**fields)).actions == ()
 
 
-def test_a_gateway_that_does_not_build_from_images_is_asked_for_none() -> None:
+def test_a_template_of_a_gateway_without_image_support_is_compared() -> None:
     template = make_template()
     del template["recipe"]["image"]
     assert plan(template).actions == ()
