@@ -206,7 +206,7 @@ def test_a_killed_gateway_leaves_no_secrets_behind(
     assert len(list_secret_files(tmp_path)) == (1 if expected_env is None else 2)
     sandboxes, notes = restart(storage)
     assert [sandbox.env for sandbox in sandboxes] == ([] if expected_env is None else [expected_env])
-    assert "to which no record refers" in notes[-1]
+    assert "which no record referred to" in notes[-1]
     assert len(list_secret_files(tmp_path)) == len(sandboxes)
 
 

@@ -20,5 +20,5 @@ def test_a_disk_of_another_kind_of_host_is_refused() -> None:
 
 
 def test_a_disk_for_another_architecture_is_refused() -> None:
-    with pytest.raises(Unsupported, match="is of a machine for pdp11"):
+    with pytest.raises(Unsupported, match="requires a host for pdp11"):
         require_origin("kvm_xfs", "pdp11", kind="kvm_xfs")

@@ -21,7 +21,7 @@ METADATA_NETWORKS = (
 )
 """Networks of the addresses at which clouds serve a machine's credentials.
 
-They are blocked, except for an `allow_out` entry that lies within one of them.
+These addresses are blocked, except those in an `allow_out` entry that lies within one of the networks.
 """
 
 

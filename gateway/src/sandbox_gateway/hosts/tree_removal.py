@@ -30,7 +30,7 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
 
 def _empty(top: int, errors: list[OSError]) -> None:
-    prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can have predicted these names, so they are free.
+    prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can predict these names, so they are not taken.
     moved_count = 0
     pending = _remove_files(top, errors)
     while pending:

@@ -18,7 +18,7 @@ _MAX_CONCURRENT_REQUESTS = 16
 
 
 class Failure(Exception):
-    """An error to show to the user. ``status``: the HTTP status of the gateway's response; 0 without a response."""
+    """An error to show to the user. ``status``: the HTTP status of the gateway's response, or 0 if there was none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Failure(Exception):
 
 
 class Gateway:
-    """A client of a gateway.
+    """A client for a gateway.
 
     Requests return parsed JSON or raise Failure. ``url``: unix:///path, http:// or https://.
     """

@@ -21,7 +21,7 @@ class DiskUsage:
         """Later calls skip these, so that a file system that hangs blocks only one thread."""
 
     async def read(self, mount_points: Mapping[str, Path]) -> dict[str, int | None]:
-        """Return the number of bytes that each file system references, or None if it cannot be read soon."""
+        """Return the number of bytes that each file system references, or None if reading it takes too long."""
         paths = [path for path in mount_points.values() if path not in self._being_read]
         results: dict[Path, int | None] = {}
 

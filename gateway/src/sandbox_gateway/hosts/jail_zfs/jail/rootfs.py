@@ -44,7 +44,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise Unsupported if only another kind of host can build the recipe."""
     if recipe.source is Source.IMAGE:
         raise Unsupported(
-            "a jail host cannot build templates from images, because their programs are made for Linux: use a host "
+            "a jail host cannot build templates from images, because their programs are built for Linux: use a host "
             "with virtual machines (kvm_xfs), or 'from: rootfs' with a FreeBSD file system"
         )
     if recipe.source is not Source.ROOTFS:
@@ -157,8 +157,8 @@ async def _add_user(root: Path) -> None:
 
 
 def _refuse_links_to_accounts(tree: Tree) -> None:
-    """Raise Invalid if `pw`, which follows links as on the host, could change files outside of the tree."""
+    """Raise Invalid if `pw`, which resolves links from the host's root, could change files outside the tree."""
     names = [name for name in tree.list_directory("/etc") if re.match(r"(master\.passwd|passwd|group|s?pwd)\b", name)]
     for path in ("/etc", *(f"/etc/{name}" for name in names)):
         if (tree.root / path.lstrip("/")).is_symlink():
-            raise Invalid(f"the root file system's {path} is a symbolic link: replace it with what it refers to")
+            raise Invalid(f"the root file system's {path} is a symbolic link: replace it with a copy of its target")

@@ -88,7 +88,10 @@ class Pf:
         self._prefix = prefix
 
     async def open(self, egress: str) -> None:
-        """Check the main ruleset, and load the bridge's rules. ``egress``: "" means that of the default route."""
+        """Check the main ruleset, and load the bridge's rules.
+
+        ``egress``: "" means the interface of the default route.
+        """
         try:
             status = await self._run("pfctl", "-s", "info")
             filter_rules = await self._run("pfctl", "-s", "rules")

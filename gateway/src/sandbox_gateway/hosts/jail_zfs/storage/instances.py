@@ -167,10 +167,10 @@ class InstanceStorage:
         """Remove the instances and datasets that ``findings`` lists for removal. Returns a sentence for each.
 
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. The caller must
-        be in ``tree_locked``.
+        hold the tree lock (``tree_locked``).
         """
         notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded.items()]
-        # query again, for each dataset alone, so that no value on another dataset can hide a record
+        # query each dataset again on its own, because values of other datasets in the scan could hide a record
         notes += [
             self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
             for instance in findings.uncommitted

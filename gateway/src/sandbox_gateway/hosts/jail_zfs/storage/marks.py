@@ -28,7 +28,7 @@ class Marks:
     quarantined: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     pending_marks: dict[str, str] = field(default_factory=dict)
-    """Quarantined datasets and snapshots that are not marked with their reason yet, with this reason."""
+    """Quarantined datasets and snapshots that are not marked with their reason yet, with the reason."""
     recovered: list[str] = field(default_factory=list)
     """Datasets and snapshots that are marked as quarantined, but can be read again."""
     stale: list[tuple[str, str]] = field(default_factory=list)

@@ -178,7 +178,7 @@ class _Reader:
     def find_parts(self) -> None:
         """Find the parts of records, and determine which of them are stale.
 
-        Parts of quarantined records are kept, because they may help to repair the records. Parts of retired instances
+        Parts of quarantined records are kept, because they may help repair the records. Parts of retired instances
         are stale, and those of older releases may contain the environments of sandboxes.
         """
         retired_prefix = f"{self._root}/{RETIRED}/"
