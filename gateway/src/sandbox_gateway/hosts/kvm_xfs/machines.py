@@ -33,7 +33,7 @@ from sandbox_gateway.records import Sandbox, Snapshot
 _OLD_LOG_INTERVAL_SECONDS = 2.0
 _MAX_CONCURRENT_QUERIES = 16
 _DISK_TIMEOUT_SECONDS = 5.0
-"""Time for machines that the earlier gateway has just started to open their disks."""
+"""How long to wait until machines that the earlier gateway has just started open their disks."""
 _DISK_INTERVAL_SECONDS = 0.01
 _KILL_TIMEOUT_SECONDS = 10.0
 

@@ -3,8 +3,9 @@
 Any user of the host can start a process with any command line. A guest that has taken over a process of the gateway can
 change or erase the command line, close files, and end threads, even the main thread. But it cannot leave its network
 namespace: that requires unshare(2), setns(2) or a new process, which the seccomp filters of QEMU and of volume servers
-refuse. Its user cannot change either, but all machines may run as root, and a range of user ids may be misconfigured. A
-control group may be missing, because the host lacks the controllers or the gateway died before it set the limits.
+refuse. Its user id cannot change either, but all machines may run as root, and a range of user ids may be
+misconfigured. A control group may be missing, because the host lacks the controllers or the gateway died before it set
+the limits.
 
 A pid can be reused at any time, except that of a child that has not been waited for. So processes are identified
 with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
@@ -76,7 +77,7 @@ def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
     """Return the identity of a process's network namespace, even if the main thread has ended."""
     namespace = _namespace_of_threads(pid)
     if namespace is None and not wait_until_ended(pidfd, 0):
-        # All listed threads have ended, but there are new ones. Stop the process, so that it cannot repeat this.
+        # All listed threads have ended, but new ones exist. Stop the process, so that it cannot create any more.
         send_signal(pidfd, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
         try:
@@ -113,7 +114,7 @@ def read_arguments(pid: int) -> list[str]:
 def runs_as_gateway_user(pid: int) -> bool:
     """Return whether the real, effective and saved user ids of a process are the gateway's.
 
-    The owner of /proc/PID does not show this: it is root if the process disables core dumps, whoever runs it.
+    The owner of /proc/PID does not show this: it is root if the process disables core dumps, regardless of who runs it.
     """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     user_ids = next(line.split()[1:4] for line in lines if line.startswith("Uid:"))

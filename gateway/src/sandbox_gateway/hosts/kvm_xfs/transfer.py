@@ -1,6 +1,7 @@
-"""Read the files of a snapshot for an export, and write those of one that is being imported.
+"""Read the files of a snapshot for an export, and write the files of an imported snapshot.
 
-The names of all files come from the layout. Data from outside is only compared, or written into these files.
+All file names come from the layout. Data from outside never names a file: it is only compared, or written to these
+files.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
-"""The lines of /proc/cpuinfo that tell CPUs apart. The speed and the numbers of cores differ at each read."""
+"""The lines of /proc/cpuinfo that distinguish CPU models. Other lines, such as the clock speed, can differ at each read."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 log = Logger("kvm_xfs")
 
 
 def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
-    """Return the recorded platform of a machine in a form that is comparable between hosts.
+    """Return the recorded platform of a machine in a form that can be compared across hosts.
 
-    The CPU model `host` means another CPU on another host. It is therefore followed by a digest of this host's CPU.
+    The CPU model `host` can mean a different CPU on each host. It is therefore followed by a digest of this
+    host's CPU.
     """
     if platform.get("cpu_model") != "host":
         return dict(platform)
@@ -56,7 +58,7 @@ class SnapshotFileSource:
     """The open files of a snapshot: an implementation of hosts.base.SnapshotSource."""
 
     def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
-        """Open the files. Raises Conflict if they have been removed, and OSError."""
+        """Open the files. Raises Conflict if they have been removed, or OSError."""
         self.architecture = os.uname().machine
         self.platform = portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
@@ -66,7 +68,7 @@ class SnapshotFileSource:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
-                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another one") from None
+                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another snapshot") from None
                 stack.callback(os.close, descriptor)
                 self._descriptors[part] = descriptor
             self.sizes = {part: os.fstat(descriptor).st_size for part, descriptor in self._descriptors.items()}
@@ -80,7 +82,7 @@ class SnapshotFileSource:
         with explaining_os_errors():
             data = os.pread(self._descriptors[part], length, offset)
         if len(data) != length:
-            raise BackendFailed(f"the {part} of the snapshot was truncated while it was being exported: export another")
+            raise BackendFailed(f"the {part} of the snapshot was truncated during the export: export another snapshot")
         return data
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class SnapshotFileTarget:
     """The files of a snapshot in its partial directory: an implementation of hosts.base.SnapshotTarget."""
 
     def __init__(self, snapshots: Snapshots, snapshot: Snapshot, platform: Mapping[str, str], *, line: bool) -> None:
-        """``platform``: that of this host, to which the platform of the memory is equal."""
+        """``platform``: this host's platform, which equals the platform of the memory."""
         self._snapshots = snapshots
         self._snapshot = snapshot
         self._files = snapshots.partial_files(snapshot)
@@ -105,7 +107,7 @@ class SnapshotFileTarget:
         self._stack = ExitStack()
 
     def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
-        """Create the files, which are one hole each. Raises GatewayError."""
+        """Create the files, each of which is a single hole. Raises GatewayError."""
         with explaining_os_errors(self._location):
             self._files.directory.mkdir(mode=0o700)
             for part, path in _paths(self._files, memory=self._has_memory).items():

@@ -115,7 +115,7 @@ def data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
 def walk_extents(path: Path) -> Iterator[Extent]:
     """Flush dirty data, then yield the file's extents in order.
 
-    A guest can fragment its disk into millions of extents, so they are not in memory at the same time.
+    A guest can fragment its disk into millions of extents, so they are never all in memory at the same time.
     """
     start = 0
     with path.open("rb") as file:

@@ -61,7 +61,7 @@ class Copier:
             self._write(runs, data)
 
     def copy(self, runs: Runs) -> None:
-        """Copy pages in chunks, to limit memory use. If the machine is running, call this again for later writes."""
+        """Copy pages in chunks, to limit memory use. Call this again for pages that a running machine writes later."""
         buffer = np.empty(min(total_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
         for piece in split(runs, _PIECE_BYTES):
             data = buffer[: total_bytes(piece)]

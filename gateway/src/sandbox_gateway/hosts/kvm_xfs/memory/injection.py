@@ -114,7 +114,7 @@ def _run_system_call(pid: int, pidfd: int, instruction_address: int, number: int
 def _stopped(pid: int, pidfd: int) -> Iterator[list[int]]:
     """Stop the main thread of ``pid`` inside this context. Delivers the signals in the yielded list afterwards."""
     signals: list[int] = []
-    _ptrace(_SEIZE, pid)  # From now on, the pid is not reused before the process has been waited for.
+    _ptrace(_SEIZE, pid)  # From now on, the pid is not reused until the process has been waited for.
     try:
         if wait_until_ended(pidfd, 0):
             raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")

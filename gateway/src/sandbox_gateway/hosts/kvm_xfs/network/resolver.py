@@ -38,7 +38,7 @@ MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 60, 3600
 _GRACE_SECONDS = 30
 """The minimum time, in seconds, that an address stays open after the TTL in a reply has expired."""
 _MAX_OUTSTANDING = 16
-"""Maximum number of queries of a sandbox that wait for an answer. Others are dropped, and the guest repeats them."""
+"""Maximum number of a sandbox's queries that wait for an answer. Others are dropped, and the guest resends them."""
 _RECEIVE_BUFFER_BYTES = 64 << 10
 
 log = Logger("resolver")
@@ -135,7 +135,7 @@ class Resolver:
         ttl = min(ttl, MAX_OPEN_SECONDS)
         open_seconds = max(ttl, MIN_OPEN_SECONDS) + 2 * _GRACE_SECONDS
         self._open_until = {address: end for address, end in self._open_until.items() if end > now}
-        # Shorten the TTL of addresses that are open, so that not every query needs a change of the rules.
+        # Shorten the TTL of addresses that are open, so that most queries do not change the rules.
         new = [each for each in addresses if self._open_until.get(each, now) < now + 2 * _GRACE_SECONDS]
         if len(self._open_until.keys() | set(new)) > MAX_NAME_ADDRESSES:
             return None

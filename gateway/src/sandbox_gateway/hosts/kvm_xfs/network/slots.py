@@ -80,7 +80,7 @@ class SlotPool:
     # -- start and stop -------------------------------------------------------------------------------------------
 
     async def open(self, in_use: set[int]) -> None:
-        """Set up the host, adopt the complete slots whose numbers are ``in_use``, and start to refill the pool.
+        """Set up the host, adopt the complete slots whose numbers are in ``in_use``, and start refilling the pool.
 
         Removes all other slots, even complete ones, because they may have been used before.
         """

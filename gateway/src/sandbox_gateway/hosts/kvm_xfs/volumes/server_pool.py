@@ -348,7 +348,7 @@ class ServerPool:
 
 
 async def _stop_found(server: ServerProcess) -> list[str]:
-    """Stop a server of an earlier gateway, if it runs, and wait for its image. Returns what went wrong."""
+    """Stop a server of an earlier gateway, if it is running, and wait for its image. Returns any error messages."""
     try:
         await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
     except GatewayError as error:

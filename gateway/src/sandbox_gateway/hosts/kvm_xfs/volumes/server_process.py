@@ -170,14 +170,14 @@ def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
 
 
 def _find_claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
-    """Return the volume and whether the process is serving, if it is the gateway's according to its command line."""
+    """Return the volume and whether the process serves it, or None unless it claims to be a server of the gateway."""
     arguments = process_checks.read_arguments(pid)
     path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME
     if not is_serving and len(arguments) > _DIRECTORY_ARGUMENT:
         path = Path(arguments[_DIRECTORY_ARGUMENT])
     if path.parent != root:
         return None
-    # The program matters too, because other users choose the arguments of programs that become root, like sudo.
+    # Check the program too, because users choose the arguments of programs that become root, such as sudo.
     with contextlib.suppress(OSError):
         if process_checks.runs_as_gateway_user(pid) and process_checks.program_name(pid).startswith(
             launcher.SERVER_NAME if is_serving else "python"

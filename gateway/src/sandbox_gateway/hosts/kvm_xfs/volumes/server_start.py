@@ -128,7 +128,7 @@ class ServerStarter:
     async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Change the clients of a running server.
 
-        Afterwards, ``server.is_current`` tells whether the server applied the change.
+        Afterwards, ``server.is_current`` shows whether the server applied the change.
         """
         # Keep the mounted image: serving another image requires another server.
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)

@@ -1,8 +1,8 @@
 """Add what a virtual machine needs to the tree of an image: kernel modules, an init, and a Python for the agent.
 
 Images need none of these, and their own versions may be too old or too small. Everything comes from the Debian tree of
-the default recipe. The programs in `/opt/sandbox/bin` load only libraries from `/opt/sandbox/lib`, so they work beside
-any C library of an image. Nothing from the image is executed.
+the default recipe. The programs in `/opt/sandbox/bin` load only libraries from `/opt/sandbox/lib`, so they work
+regardless of the image's C library. Nothing from the image is executed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _MAX_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class StartSettings:
-    """How an image wants to be started. ``args`` is empty if the image does not say it."""
+    """How to start the program of an image. ``args`` is empty if the image does not specify one."""
 
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class StartSettings:
 
 
 def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
-    """Return the settings in an image's configuration. Raises Invalid if they do not have the specified types."""
+    """Return the settings in an image's configuration. Raises Invalid if they have the wrong types."""
     settings = config.get("config") or {}
     try:
         args = [*_texts(settings.get("Entrypoint")), *_texts(settings.get("Cmd"))]
@@ -37,7 +37,7 @@ def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
         user, cwd = (_text(settings.get(key) or "") for key in ("User", "WorkingDir"))
     except (TypeError, AttributeError):
         raise Invalid(
-            "the image's configuration is not valid: its entry point, command and environment must be lists of texts"
+            "the image's configuration is not valid: its entry point, command and environment must be lists of strings"
         ) from None
     result = StartSettings(args, env, user, cwd if cwd.startswith("/") else f"/{cwd}")
     text = result.to_json()
