@@ -149,12 +149,12 @@ notes:
   - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
-  - In a check run, a task is skipped if its sandbox has no machine yet that the task could use, because a task of this
-    collection would create, restart or roll back the sandbox, or change its volumes. It is also skipped if the sandbox
-    is paused, or such a task would pause it, and it was created with C(autoResume); the check run does not resume it.
-    The host is unreachable if such a task would pause the sandbox and it was created without C(autoResume), or if such
-    a task would remove it. A task with C(check_mode=false) acts on the real sandbox, which it can also resume. It is
-    only skipped if there is no such sandbox yet.
+  - In a check run, a task is skipped if its sandbox does not have a machine yet that the task could use, because an
+    earlier task of this collection would create, restart or roll back the sandbox, or change its volumes. A task is
+    also skipped if its sandbox was created with C(autoResume), and is paused or would be paused by an earlier task; the
+    check run does not resume the sandbox. The host is unreachable if an earlier task would pause a sandbox that was
+    created without C(autoResume), or would remove the sandbox. A task with C(check_mode=false) acts on the real
+    sandbox, which it can also resume. It is skipped only if the real sandbox does not exist yet.
 """
 
 import contextlib

@@ -32,8 +32,8 @@ options:
       - section: grove_sandbox
         key: plan_lifetime
 notes:
-  - Publish the plan as JSON text, as in the example. AWX writes the variables of a job as YAML with C(!unsafe), from
-    which ansible-core 2.19 and later read strings such as times as other types.
+  - Publish the plan as JSON text, as in the example. AWX writes the variables of a job as YAML with C(!unsafe), and
+    ansible-core 2.19 and later convert strings in it, such as times, to other types.
   - If a task has failed on a host, or a host was unreachable, the plan says so in C(problems), and cannot be applied.
     Failures that the playbook ignores or rescues do not matter.
   - With the strategy C(free), publish the plan in a play of its own, because the tasks of other hosts may not have

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
 """Maximum size of a response in bytes, which is enough for one page of a list whose entries have 64 KiB each."""
 PLANNED_ID_PREFIX = "known-after-apply-"
-"""The beginning of what check mode shows instead of the id of an object that only the run creates."""
+"""The beginning of the placeholder that check mode shows for the id of an object that only the run creates."""
 _SESSION_ID_PREFIX = "5e5510ff"
 _SESSION_ID_PATTERN = re.compile(rf"\b{_SESSION_ID_PREFIX}([0-9a-f]{{4}})\b")
 _PLANNED_ID_PATTERN = re.compile(rf"\b{PLANNED_ID_PREFIX}([0-9a-f]{{4}})\b")
@@ -182,7 +182,7 @@ class Client:
         return f"/plans/{self.plan_id}" if self.plan_id else ""
 
     def session_reference(self) -> dict[str, Any]:
-        """Return what another process needs to end the session of this client, including the API key."""
+        """Return the data that another process needs to end this client's session, including the API key."""
         return {
             "url": self.address.url,
             "token": self._token,
@@ -278,7 +278,7 @@ class Client:
             connection.endheaders()
             response = connection.getresponse()
             if response.status >= 400:
-                self._raise_failure(f"GET {path}", response)  # Nothing has been written yet, so it can be repeated.
+                self._raise_failure(f"GET {path}", response)  # Nothing is written yet: the request can be repeated.
             while piece := self._read_piece(path, response):
                 write(piece)
 
@@ -404,7 +404,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self._token}"
         payload = None
         if self.session_path:
-            # In the path, no proxy can remove the session from the request, which would then change the host.
+            # In the path, because a proxy could remove a header, and the request would then change the host.
             target = self.address.prefix + self.session_path + to_session_ids(target[len(self.address.prefix) :])
         if body is not None:
             payload = to_session_ids(json.dumps(body)).encode()
@@ -526,7 +526,7 @@ class Client:
             reason = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
                 f"the certificate of {self.address.url} was not accepted ({reason}): set ca_path to the "
-                "certificate file of its authority",
+                "certificate file of its CA",
                 "unreachable",
             )
         if isinstance(error, socket.timeout) and self._has_connected:

@@ -94,10 +94,10 @@ options:
     description:
       - Path of a file on the host on which the module runs, which then contains the snapshot. With O(sandbox), the
         snapshot is taken first if it does not exist.
-      - If the file already contains this snapshot, nothing is changed. A file with another snapshot, or without the
-        memory of this one (C(sandboxctl snapshot export --no-memory)), is replaced, but no other file. The file gets
-        its name when it is complete, and only its owner can read it. Permissions that an existing file has for other
-        users are removed.
+      - If the file already contains this snapshot, nothing is changed. A file that contains another snapshot,
+        or this one without its memory (C(sandboxctl snapshot export --no-memory)), is replaced. With any other file,
+        the task fails. The file gets its name when it is complete, and only its owner can read it. Other users lose
+        their permissions for an existing file.
       - A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:
@@ -232,7 +232,7 @@ snapshots:
     memory_problem: {description: "Why its memory cannot be restored now; empty if it can.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
     disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
-    pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
+    pause_ms: {description: "How long the capture paused its source, in milliseconds.", type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}

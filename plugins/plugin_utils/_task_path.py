@@ -20,7 +20,7 @@ def portable_path(path: str, playbooks: Sequence[str], role_name: str = "", role
     ``playbooks``: the paths of the run's playbooks. ``role_name``, ``role_path``: the role of the task, if it has one.
     """
     directories = [_make_absolute(playbook).parent for playbook in playbooks] or [Path.cwd()]
-    # A collection is usually outside of the checkout.
+    # A collection is usually outside the checkout.
     own_directories = [each for each in directories if not _find_in_collections(each)]
     base = Path(os.path.commonpath(own_directories or directories))
     if inner_path := _relative_path(Path(path), base):

@@ -26,7 +26,7 @@ from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
-"""The lines of /proc/cpuinfo that distinguish CPU models. Other lines, such as the clock speed, can differ at each read."""
+"""The lines of /proc/cpuinfo that distinguish CPU models. Others, such as the clock speed, can differ at each read."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 log = Logger("kvm_xfs")
