@@ -17,8 +17,8 @@ attributes:
       Values that only the run can know are V(null), and the ids of objects that only the run creates are
       C(known-after-apply-) followed by a number; later tasks can use these ids. A task with the keyword
       C(check_mode=true) changes nothing in a real run either. It also sees what the tasks before it would have done,
-      but later tasks do not see its changes, and the ids of its new objects are V(null). In a run without C(--check), or
-      if the gateway is too old to have plan sessions, a task in check mode is predicted on its own.
+      but later tasks do not see its changes, and the ids of its new objects are V(null). In a run without C(--check),
+      or if the gateway is too old to have plan sessions, a task in check mode is predicted on its own.
   diff_mode:
     support: full
     description: >-
