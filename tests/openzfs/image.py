@@ -138,7 +138,7 @@ def _build_command(tree: Path, sources_file: Path) -> list[str]:
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=directory"),
         f"--include={','.join(PACKAGES)}",
         *(exclusions),
-        *(f"--aptopt={option}" for option in asyncio.run(apt.apt_options())),
+        *(f"--aptopt={option}" for option in asyncio.run(apt.read_apt_options())),
         f'--setup-hook=install -D -m 644 {FILES}/zfs.preferences "$1"/etc/apt/preferences.d/zfs',
         f"--essential-hook=copy-in {FILES}/initramfs-tools /etc",
         f'--customize-hook=install -D -m 644 {FILES}/zfs.modprobe "$1"/etc/modprobe.d/zfs.conf',

@@ -79,7 +79,7 @@ def debian_tarball() -> Path:
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
         argv += ["mmdebstrap", "--quiet", "--mode=root"]
         argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *exclusions]
-        argv += [f"--aptopt={option}" for option in asyncio.run(apt.apt_options())]
+        argv += [f"--aptopt={option}" for option in asyncio.run(apt.read_apt_options())]
         argv += ["--", _SUITE, str(temporary_tarball), *([str(sources_file)] if sources else [])]
         result = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
         assert result.returncode == 0, result.stderr[-3000:]

@@ -26,7 +26,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for index in range(first, first + BATCH_SIZE)
         ]
 
-    monkeypatch.setattr(reflink, "_fiemap", fiemap)
+    monkeypatch.setattr(reflink, "_list_extents", fiemap)
     path = tmp_path / "disk"
     path.touch()
     return path

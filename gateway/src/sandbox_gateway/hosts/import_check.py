@@ -7,7 +7,7 @@ import os
 from sandbox_gateway.errors import Unsupported
 
 
-def require_origin(host_kind: str, architecture: str, *, kind: str) -> None:
+def require_compatible_origin(host_kind: str, architecture: str, *, kind: str) -> None:
     """Raise Unsupported unless a host of ``kind`` on this machine can boot disks of the other host.
 
     ``host_kind`` and ``architecture`` describe the other host.

@@ -72,7 +72,7 @@ class Gateway:
             ) from None
         if response.is_success:
             return data
-        raise Failure(_error_message(response.status_code, data), response.status_code)
+        raise Failure(_find_error_message(response.status_code, data), response.status_code)
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
@@ -113,7 +113,7 @@ class Gateway:
         return [failure for failure in await asyncio.gather(*map(call_for, sandboxes)) if failure]
 
 
-def _error_message(status: int, body: Any) -> str:
+def _find_error_message(status: int, body: Any) -> str:
     if isinstance(body, dict) and isinstance(body.get("error"), str):
         sentence: str = body["error"]
         return f"{sentence} (set FORKD_TOKEN)" if status == 401 else sentence

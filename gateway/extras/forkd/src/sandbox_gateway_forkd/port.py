@@ -151,7 +151,7 @@ class Port:
         if action == "exec":
             seconds = request.get("timeout", DEFAULT_TIMEOUT_SECONDS)
             body = {"args": request.get("args"), "timeout_secs": seconds}
-            return dict(await self._call_sandbox("exec", body, _timeout_of(seconds)))
+            return dict(await self._call_sandbox("exec", body, _compute_timeout(seconds)))
         if action == "eval":
             evaluation = await self._call_sandbox("eval", {"code": request.get("code")}, DEFAULT_TIMEOUT_SECONDS)
             if evaluation["error"] is not None:
@@ -163,7 +163,7 @@ class Port:
         return await self._gateway.call_sandbox(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
 
 
-def _timeout_of(seconds: object) -> float:
+def _compute_timeout(seconds: object) -> float:
     """Return how long to wait for a command. The gateway rejects invalid timeouts."""
     if isinstance(seconds, int | float) and 0 < seconds <= _MAX_TIMEOUT_SECONDS:
         return float(seconds)

@@ -28,7 +28,7 @@ class DiskUsage:
         def read_all() -> None:
             for path in paths:
                 self._being_read.add(path)
-                results[path] = _used_bytes(path)
+                results[path] = _read_used_bytes(path)
                 self._being_read.discard(path)
 
         with contextlib.suppress(TimeoutError):
@@ -37,7 +37,7 @@ class DiskUsage:
         return {key: results.get(path) for key, path in mount_points.items()}
 
 
-def _used_bytes(mount_point: Path) -> int | None:
+def _read_used_bytes(mount_point: Path) -> int | None:
     try:
         status = os.statvfs(mount_point)
     except OSError:

@@ -128,7 +128,7 @@ class Disks:
         capture = self._storage.snapshots.capture
         await finish_despite_cancellation(run_in_thread(capture, sandbox.instance, snapshot, volumes))
 
-    def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
+    def predict_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the full ZFS name that a new snapshot of the sandbox will have."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 

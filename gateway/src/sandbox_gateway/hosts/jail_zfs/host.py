@@ -31,7 +31,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.import_check import require_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin
 from sandbox_gateway.hosts.jail_zfs import transfer
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
@@ -39,7 +39,7 @@ from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.host_memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
-from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
+from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, read_gateway_key
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
@@ -212,7 +212,7 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._reserve(sandbox, self._names.default_name(sandbox.instance))
+        machine = self._reserve(sandbox, self._names.make_default_name(sandbox.instance))
         try:
             await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
@@ -262,7 +262,7 @@ class JailZfsHost:
         self._register.require_running(sandbox)
         snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
-        snapshot.host = {"zfsSnapshot": self._disks.expected_name(sandbox, snapshot)}
+        snapshot.host = {"zfsSnapshot": self._disks.predict_name(sandbox, snapshot)}
         async with self._volumes.paused_writers(sandbox, volumes):
             await self._disks.capture(sandbox, snapshot, volumes)
         self._disks.add_snapshot(snapshot)
@@ -288,7 +288,7 @@ class JailZfsHost:
         )
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
-        require_origin(host_kind, architecture, kind=self.kind)
+        require_compatible_origin(host_kind, architecture, kind=self.kind)
         return ""
 
     async def begin_import(
@@ -353,7 +353,7 @@ class JailZfsHost:
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         address = self._register.require_running(sandbox).epair.address
-        return Endpoint(address, key=gateway_key(self._identities.path(sandbox.instance)))
+        return Endpoint(address, key=read_gateway_key(self._identities.path(sandbox.instance)))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class Machines:
         """
         slot = await self._network_slots.take(sandbox.network)
         try:
-            if mounts := self._volumes.available_mounts(sandbox):
+            if mounts := self._volumes.list_available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
             machine = await Machine.spawn(self._make_machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:

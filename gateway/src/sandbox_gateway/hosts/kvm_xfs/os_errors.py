@@ -19,7 +19,7 @@ def no_space_error(where: str = "the state file system") -> NoSpace:
 
 
 @contextlib.contextmanager
-def explaining_os_errors(where: str = "the state file system") -> Iterator[None]:
+def translated_os_errors(where: str = "the state file system") -> Iterator[None]:
     """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user.
 
     ``where``: the file system that the message names if no space is left.

@@ -73,16 +73,16 @@ def identify_namespace(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
+def read_network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
     """Return the identity of a process's network namespace, even if the main thread has ended."""
-    namespace = _namespace_of_threads(pid)
+    namespace = _read_namespace_of_threads(pid)
     if namespace is None and not wait_until_ended(pidfd, 0):
         # All listed threads have ended, but new ones exist. Stop the process, so that it cannot create any more.
         send_signal(pidfd, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
         try:
             while namespace is None and not wait_until_ended(pidfd, 0) and time.monotonic() < deadline:
-                namespace = _namespace_of_threads(pid)
+                namespace = _read_namespace_of_threads(pid)
         finally:
             send_signal(pidfd, signal.SIGCONT)
     if namespace is None:
@@ -90,7 +90,7 @@ def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
     return namespace
 
 
-def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
+def _read_namespace_of_threads(pid: int) -> tuple[int, int] | None:
     """Return the identity of the network namespace of the first thread that has not ended, or None if all have ended.
 
     Raises PermissionError if the gateway lacks the permission to find out, which a guest cannot cause.
@@ -101,7 +101,7 @@ def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
     return None
 
 
-def program_name(pid: int) -> str:
+def read_program_name(pid: int) -> str:
     """Return the file name of the program that a process runs. It ends with " (deleted)" after an upgrade."""
     return Path(f"/proc/{pid}/exe").readlink().name
 
@@ -111,7 +111,7 @@ def read_arguments(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
-def runs_as_gateway_user(pid: int) -> bool:
+def is_run_by_gateway_user(pid: int) -> bool:
     """Return whether the real, effective and saved user ids of a process are the gateway's.
 
     The owner of /proc/PID does not show this: it is root if the process disables core dumps, regardless of who runs it.

@@ -17,10 +17,10 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import data_ranges
+from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
-from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
@@ -32,7 +32,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 log = Logger("kvm_xfs")
 
 
-def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
+def make_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded platform of a machine in a form that can be compared across hosts.
 
     The CPU model `host` can mean a different CPU on each host. It is therefore followed by a digest of this
@@ -48,7 +48,7 @@ def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
 
 def find_platform_problem(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as a clause, why memory captured on the platform ``other`` cannot be restored on ``own``, or ""."""
-    for key, value in portable_platform(own).items():
+    for key, value in make_portable_platform(own).items():
         if other.get(key) != value:
             return f"it was captured with {key.replace('_', ' ')} {other.get(key)!r}, but this host has {value!r}"
     return ""
@@ -60,7 +60,7 @@ class SnapshotFileSource:
     def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
         """Open the files. Raises Conflict if they have been removed, or OSError."""
         self.architecture = os.uname().machine
-        self.platform = portable_platform(snapshot.host["platform"]) if memory else {}
+        self.platform = make_portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
         self._descriptors: dict[SnapshotPart, int] = {}
         with ExitStack() as stack:
@@ -75,11 +75,11 @@ class SnapshotFileSource:
             self._stack = stack.pop_all()
 
     def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
-        with explaining_os_errors():
-            yield from data_ranges(self._descriptors[part])
+        with translated_os_errors():
+            yield from list_data_ranges(self._descriptors[part])
 
     def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
-        with explaining_os_errors():
+        with translated_os_errors():
             data = os.pread(self._descriptors[part], length, offset)
         if len(data) != length:
             raise BackendFailed(f"the {part} of the snapshot was truncated during the export: export another snapshot")
@@ -108,7 +108,7 @@ class SnapshotFileTarget:
 
     def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
         """Create the files, each of which is a single hole. Raises GatewayError."""
-        with explaining_os_errors(self._location):
+        with translated_os_errors(self._location):
             self._files.directory.mkdir(mode=0o700)
             for part, path in _paths(self._files, memory=self._has_memory).items():
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -118,13 +118,13 @@ class SnapshotFileTarget:
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         view = memoryview(data)
-        with explaining_os_errors(self._location):
+        with translated_os_errors(self._location):
             while view:
                 written_bytes = os.pwrite(self._descriptors[part], view, offset)
                 view, offset = view[written_bytes:], offset + written_bytes
 
     async def commit(self) -> None:
-        with explaining_os_errors(self._location):
+        with translated_os_errors(self._location):
             await finish_despite_cancellation(asyncio.to_thread(self._commit))
 
     def _commit(self) -> None:

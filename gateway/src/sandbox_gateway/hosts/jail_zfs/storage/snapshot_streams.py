@@ -55,7 +55,7 @@ class SnapshotStreams:
         """
         _check_stream(file)
         dataset, _, short_name = self.full_name(record).partition("@")
-        partial_dataset = self._partial_dataset(record)
+        partial_dataset = self._make_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
             zfs_core.lzc_receive(partial_name, file)
@@ -78,9 +78,9 @@ class SnapshotStreams:
         """Remove a received snapshot, and anything that a failed ``receive`` left behind."""
         with suppress(NotFound):
             self._snapshots.destroy(record.id)
-        destroy_partial_dataset(self._partial_dataset(record))
+        destroy_partial_dataset(self._make_partial_name(record))
 
-    def _partial_dataset(self, record: Snapshot) -> str:
+    def _make_partial_name(self, record: Snapshot) -> str:
         return self._root.child(RETIRED, f"{IMPORT_PREFIX}{record.id}")
 
     def sweep(self, datasets: list[str]) -> list[str]:

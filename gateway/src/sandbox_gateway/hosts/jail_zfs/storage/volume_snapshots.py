@@ -71,7 +71,9 @@ class VolumeSnapshots:
         facts = zfs_core.get_props(zfs_core.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
         for clone, props in facts.items():
             origin = props["origin"].value
-            if origin in names and self._datasets.owner_id(clone) != self._datasets.owner_id(origin.partition("@")[0]):
+            if origin in names and self._datasets.find_owner(clone) != self._datasets.find_owner(
+                origin.partition("@")[0]
+            ):
                 clones.update([self._datasets.identify(clone)])
         if clones:
             raise InUseExternally({"ZFS clone": clones}, "Remove them first.")

@@ -64,7 +64,7 @@ class VolumeStorage:
         """Return the current dataset of a volume. Raises NotFound."""
         return self._datasets.get_current(volume_id)
 
-    def id_at(self, path: str) -> str:
+    def find_id(self, path: str) -> str:
         """Return the id of the volume whose current or former dataset is mounted at ``path``, or "" if none is."""
         parent, _, name = path.rpartition("/")
         key = parse_volume_key(name)

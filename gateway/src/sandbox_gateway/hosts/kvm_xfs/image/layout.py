@@ -129,16 +129,16 @@ class MemoryDirectory:
     def snapshot(self, id: str) -> Path:
         return self.snapshots / f"{id}{_IMAGE_SUFFIX}"
 
-    def snapshot_images(self) -> dict[str, Path]:
+    def list_snapshot_images(self) -> dict[str, Path]:
         """Return the memory images of snapshots, keyed by the id of the snapshot."""
         images = sorted(self.snapshots.glob(f"*{_IMAGE_SUFFIX}"))
         return {image.name.removesuffix(_IMAGE_SUFFIX): image for image in images}
 
-    def machine_files(self) -> list[Path]:
+    def list_machine_files(self) -> list[Path]:
         """Return the hard links of all machines."""
         return sorted(self.machines.glob("*/*"))
 
-    def machine_file(self, link: Path) -> Path:
+    def find_machine_file(self, link: Path) -> Path:
         """Return the file to which ``link``, a symbolic link in the directory of a machine, refers."""
         return self.machines / link.parent.name / link.name
 

@@ -41,7 +41,7 @@ class Snapshots:
                         f"removed the transient snapshot {directory.name}, which was not synced before the host stopped"
                     )
                     continue
-                with self._quarantine.quarantine_if_damaged(directory, repaired):
+                with self._quarantine.quarantined_if_damaged(directory, repaired):
                     snapshot = reader.read(directory, Snapshot)
                     if memory_directory := MemoryDirectory.of_snapshot(snapshot):
                         files = SnapshotFiles(directory, memory_directory)

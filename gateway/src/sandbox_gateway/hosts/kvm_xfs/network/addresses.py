@@ -46,7 +46,7 @@ class Slot:
     tap: str = TAP_NAME
 
 
-def slot_capacity(network: Network) -> int:
+def count_slots(network: Network) -> int:
     """Return the number of slots for which the subnet has addresses. Volume servers use its last four addresses."""
     return ipaddress.IPv4Network(network.subnet).num_addresses // 4 - 1
 

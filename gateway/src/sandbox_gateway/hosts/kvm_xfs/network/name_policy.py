@@ -6,7 +6,12 @@ import ipaddress
 
 import dns.name
 
-from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, allowed_names, denied_networks_of, egress_rules
+from sandbox_gateway.hosts.network_policy import (
+    METADATA_NETWORKS,
+    build_egress_rules,
+    denied_networks_of,
+    list_allowed_names,
+)
 from sandbox_gateway.records import NetworkPolicy
 
 
@@ -15,10 +20,10 @@ class NamePolicy:
 
     def __init__(self, policy: NetworkPolicy, subnet: ipaddress.IPv4Network) -> None:
         """``subnet``: the addresses of sandboxes."""
-        names = allowed_names(policy)
+        names = list_allowed_names(policy)
         self._names = {dns.name.from_text(name) for name in names if not name.startswith("*.")}
         self._parents = {dns.name.from_text(name[2:]) for name in names if name.startswith("*.")}
-        self._rules = [rule for rule in egress_rules(policy, []) if not rule.to_names]
+        self._rules = [rule for rule in build_egress_rules(policy, []) if not rule.to_names]
         metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
         specific_networks = [network for network in denied_networks_of(policy) if network.prefixlen > 0]
         self._closed = [subnet, *metadata_networks, *specific_networks]

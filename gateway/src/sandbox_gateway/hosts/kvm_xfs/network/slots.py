@@ -30,18 +30,18 @@ from collections.abc import Mapping
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import links
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, host_table, slot_capacity, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, count_slots, host_table, volume_address
 from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
 from sandbox_gateway.hosts.kvm_xfs.network.resolver import Resolver, open_socket
 from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     apply_in_slot,
     apply_on_host,
-    host_rules,
-    name_address_rules,
-    policy_rules,
-    slot_rules,
-    table_removal,
+    build_host_rules,
+    build_name_address_rules,
+    build_policy_rules,
+    build_slot_rules,
+    build_table_removal,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.upstream import Upstream
 from sandbox_gateway.hosts.network_policy import name_servers
@@ -63,7 +63,7 @@ class SlotPool:
     def __init__(self, network: Network, *, uid_base: int = 0) -> None:
         self._network = network
         self._subnet = ipaddress.IPv4Network(network.subnet)
-        self._capacity = slot_capacity(network)
+        self._capacity = count_slots(network)
         self._uid_base = uid_base
         self._dns = name_servers(network)
         self._upstream = Upstream(self._dns)
@@ -86,7 +86,7 @@ class SlotPool:
         """
         self._closed = False
         await run_in_thread(self._prepare_host)
-        await apply_on_host(host_rules(self._network))
+        await apply_on_host(build_host_rules(self._network))
         await run_in_thread(links.create_volume_namespace, self._network)
         existing_numbers, complete_numbers = await run_in_thread(links.find_slots, self._network.prefix)
         for number in sorted(existing_numbers):
@@ -177,7 +177,7 @@ class SlotPool:
     async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to all subsequent packets of a slot, including those of open connections."""
         self.check(policy)
-        rules = policy_rules(policy, self._dns, self._subnet)
+        rules = build_policy_rules(policy, self._dns, self._subnet)
         names = NamePolicy(policy, self._subnet)
         if names and slot.number not in self._resolvers:
             await self._open_resolver(slot, names)
@@ -191,7 +191,7 @@ class SlotPool:
 
     async def _open_resolver(self, slot: Slot, names: NamePolicy) -> None:
         async def open_addresses(seconds: Mapping[str, int]) -> None:
-            await apply_in_slot(slot, name_address_rules(seconds))
+            await apply_in_slot(slot, build_name_address_rules(seconds))
 
         endpoint = await run_in_thread(open_socket, slot)
         if self._all.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
@@ -228,7 +228,7 @@ class SlotPool:
         """Set up a slot. On failure, remove it."""
         try:
             await run_in_thread(links.create_slot, slot)
-            await apply_in_slot(slot, slot_rules(slot, self._network, self._dns))
+            await apply_in_slot(slot, build_slot_rules(slot, self._network, self._dns))
             await run_in_thread(links.commit_slot, slot)
             self._all[slot.number] = slot
         except BaseException:
@@ -303,4 +303,4 @@ class SlotPool:
 
     async def _clean_up_host(self) -> None:
         await run_in_thread(links.remove_volume_namespace, self._network)
-        await apply_on_host(table_removal(host_table(self._network)))
+        await apply_on_host(build_table_removal(host_table(self._network)))

@@ -219,7 +219,7 @@ class Machine:
         if not self.has_ended:
             with contextlib.suppress(BackendFailed, Timeout):
                 return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
-        return self._final_console if self._console_log < 0 else _text_of(self._console_log)
+        return self._final_console if self._console_log < 0 else _read_text(self._console_log)
 
     def memory_bytes(self) -> int:
         """Return the memory use of the process in bytes, with a proportional share of shared pages (PSS)."""
@@ -246,7 +246,7 @@ class Machine:
 
     def log_tail(self) -> str:
         """Return the tail of QEMU's log in parentheses, to append to a sentence, or "" if the log is empty."""
-        text = self._final_log if self._log < 0 else _tail_of(self._log)
+        text = self._final_log if self._log < 0 else _read_tail(self._log)
         return f" ({text})" if text else ""
 
     async def connect(self) -> None:
@@ -283,11 +283,11 @@ class Machine:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._log >= 0:
-            self._final_log = _tail_of(self._log)
+            self._final_log = _read_tail(self._log)
             os.close(self._log)
             self._log = -1
         if self._console_log >= 0:
-            self._final_console = _text_of(self._console_log)
+            self._final_console = _read_text(self._console_log)
             os.close(self._console_log)
             self._console_log = -1
         if self.line is not None:
@@ -317,15 +317,15 @@ class Machine:
             callback()
 
 
-def _text_of(log: int) -> str:
+def _read_text(log: int) -> str:
     try:
         return read_log(log)
     except OSError:
         return ""
 
 
-def _tail_of(log: int) -> str:
-    return " ".join(_text_of(log).split())[-_MAX_TAIL_CHARACTERS:]
+def _read_tail(log: int) -> str:
+    return " ".join(_read_text(log).split())[-_MAX_TAIL_CHARACTERS:]
 
 
 def _reject_event(event: object) -> bool:

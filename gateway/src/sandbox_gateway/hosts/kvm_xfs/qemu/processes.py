@@ -52,7 +52,7 @@ def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
 
     def identify(pid: int, pidfd: int) -> tuple[Path | None, int | None] | None:
         directory = _find_claimed_directory(pid, root)
-        slot_number = slots.get(process_checks.network_namespace(pid, pidfd))
+        slot_number = slots.get(process_checks.read_network_namespace(pid, pidfd))
         return None if directory is None and slot_number is None else (directory, slot_number)
 
     for pid, pidfd, (directory, slot_number) in process_checks.find_processes(identify):

@@ -82,7 +82,7 @@ def _parse_one_line_style(text: str) -> list[dict[str, str]]:
     return stanzas
 
 
-async def apt_options() -> list[str]:
+async def read_apt_options() -> list[str]:
     """Return the host's APT settings for proxies and date checks."""
     if shutil.which("apt-config") is None:
         return []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
@@ -105,7 +105,7 @@ class KvmVolumes:
         port = self._ports.take()
         volume.host = {"port": port}
         try:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await self._store.create(volume, source)
         except BaseException:
             self._ports.release(port)
@@ -115,7 +115,7 @@ class KvmVolumes:
     async def grow(self, volume: Volume, size_mb: int) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.grow, volume.id, size_mb)
                 await self._servers.grow(volume.id)
                 record = volume.model_copy(update={"size_mb": size_mb})
@@ -125,7 +125,7 @@ class KvmVolumes:
     async def remove(self, volume: Volume) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.remove, volume.id)
             del self._shares[volume.id]
         self._background.start(self._retire(share))
@@ -146,19 +146,19 @@ class KvmVolumes:
             return VolumeState(0, [*failures, error.message])
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             async with self.pending_snapshots([snapshot]) as pending:
                 await pending.clone_images()
                 await pending.commit()
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(self._store.remove_snapshot, snapshot)
 
     async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.stage, volume, snapshot)
                 try:
                     # The generation must never be older than the contents.
@@ -229,7 +229,7 @@ class KvmVolumes:
                 [self._background.start(self._update_with_retries(share))], timeout=_DETACH_TIMEOUT_SECONDS
             )
 
-    def available_mounts(self, sandbox: Sandbox) -> list[Mount]:
+    def list_available_mounts(self, sandbox: Sandbox) -> list[Mount]:
         """Return the mounts of a sandbox whose volumes exist. A sandbox starts without its missing volumes."""
         for mount in sandbox.mounts:
             if mount.volume not in self._shares:
@@ -238,7 +238,7 @@ class KvmVolumes:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
-            self._servers.guest_mount(share.volume, share.port, mount.path, mount.read_only)
+            self._servers.make_guest_mount(share.volume, share.port, mount.path, mount.read_only)
             for mount in sandbox.mounts
             if (share := self._shares.get(mount.volume))
         ]

@@ -35,7 +35,7 @@ class ServerSettings:
     port: int
     clients: dict[str, bool]
 
-    def access_pairs(self) -> set[str]:
+    def list_access_pairs(self) -> set[str]:
         """Return the (address . port) pairs that the host must allow so that the clients can connect."""
         return {f"{address} . {port}" for address in self.clients for port in (self.port, self.port + 1)}
 
@@ -56,7 +56,7 @@ class ServerProcess:
     early_exits: int = 0
     """The number of consecutive servers of this volume, before this one, that exited soon after they were started."""
 
-    def backoff_seconds(self) -> float:
+    def compute_backoff_seconds(self) -> float:
         """Return the seconds to wait before starting a replacement.
 
         The delay grows with each consecutive early exit, because a guest may crash each replacement in turn.
@@ -163,7 +163,7 @@ def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
     def identify(pid: int, pidfd: int) -> tuple[str, bool] | None:
         if claim := _find_claimed_volume(pid, root):
             return claim
-        return ("", False) if process_checks.network_namespace(pid, pidfd) == servers_namespace else None
+        return ("", False) if process_checks.read_network_namespace(pid, pidfd) == servers_namespace else None
 
     for pid, pidfd, (volume, is_serving) in process_checks.find_processes(identify):
         yield FoundServer(pid, pidfd, volume, is_serving)
@@ -179,7 +179,7 @@ def _find_claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
         return None
     # Check the program too, because users choose the arguments of programs that become root, such as sudo.
     with contextlib.suppress(OSError):
-        if process_checks.runs_as_gateway_user(pid) and process_checks.program_name(pid).startswith(
+        if process_checks.is_run_by_gateway_user(pid) and process_checks.read_program_name(pid).startswith(
             launcher.SERVER_NAME if is_serving else "python"
         ):
             return path.name, is_serving

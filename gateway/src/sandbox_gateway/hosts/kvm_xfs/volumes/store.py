@@ -146,7 +146,7 @@ class VolumeStore:
             if (directory / VOLUME_SNAPSHOTS_NAME).is_dir():
                 removed_names += commit_protocol.sweep(directory / VOLUME_SNAPSHOTS_NAME)
             snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired, reader)
-            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
+            with self._quarantine.quarantined_if_damaged(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired, reader))
                 scan.volume_snapshots += snapshots
         scan.repaired += [f"removed {name}, which was never committed" for name in removed_names]
@@ -160,7 +160,7 @@ class VolumeStore:
             return []
         intact_snapshots = []
         for entry in commit_protocol.list_directories(directory / VOLUME_SNAPSHOTS_NAME):
-            with self._quarantine.quarantine_if_damaged(entry, repaired):
+            with self._quarantine.quarantined_if_damaged(entry, repaired):
                 snapshot = _read_snapshot(entry, directory.name, reader)
                 if snapshot.sandbox_snapshot in snapshot_ids:
                     intact_snapshots.append(snapshot)
@@ -178,7 +178,7 @@ class VolumeStore:
         self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
     ) -> Volume:
         """Return a volume's record, repaired if necessary. Raises ValueError if no intact image or snapshot is left."""
-        length_mb = _length_mb(directory / VOLUME_IMAGE_NAME)
+        length_mb = _read_length_mb(directory / VOLUME_IMAGE_NAME)
         try:
             volume = reader.read(directory, Volume)
             if volume.id != directory.name:
@@ -275,7 +275,7 @@ def _extend(image: Path, size_mb: int) -> None:
         os.truncate(image, size_mb << 20)
 
 
-def _length_mb(image: Path) -> int:
+def _read_length_mb(image: Path) -> int:
     """Return the length of an image in whole MiB, or 0 if it does not exist."""
     try:
         return image.stat().st_size >> 20
@@ -288,6 +288,6 @@ def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> Volume
     snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
-    if _length_mb(directory / VOLUME_IMAGE_NAME) < snapshot.size_mb:
+    if _read_length_mb(directory / VOLUME_IMAGE_NAME) < snapshot.size_mb:
         raise ValueError(f"{VOLUME_IMAGE_NAME} is missing or too short")
     return snapshot

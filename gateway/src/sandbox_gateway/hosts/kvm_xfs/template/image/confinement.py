@@ -45,7 +45,7 @@ def confine(
     return [
         *("bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
         *(() if network else ("--unshare-net",)),
-        *("--ro-bind", "/usr", "/usr", *_top_level_directories()),
+        *("--ro-bind", "/usr", "/usr", *_build_top_level_arguments()),
         *("--proc", "/proc", "--dev", "/dev"),
         *(argument for file in files for argument in ("--ro-bind-try", file, file)),
         *("--bind", str(work_directory), str(WORK), "--chdir", str(WORK)),
@@ -56,7 +56,7 @@ def confine(
     ]
 
 
-def _top_level_directories() -> list[str]:
+def _build_top_level_arguments() -> list[str]:
     """Return the arguments that create /bin, /lib and the like as on the host: as links to /usr, or read-only."""
     arguments: list[str] = []
     for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):

@@ -74,7 +74,7 @@ async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
     if image.transport is not Transport.REGISTRY:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
-        argv = ["inspect", "--raw", *_access_options(image, settings, ""), _source(image)]
+        argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _source(image)]
         output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
     # skopeo does not compare the manifest with the digest that the reference names.
     digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
@@ -107,7 +107,7 @@ async def copy_image(
     """
     log(f"fetching the image {image}")
     argv = [
-        *("copy", "--quiet", *_access_options(image, settings, "src-")),
+        *("copy", "--quiet", *_build_access_options(image, settings, "src-")),
         *(_source(image), f"oci:{WORK / LAYOUT}:image"),
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
@@ -150,9 +150,9 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
     """Read the manifest and the configuration of the copied image. Raises Invalid if the gateway cannot use it."""
     try:
         (entry,) = _read_json(work_directory / LAYOUT / "index.json")["manifests"]
-        manifest = _read_json(work_directory / _blob_path(entry["digest"]))
-        config = _read_json(work_directory / _blob_path(manifest["config"]["digest"]))
-        paths = [_blob_path(layer["digest"]) for layer in manifest["layers"]]
+        manifest = _read_json(work_directory / _make_blob_path(entry["digest"]))
+        config = _read_json(work_directory / _make_blob_path(manifest["config"]["digest"]))
+        paths = [_make_blob_path(layer["digest"]) for layer in manifest["layers"]]
         media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
     except (KeyError, TypeError, ValueError, OSError, RecursionError):
         raise Invalid(
@@ -198,7 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _blob_path(digest: object) -> Path:
+def _make_blob_path(digest: object) -> Path:
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise ValueError("not a digest")
     return Path(LAYOUT, "blobs", *digest.split(":"))
@@ -214,7 +214,7 @@ def _source(image: ImageReference) -> str:
     return f"{image.transport}:{_SOURCE}{':' if image.tag else ''}{image.tag}"
 
 
-def _access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
+def _build_access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
     if image.transport is not Transport.REGISTRY:
         return []
     use_tls = image.registry not in settings.insecure_registries
@@ -264,7 +264,7 @@ async def _run_skopeo(
 
 def explain_failure(image: ImageReference, output: str) -> Exception:
     """Turn skopeo's error messages into an error with a remedy."""
-    reason = _last_message(output)
+    reason = _find_last_message(output)
     for pattern, problem in _FAILURES.items():
         if re.search(pattern, reason):
             kind = NoSpace if "disk is full" in problem else Invalid
@@ -296,7 +296,7 @@ _FAILURES = {
 """Errors with a remedy, keyed by a pattern for skopeo's message. The first pattern that matches applies."""
 
 
-def _last_message(output: str) -> str:
+def _find_last_message(output: str) -> str:
     """Return the text of skopeo's last line, which has the form `time="…" level=fatal msg="…"`."""
     lines = [line for line in output.splitlines() if line.strip()]
     text = lines[-1] if lines else ""
