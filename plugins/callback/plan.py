@@ -113,7 +113,7 @@ class CallbackModule(CallbackBase):
         if not context.CLIARGS.get("check"):
             # The workers inherit the plan. If it cannot be applied, each task reports that.
             with contextlib.suppress(Failure):
-                if not self._playbooks and _plan_journal.applied_plan() is not None:
+                if not self._playbooks and _plan_journal.load_applied_plan() is not None:
                     # Every playbook of the run has its own statistics, and after a failure the others may not run.
                     atexit.register(self._end_sessions)
                     atexit.register(self._print_omitted)
@@ -177,7 +177,7 @@ class CallbackModule(CallbackBase):
     def _print_omitted(self) -> None:
         """After a run that applied a plan, print the planned changes that the run has not made."""
         try:
-            if (plan := _plan_journal.applied_plan()) is None:
+            if (plan := _plan_journal.load_applied_plan()) is None:
                 return
             omitted = _plan_journal.list_omitted(plan)
         except Failure:

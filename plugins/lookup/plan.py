@@ -88,7 +88,7 @@ class LookupModule(LookupBase):
             )
         try:
             document = _plan_journal.make_plan(
-                _plan_journal.playbook_names(),
+                _plan_journal.list_playbook_names(),
                 variables or {},
                 self.get_option("plan_lifetime"),
             )

@@ -354,11 +354,11 @@ class KvmXfsHost:
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
-        with _explaining_removal(sandbox):
+        with _removal_explained(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        with _explaining_removal(sandbox):
+        with _removal_explained(sandbox):
             files = self._layout.instance(sandbox)
             disk_bytes = await asyncio.to_thread(reflink.unique_bytes, files.disk)
             image_bytes = await asyncio.to_thread(instances.image_bytes, files)
@@ -443,7 +443,7 @@ def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
 
 
 @contextlib.contextmanager
-def _explaining_removal(sandbox: Sandbox) -> Iterator[None]:
+def _removal_explained(sandbox: Sandbox) -> Iterator[None]:
     """Raise Conflict if a file disappears inside this context, which can happen because readers do not take a lock."""
     try:
         yield
