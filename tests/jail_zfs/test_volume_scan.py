@@ -68,7 +68,12 @@ def test_volumes_and_their_snapshots_are_found() -> None:
         [SNAPSHOT],
         {SNAPSHOT.id: f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"},
     )
-    assert (findings.datasets, findings.marks.quarantined, findings.leftover, findings.uncommitted) == (
+    assert (
+        findings.datasets,
+        findings.marks.quarantined,
+        findings.leftover_datasets,
+        findings.uncommitted_datasets,
+    ) == (
         {VOLUME.id: dataset_name(VOLUME)},
         {},
         [],
@@ -85,7 +90,10 @@ def test_the_newest_record_of_a_volume_is_used() -> None:
         .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
     )
     findings = tree.interpret()
-    assert (findings.datasets, findings.leftover) == ({VOLUME.id: dataset_name(VOLUME, 1)}, [dataset_name(VOLUME)])
+    assert (findings.datasets, findings.leftover_datasets) == (
+        {VOLUME.id: dataset_name(VOLUME, 1)},
+        [dataset_name(VOLUME)],
+    )
     assert findings.snapshots == [SNAPSHOT]
 
 
@@ -98,21 +106,25 @@ def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
     tree.add(dataset_name(VOLUME, 3))  # created by an uncommitted rollback
     findings = tree.interpret()
     assert (
-        findings.leftover == [dataset_name(VOLUME, 3)]
+        findings.leftover_datasets == [dataset_name(VOLUME, 3)]
         if is_retired
         else [dataset_name(VOLUME), dataset_name(VOLUME, 3)]
     )
-    assert (findings.snapshots, findings.uncommitted, findings.marks.quarantined) == ([SNAPSHOT], [], {})
+    assert (findings.snapshots, findings.uncommitted_datasets, findings.marks.quarantined) == ([SNAPSHOT], [], {})
 
 
 def test_uncommitted_datasets_are_found() -> None:
     findings = Tree().add(dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.volumes, findings.marks.quarantined) == ([dataset_name(VOLUME)], [], {})
+    assert (findings.uncommitted_datasets, findings.volumes, findings.marks.quarantined) == (
+        [dataset_name(VOLUME)],
+        [],
+        {},
+    )
 
 
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
     findings = Tree().add(dataset_name(VOLUME)).add_snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
+    assert (findings.uncommitted_datasets, findings.leftover_datasets, findings.snapshots) == ([], [], [])
     assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.pending_marks == {}
 
 
@@ -120,13 +132,13 @@ def test_a_volume_being_removed_is_not_listed() -> None:
     tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
     tree.add(dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, dataset_name(VOLUME))
     findings = tree.interpret()
-    assert (findings.doomed, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
+    assert (findings.doomed_ids, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
         {VOLUME.id},
         [],
         [],
         {},
     )
-    assert (findings.leftover, findings.uncommitted) == ([], [])
+    assert (findings.leftover_datasets, findings.uncommitted_datasets) == ([], [])
 
 
 def test_damaged_records_are_quarantined() -> None:
@@ -139,15 +151,20 @@ def test_damaged_records_are_quarantined() -> None:
     )
     tree.add(dataset_name(other_volume), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
     findings = tree.interpret()
-    assert findings.unreadable == {VOLUME.id, other_volume.id}
-    assert (findings.volumes, findings.snapshots, findings.uncommitted, findings.leftover) == ([], [], [], [])
+    assert findings.unreadable_ids == {VOLUME.id, other_volume.id}
+    assert (findings.volumes, findings.snapshots, findings.uncommitted_datasets, findings.leftover_datasets) == (
+        [],
+        [],
+        [],
+        [],
+    )
     assert (
         set(findings.marks.quarantined)
         == {dataset_name(VOLUME), dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.pending_marks)
     )
     recovered_findings = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
-    assert (recovered_findings.marks.recovered, [volume.id for volume in recovered_findings.volumes]) == (
+    assert (recovered_findings.marks.recovered_names, [volume.id for volume in recovered_findings.volumes]) == (
         [dataset_name(VOLUME)],
         [VOLUME.id],
     )
@@ -164,12 +181,12 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
     head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":3')
     findings = Tree().add(dataset_name(VOLUME), {HEAD: head}).interpret()
-    assert list(findings.marks.newer) == [dataset_name(VOLUME)]
-    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])
+    assert list(findings.marks.newer_records) == [dataset_name(VOLUME)]
+    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted_datasets) == ({}, [], [])
     head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
     snapshot_name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
     findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
-    assert (list(findings.marks.newer), findings.marks.quarantined) == ([snapshot_name], {})
+    assert (list(findings.marks.newer_records), findings.marks.quarantined) == ([snapshot_name], {})
 
 
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
@@ -184,12 +201,15 @@ def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
     findings = tree.interpret()
     assert findings.snapshots == [valid_snapshot]
-    assert findings.orphaned == [orphaned_snapshot.id, hidden_snapshot.id]
+    assert findings.orphaned_ids == [orphaned_snapshot.id, hidden_snapshot.id]
 
 
 def test_differences_between_dataset_and_record_are_found() -> None:
     findings = Tree().add_volume(VOLUME, refquota=128 << 20, mounted="no").interpret()
-    assert (findings.unmounted, findings.sizes) == ([dataset_name(VOLUME)], {dataset_name(VOLUME): 64 << 20})
+    assert (findings.unmounted_datasets, findings.correct_sizes) == (
+        [dataset_name(VOLUME)],
+        {dataset_name(VOLUME): 64 << 20},
+    )
 
 
 def test_each_snapshot_of_one_command_has_its_own_record() -> None:

@@ -155,9 +155,9 @@ def test_damaged_properties_never_prevent_a_scan(local: dict[str, dict[str, str]
     findings = sandbox_scan.interpret_sandboxes(_ROOT, facts, local)
     ids = [record.id for record in (*findings.snapshots, *findings.sandboxes)]
     assert len(ids) == len(set(ids))
-    removed_instances = {*findings.uncommitted, *findings.superseded}
+    removed_instances = {*findings.uncommitted_instances, *findings.superseded_instances}
     assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
-    assert not set(findings.pending_moves) & set(findings.empty)
+    assert not set(findings.pending_moves) & set(findings.empty_datasets)
     for name, reason in findings.marks.pending_marks.items():
         format_property_assignment(QUARANTINE, reason or "x")
         assert name.rpartition("/")[2] not in removed_instances

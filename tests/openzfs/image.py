@@ -49,7 +49,7 @@ class Image:
 
 def find_or_build(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
-    sources = zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
+    sources = zfs_sources(apt.read_host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
     image_directory = session.cache_dir() / f"openzfs-{_digest(sources, versions)}"
     if not image_directory.is_dir():

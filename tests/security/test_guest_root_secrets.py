@@ -50,5 +50,5 @@ async def run_build(work_directory: Path) -> None:
     suite = "bookworm"
     options = [*await apt.read_apt_options(), *APT_OPTIONS]
     sources_file = work_directory / "host.sources"
-    sources_file.write_text(apt.host_sources(suite).replace("https://", "http://"))
+    sources_file.write_text(apt.read_host_sources(suite).replace("https://", "http://"))
     await debian.build_tarball(suite, ["ca-certificates"], options, [str(sources_file)], work_directory, print)

@@ -69,7 +69,7 @@ def run_shim(*argv: str, input: str | None = None, check: bool = True, state: Pa
 
 def debian_tarball() -> Path:
     """Return the path of a cached tarball of Debian with Python, which is created on first use."""
-    sources = apt.host_sources(_SUITE)
+    sources = apt.read_host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
     tarball = session.cache_dir() / f"jail-{digest}.tar"
     if not tarball.exists():

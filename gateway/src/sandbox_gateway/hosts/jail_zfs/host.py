@@ -360,7 +360,7 @@ class JailZfsHost:
     async def usage(self, sandbox: Sandbox) -> Usage:
         disk_bytes = await self._disks.unique_bytes(sandbox)
         machine = self._register.get(sandbox.instance)
-        return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
+        return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
@@ -368,7 +368,7 @@ class JailZfsHost:
             for sandbox in sandboxes
             if (machine := self._register.get(sandbox.instance)) and not machine.has_ended
         }
-        usages = await self._limits.usages([machine.jail for machine in machines.values()])
+        usages = await self._limits.read_usages([machine.jail for machine in machines.values()])
         disk_bytes = await self._disk_usage.read({each: self._disks.path(each) for each in machines})
         return {
             instance: Load(

@@ -64,7 +64,7 @@ class SnapshotFileSource:
         self.line = memory and bool(snapshot.host.get("line"))
         self._descriptors: dict[SnapshotPart, int] = {}
         with ExitStack() as stack:
-            for part, path in _paths(files, memory=memory).items():
+            for part, path in _list_paths(files, memory=memory).items():
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
@@ -110,7 +110,7 @@ class SnapshotFileTarget:
         """Create the files, each of which is a single hole. Raises GatewayError."""
         with translated_os_errors(self._location):
             self._files.directory.mkdir(mode=0o700)
-            for part, path in _paths(self._files, memory=self._has_memory).items():
+            for part, path in _list_paths(self._files, memory=self._has_memory).items():
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 self._stack.callback(os.close, descriptor)
                 os.ftruncate(descriptor, sizes[part])
@@ -140,7 +140,7 @@ class SnapshotFileTarget:
         await clean_up(log, asyncio.to_thread(self._snapshots.undo, self._snapshot))
 
 
-def _paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
+def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
     paths = {
         SnapshotPart.KERNEL: files.kernel,
         SnapshotPart.INITRD: files.initrd,

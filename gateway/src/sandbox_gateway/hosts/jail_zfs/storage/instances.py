@@ -169,14 +169,14 @@ class InstanceStorage:
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. The caller must
         hold the tree lock (``tree_locked``).
         """
-        notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded.items()]
+        notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded_instances.items()]
         # query each dataset again on its own, because values of other datasets in the scan could hide a record
         notes += [
             self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
-            for instance in findings.uncommitted
+            for instance in findings.uncommitted_instances
             if HEAD not in zfs_core.local_props(self.dataset(instance))
         ]
-        for name in findings.empty:
+        for name in findings.empty_datasets:
             self.tree.destroy_if_unused(name)
             notes.append(f"{name}: removed, because it no longer had snapshots")
         return notes + [note for name in findings.pending_moves if (note := self._retry_move(name))]

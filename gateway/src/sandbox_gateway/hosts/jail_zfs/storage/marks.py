@@ -23,15 +23,15 @@ def is_retired(canmount: Property, has_record: bool) -> bool:
 
 @dataclass
 class Marks:
-    newer: dict[str, str] = field(default_factory=dict)
+    newer_records: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records only a newer release can read, with the reason."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     pending_marks: dict[str, str] = field(default_factory=dict)
     """Quarantined datasets and snapshots that are not marked with their reason yet, with the reason."""
-    recovered: list[str] = field(default_factory=list)
+    recovered_names: list[str] = field(default_factory=list)
     """Datasets and snapshots that are marked as quarantined, but can be read again."""
-    stale: list[tuple[str, str]] = field(default_factory=list)
+    stale_parts: list[tuple[str, str]] = field(default_factory=list)
     """Parts of uncommitted records, as ``(dataset or snapshot, property)``."""
 
     def quarantine(self, name: str, props: Mapping[str, str], reason: str) -> None:
@@ -44,9 +44,9 @@ class Marks:
     def note_readable(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
         if QUARANTINE in props:
-            self.recovered.append(name)
+            self.recovered_names.append(name)
 
     def list_notes(self) -> list[str]:
         """Return a sentence for each quarantined or recovered dataset and snapshot."""
         notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantined.items()]
-        return notes + [f"{name}: its record can be read again" for name in self.recovered]
+        return notes + [f"{name}: its record can be read again" for name in self.recovered_names]

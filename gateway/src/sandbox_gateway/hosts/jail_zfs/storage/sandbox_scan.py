@@ -36,13 +36,13 @@ class SandboxFindings:
     """The generation of each record, keyed by the id of the sandbox or snapshot."""
     secret_files: dict[str, str] = field(default_factory=dict)
     """The name of the file with the environment of each sandbox that has such a file, keyed by the sandbox's id."""
-    multipart: set[str] = field(default_factory=set)
+    multipart_names: set[str] = field(default_factory=set)
     """Datasets and snapshots that have parts of records."""
-    uncommitted: list[str] = field(default_factory=list)
+    uncommitted_instances: list[str] = field(default_factory=list)
     """Instances without a record, to be removed."""
-    superseded: dict[str, str] = field(default_factory=dict)
+    superseded_instances: dict[str, str] = field(default_factory=dict)
     """Instances whose sandbox has a newer instance, with the reason for removing them."""
-    empty: list[str] = field(default_factory=list)
+    empty_datasets: list[str] = field(default_factory=list)
     """Retired datasets and datasets of templates that have no snapshots."""
     unfinished_imports: list[str] = field(default_factory=list)
     """Datasets of imports that were interrupted, to be destroyed with their snapshots."""
@@ -143,7 +143,7 @@ class _Reader:
         elif is_retired(self._facts[name]["canmount"], has_record=False):
             self._retired_in_place.add(name)
         else:
-            self.findings.uncommitted.append(instance)
+            self.findings.uncommitted_instances.append(instance)
 
     def resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
         """Choose the instance of each sandbox: if several have a record of it, the newest record wins."""
@@ -154,7 +154,7 @@ class _Reader:
             if newest.secret_file:
                 self.findings.secret_files[sandbox_id] = newest.secret_file
             for claim in older:
-                self.findings.superseded[claim.instance] = (
+                self.findings.superseded_instances[claim.instance] = (
                     f"the instance of sandbox {sandbox_id} is now {newest.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
@@ -163,7 +163,7 @@ class _Reader:
         try:
             return decode(self._props(name), kind)
         except NewerFormat as error:
-            self.findings.marks.newer[name] = str(error)
+            self.findings.marks.newer_records[name] = str(error)
             return None
         except ValueError as error:
             self._quarantine(name, str(error))
@@ -190,9 +190,9 @@ class _Reader:
         }
         for name, props in self._local.items():
             if any(prop.startswith(f"{HEAD}.") for prop in props):
-                self.findings.multipart.add(name)
+                self.findings.multipart_names.add(name)
             if name in readable_names:
-                self.findings.marks.stale += [(name, prop) for prop in find_stale_parts(props)]
+                self.findings.marks.stale_parts += [(name, prop) for prop in find_stale_parts(props)]
 
     def find_empty_datasets(self) -> None:
         prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE_PREFIX}")
@@ -202,5 +202,5 @@ class _Reader:
             name for name in disposable_datasets if name.startswith(self._import_prefix)
         )
         disposable_datasets -= {*self.findings.unfinished_imports}
-        self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
+        self.findings.empty_datasets = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
         self.findings.pending_moves = sorted(self._retired_in_place & datasets_with_snapshots)

@@ -73,7 +73,7 @@ class VolumeStorage:
     def is_known(self, volume_id: str) -> bool | None:
         """Return whether a volume exists, or None if its record cannot be read."""
         with self._root.index_lock:
-            return None if volume_id in self._findings.unreadable else self._datasets.is_known(volume_id)
+            return None if volume_id in self._findings.unreadable_ids else self._datasets.is_known(volume_id)
 
     @translate_errors
     def mount(self, volume_id: str) -> Path:
@@ -220,12 +220,13 @@ class VolumeStorage:
             self._findings = findings
         self._records.mark(findings.marks)
         notes = findings.marks.list_notes()
-        for dataset, size in findings.sizes.items():
+        for dataset, size in findings.correct_sizes.items():
             set_quota = partial(zfs_core.lzc_set_prop, dataset, "refquota", size)
             action = "reset to the size in its record"
             notes.append(_attempt(dataset, action, "because its quota was different", set_quota))
         mount_notes = [
-            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset)) for dataset in findings.unmounted
+            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset))
+            for dataset in findings.unmounted_datasets
         ]
         return [note for note in notes + mount_notes if note]
 
@@ -233,19 +234,19 @@ class VolumeStorage:
         """Remove leftovers that the last scan found, unless a jail has them mounted. Returns a sentence for each."""
         findings = self._findings
         notes = []
-        for snapshot_id in findings.orphaned:
+        for snapshot_id in findings.orphaned_ids:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
             reason = "because the sandbox's snapshot that it belonged to does not exist"
             notes.append(_attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
         with self._root.tree_locked():
             tree = self._datasets.tree
-            for dataset in findings.leftover:
+            for dataset in findings.leftover_datasets:
                 reason = "because a rollback replaced it or was not completed"
                 notes.append(_attempt(dataset, "retired", reason, partial(tree.destroy_or_retire, dataset)))
-            for dataset in findings.uncommitted:
+            for dataset in findings.uncommitted_datasets:
                 reason = "because it was never committed"
                 notes.append(_attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
-        for volume_id in findings.doomed:
+        for volume_id in findings.doomed_ids:
             name = self._root.child(VOLUMES, volume_id)
             notes.append(_attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
         return notes

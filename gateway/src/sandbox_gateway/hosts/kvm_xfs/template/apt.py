@@ -10,7 +10,7 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 
 
-def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
+def read_host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
     """Return the host's APT sources for ``suite``, in deb822 format, or "" if there are none.
 
     Only entries with the component `main` count, because a vendor's repository may have a suite of the same name. The

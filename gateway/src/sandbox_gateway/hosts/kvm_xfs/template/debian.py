@@ -19,7 +19,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
-from sandbox_gateway.hosts.kvm_xfs.template.apt import host_sources, read_apt_options
+from sandbox_gateway.hosts.kvm_xfs.template.apt import read_apt_options, read_host_sources
 from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
 from sandbox_gateway.hosts.rootfs_common import run_logged
 from sandbox_gateway.recipes import Recipe
@@ -51,7 +51,7 @@ async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_
 
 
 def _list_packages(recipe: Recipe) -> list[str]:
-    kernel_package = guest_files.kernel_package(platform.machine())
+    kernel_package = guest_files.find_kernel_package(platform.machine())
     if kernel_package is None:
         raise Invalid(
             f"'from: debootstrap' does not support this host's architecture {platform.machine()}: use 'from: rootfs' "
@@ -71,7 +71,7 @@ def _list_mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
             )
     if configured_mirrors:
         return configured_mirrors
-    text = host_sources(recipe.suite)
+    text = read_host_sources(recipe.suite)
     if not text:
         return []
     sources_file = work_directory / "host.sources"

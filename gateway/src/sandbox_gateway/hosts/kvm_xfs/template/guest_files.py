@@ -26,7 +26,7 @@ def read_lines(name: str) -> list[str]:
     return [line for line in read_text(name).splitlines() if line and not line.startswith("#")]
 
 
-def kernel_package(machine: str) -> str | None:
+def find_kernel_package(machine: str) -> str | None:
     """Return the name of the kernel package for an architecture (`uname -m`), or None if it is not supported."""
     return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
 

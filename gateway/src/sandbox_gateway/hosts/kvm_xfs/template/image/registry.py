@@ -74,7 +74,7 @@ async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
     if image.transport is not Transport.REGISTRY:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
-        argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _source(image)]
+        argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _build_source(image)]
         output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
     # skopeo does not compare the manifest with the digest that the reference names.
     digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
@@ -108,7 +108,7 @@ async def copy_image(
     log(f"fetching the image {image}")
     argv = [
         *("copy", "--quiet", *_build_access_options(image, settings, "src-")),
-        *(_source(image), f"oci:{WORK / LAYOUT}:image"),
+        *(_build_source(image), f"oci:{WORK / LAYOUT}:image"),
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
     max_copied_bytes = max_bytes * (2 if image.transport is Transport.OCI_ARCHIVE else 1)
@@ -174,13 +174,13 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
 
 def _check_platform(image: ImageReference, config: Mapping[str, Any]) -> None:
     found = f"{config.get('os') or 'linux'}/{config.get('architecture') or 'unknown'}"
-    if found != (expected := f"linux/{architecture()}"):
+    if found != (expected := f"linux/{find_architecture()}"):
         raise Invalid(
             f"the image {image} is for {found[:80]}, but this host runs {expected}: use an image for {expected}"
         )
 
 
-def architecture() -> str:
+def find_architecture() -> str:
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise Invalid(
@@ -207,7 +207,7 @@ def _make_blob_path(digest: object) -> Path:
 # --- skopeo --------------------------------------------------------------------------------------------------------
 
 
-def _source(image: ImageReference) -> str:
+def _build_source(image: ImageReference) -> str:
     """Return skopeo's name for the image. A path of the host appears as /image in skopeo's namespace."""
     if image.transport is Transport.REGISTRY:
         return str(image)
@@ -237,7 +237,7 @@ async def _run_skopeo(
             raise Invalid(
                 f"{path} does not exist on the gateway's host: correct the path, or copy the file to that host"
             )
-    platform_options = ["--override-os", "linux", "--override-arch", architecture()]
+    platform_options = ["--override-os", "linux", "--override-arch", find_architecture()]
     command = confine(
         ["skopeo", f"--tmpdir={WORK}", *platform_options, *argv],
         work_directory,
