@@ -438,9 +438,9 @@ def _make_plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
 
     ``_plan_conditions`` evaluates ``conditional`` and ``mentions``.
     """
-    no_changes = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
-    no_changes |= {"conditional": [], "mentions": []}
-    return {"gateway": client.gateway_id, "gateway_url": client.address.url, **no_changes, **fields}
+    defaults = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
+    defaults |= {"conditional": [], "mentions": []}
+    return {"gateway": client.gateway_id, "gateway_url": client.address.url, **defaults, **fields}
 
 
 def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -66,12 +66,12 @@ class Channel(Client):
             self._headers["X-Sandbox-Auto-Resume"] = "false"
         if self._token:
             self._headers["X-API-Key"] = self._token
-        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+        self._idle_connections: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
         super().close()
-        while self._idle:
-            self._idle.pop()[1].close()
+        while self._idle_connections:
+            self._idle_connections.pop()[1].close()
 
     def start(self, argv: list[str], *, stdin: bool = False, input_data: bytes = b"") -> Process:
         """Start a process. Without ``stdin``, its standard input is /dev/null.
@@ -169,8 +169,8 @@ class Channel(Client):
 
     def acquire_connection(self) -> http.client.HTTPConnection:
         """Return an idle connection or a new one. It belongs to the caller until ``release`` is called."""
-        while self._idle:
-            idle_since, connection = self._idle.pop()
+        while self._idle_connections:
+            idle_since, connection = self._idle_connections.pop()
             # No request is pending, so a readable connection was closed by the other side.
             if time.monotonic() - idle_since < MAX_IDLE_SECONDS and not _is_readable(connection.sock):
                 connection.sock.settimeout(self.timeout)
@@ -194,7 +194,7 @@ class Channel(Client):
         if response.will_close:
             connection.close()
         else:
-            self._idle.append((time.monotonic(), connection))
+            self._idle_connections.append((time.monotonic(), connection))
 
     def connection_lost_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, socket.timeout):

@@ -8,9 +8,9 @@ import pytest
 from zfs_core.parse import Property
 
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    DOOMED,
-    HEAD,
-    QUARANTINE,
+    DOOMED_PROPERTY,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     encode,
     volume_snapshot_property,
 )
@@ -52,7 +52,7 @@ class Tree:
 
     def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
         return self.add(
-            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[HEAD]}, **facts
+            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]}, **facts
         )
 
     def interpret(self) -> VolumeFindings:
@@ -129,7 +129,7 @@ def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
-    tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
+    tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED_PROPERTY: "yes"})
     tree.add(dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, dataset_name(VOLUME))
     findings = tree.interpret()
     assert (findings.doomed_ids, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
@@ -145,7 +145,7 @@ def test_damaged_records_are_quarantined() -> None:
     other_volume = Volume(name="other", size_mb=64)
     tree = (
         Tree()
-        .add(dataset_name(VOLUME), {HEAD: "{not json"})
+        .add(dataset_name(VOLUME), {RECORD_PROPERTY: "{not json"})
         .add_snapshot(SNAPSHOT, dataset_name(VOLUME))
         .add(dataset_name(VOLUME, 1))
     )
@@ -163,7 +163,9 @@ def test_damaged_records_are_quarantined() -> None:
         == {dataset_name(VOLUME), dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.pending_marks)
     )
-    recovered_findings = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
+    recovered_findings = (
+        Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE_PROPERTY: "not JSON"}).interpret()
+    )
     assert (recovered_findings.marks.recovered_names, [volume.id for volume in recovered_findings.volumes]) == (
         [dataset_name(VOLUME)],
         [VOLUME.id],
@@ -179,11 +181,11 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
 
 
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
-    head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":3')
-    findings = Tree().add(dataset_name(VOLUME), {HEAD: head}).interpret()
+    head = encode(VOLUME, 1)[RECORD_PROPERTY].replace('"v":1', '"v":3')
+    findings = Tree().add(dataset_name(VOLUME), {RECORD_PROPERTY: head}).interpret()
     assert list(findings.marks.newer_records) == [dataset_name(VOLUME)]
     assert (findings.marks.quarantined, findings.volumes, findings.uncommitted_datasets) == ({}, [], [])
-    head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
+    head = encode(SNAPSHOT, 1)[RECORD_PROPERTY].replace('"format":1', '"format":2')
     snapshot_name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
     findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
     assert (list(findings.marks.newer_records), findings.marks.quarantined) == ([snapshot_name], {})
@@ -197,7 +199,7 @@ def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
     for record in (valid_snapshot, orphaned_snapshot, hidden_snapshot):
         tree.add_snapshot(record, dataset_name(VOLUME))
     # A damaged record still counts, because it may be repaired.
-    tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {HEAD: "{not json"})
+    tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {RECORD_PROPERTY: "{not json"})
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
     findings = tree.interpret()
     assert findings.snapshots == [valid_snapshot]
@@ -216,9 +218,9 @@ def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     """One `zfs snapshot` command sets all properties on all snapshots that it takes."""
     other_volume = Volume(name="other", size_mb=64)
     records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other_volume.id, size_mb=64)]
-    props = {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
+    props = {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
     tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
         dataset = dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)
-        tree.add(f"{dataset}@{record.id}", props | {HEAD: "the record of the sandbox's snapshot"})
+        tree.add(f"{dataset}@{record.id}", props | {RECORD_PROPERTY: "the record of the sandbox's snapshot"})
     assert tree.interpret().snapshots == records

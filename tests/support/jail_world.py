@@ -24,7 +24,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
@@ -312,17 +312,17 @@ class JailZfsWorld:
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         name = self._find_full_name(config, torn)
-        zfs_core.lzc_set_prop(name, HEAD, zfs_core.local_props(name)[HEAD][:100])
+        zfs_core.lzc_set_prop(name, RECORD_PROPERTY, zfs_core.local_props(name)[RECORD_PROPERTY][:100])
         zfs_core.lzc_set_prop(
-            self._find_full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
+            self._find_full_name(config, short), RECORD_PROPERTY, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
         )
-        zfs_core.lzc_inherit_prop(self._find_full_name(config, empty), HEAD)
+        zfs_core.lzc_inherit_prop(self._find_full_name(config, empty), RECORD_PROPERTY)
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         name = self._find_full_name(config, snapshot.id)
-        head = json.loads(zfs_core.local_props(name)[HEAD])
+        head = json.loads(zfs_core.local_props(name)[RECORD_PROPERTY])
         head["record"] |= fields
-        zfs_core.lzc_set_prop(name, HEAD, json.dumps(head))
+        zfs_core.lzc_set_prop(name, RECORD_PROPERTY, json.dumps(head))
 
 
 def _is_within(process: Path, directory: Path) -> bool:

@@ -110,7 +110,7 @@ def _open_gateway() -> Gateway:
 
 async def _fork(options: argparse.Namespace) -> None:
     stop = _make_stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+    with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             sandboxes = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
             if sandboxes is None:
@@ -167,7 +167,7 @@ async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
 
 async def _attach(options: argparse.Namespace) -> None:
     stop = _make_stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+    with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             ping = gateway.call_sandbox(options.sandbox, "ping", seconds=EXIT_TIMEOUT_SECONDS)
             if await _run_unless_stopped(stop, ping) is None:

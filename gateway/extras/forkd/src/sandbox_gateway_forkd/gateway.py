@@ -11,9 +11,9 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8889"
 """The URL that forkd's own client uses by default."""
-CONNECT_SECONDS = 10.0
-CALL_SECONDS = 30.0
-SPAWN_SECONDS = 600.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+CALL_TIMEOUT_SECONDS = 30.0
+SPAWN_TIMEOUT_SECONDS = 600.0
 _MAX_CONCURRENT_REQUESTS = 16
 
 
@@ -51,10 +51,10 @@ class Gateway:
         await self._http.aclose()
 
     async def call(
-        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_TIMEOUT_SECONDS
     ) -> Any:
         """Send a request. Returns the JSON of the response; None if it is empty."""
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS, pool=None)
+        timeout = httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
         try:
             response = await self._http.request(method, route, json=body, timeout=timeout)
             data = response.json() if response.content else None
@@ -77,7 +77,7 @@ class Gateway:
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
-        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
+        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
         try:
             ids = [str(sandbox["id"]) for sandbox in created]
         except (KeyError, TypeError):

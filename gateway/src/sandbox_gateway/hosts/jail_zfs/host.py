@@ -86,8 +86,8 @@ class JailZfsHost:
         self._config = config
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
         state_root, prefix = config.host.state_root, config.network.prefix
-        self._opened = False
-        self._scanned = False
+        self._is_open = False
+        self._has_scanned = False
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, state_root=state_root)
@@ -133,15 +133,15 @@ class JailZfsHost:
         except BaseException:
             await run_in_thread(self._storage.close)
             raise
-        self._opened = True
+        self._is_open = True
 
     async def close(self) -> None:
-        if not self._opened:
+        if not self._is_open:
             return
-        self._opened = False
+        self._is_open = False
         await self._background.cancel()
         try:
-            if self._scanned and not self._register:  # Before the scan, unregistered jails may be running.
+            if self._has_scanned and not self._register:  # Before the scan, unregistered jails may be running.
                 await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
@@ -150,7 +150,7 @@ class JailZfsHost:
 
     async def scan(self) -> Scan:
         scan = await self._recovery.scan()
-        self._scanned = True
+        self._has_scanned = True
         self._background.start(self._watcher.run())
         return scan
 

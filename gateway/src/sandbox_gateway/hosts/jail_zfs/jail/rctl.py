@@ -11,7 +11,7 @@ from sandbox_gateway.records import Resources
 
 _JAILS_PER_COMMAND = 200
 _THREADS_PER_PROCESS = 4
-_JAILS_THAT_FILL_THE_FILE_TABLE = 4
+_FILE_TABLE_SHARES = 4
 _ABSENT_MESSAGES = ("No such process",)
 
 log = Logger("rctl")
@@ -27,7 +27,7 @@ def format_rules(jail: str, resources: Resources, processes: int, max_files: int
     limits = {
         "maxproc": str(processes),
         "nthr": str(processes * _THREADS_PER_PROCESS),
-        "openfiles": str(max_files // _JAILS_THAT_FILL_THE_FILE_TABLE),
+        "openfiles": str(max_files // _FILE_TABLE_SHARES),
         "vmemoryuse": str(resources.memory_mb << 20),
         "pcpu": str(resources.cpus * 100),
     }

@@ -15,7 +15,7 @@ import zfs_core
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE_PREFIX, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
@@ -174,7 +174,7 @@ class InstanceStorage:
         notes += [
             self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
             for instance in findings.uncommitted_instances
-            if HEAD not in zfs_core.local_props(self.dataset(instance))
+            if RECORD_PROPERTY not in zfs_core.local_props(self.dataset(instance))
         ]
         for name in findings.empty_datasets:
             self.tree.destroy_if_unused(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zfs_core.parse import Property
 
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY
 
 SCAN_PROPERTIES = ("createtxg", "defer_destroy", "canmount")
 """The native properties that a scan reads from every dataset and snapshot."""
@@ -38,12 +38,12 @@ class Marks:
         ascii_reason = "".join(c if " " <= c <= "~" else " " for c in reason.encode("ascii", "replace").decode())
         text = " ".join(ascii_reason.split())[:500] or "damaged"
         self.quarantined[name] = text
-        if props.get(QUARANTINE) != text:
+        if props.get(QUARANTINE_PROPERTY) != text:
             self.pending_marks[name] = text
 
     def note_readable(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
-        if QUARANTINE in props:
+        if QUARANTINE_PROPERTY in props:
             self.recovered_names.append(name)
 
     def list_notes(self) -> list[str]:

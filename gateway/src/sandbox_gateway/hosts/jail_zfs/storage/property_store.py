@@ -10,7 +10,12 @@ import zfs_core
 
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, find_stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
+    encode,
+    find_stale_parts,
+)
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.secret_files import SecretFiles
 from sandbox_gateway.records import Record, Sandbox
@@ -67,15 +72,15 @@ class PropertyStore:
 
     def remove(self, dataset: str) -> None:
         """Remove the record of a dataset, if it has one."""
-        if HEAD in zfs_core.local_props(dataset):
-            self._ballast.run_even_if_full(lambda: zfs_core.lzc_inherit_prop(dataset, HEAD))
+        if RECORD_PROPERTY in zfs_core.local_props(dataset):
+            self._ballast.run_even_if_full(lambda: zfs_core.lzc_inherit_prop(dataset, RECORD_PROPERTY))
 
     def mark(self, marks: Marks) -> None:
         """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
         with suppress(zfs_core.exceptions.ZFSError):
             for name, reason in marks.pending_marks.items():
-                zfs_core.lzc_set_prop(name, QUARANTINE, reason)
+                zfs_core.lzc_set_prop(name, QUARANTINE_PROPERTY, reason)
             for name in marks.recovered_names:
-                zfs_core.lzc_inherit_prop(name, QUARANTINE)
+                zfs_core.lzc_inherit_prop(name, QUARANTINE_PROPERTY)
             for name, prop in marks.stale_parts:
                 zfs_core.lzc_inherit_prop(name, prop)

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    HEAD,
-    QUARANTINE,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     StoredRecord,
     decode,
     find_stale_parts,
@@ -97,7 +97,7 @@ class _Reader:
         names = (
             name
             for name, facts in self._facts.items()
-            if "@" in name and not facts["defer_destroy"].is_on and HEAD in self._props(name)
+            if "@" in name and not facts["defer_destroy"].is_on and RECORD_PROPERTY in self._props(name)
             if not name.startswith((f"{self._root}/{VOLUMES}/", self._import_prefix))
         )
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
@@ -122,7 +122,7 @@ class _Reader:
             instance = name.removeprefix(prefix)
             if not name.startswith(prefix) or "@" in name or "/" in instance:
                 continue
-            if HEAD not in self._props(name):
+            if RECORD_PROPERTY not in self._props(name):
                 self._read_unrecorded_instance(name, instance)
             elif (stored_record := self._decode(name, "sandbox")) and isinstance(
                 record := stored_record.record, Sandbox
@@ -138,8 +138,8 @@ class _Reader:
         return claims
 
     def _read_unrecorded_instance(self, name: str, instance: str) -> None:
-        if QUARANTINE in self._props(name):
-            self._quarantine(name, self._props(name)[QUARANTINE])
+        if QUARANTINE_PROPERTY in self._props(name):
+            self._quarantine(name, self._props(name)[QUARANTINE_PROPERTY])
         elif is_retired(self._facts[name]["canmount"], has_record=False):
             self._retired_in_place.add(name)
         else:
@@ -189,7 +189,7 @@ class _Reader:
             *self._retired_in_place,
         }
         for name, props in self._local.items():
-            if any(prop.startswith(f"{HEAD}.") for prop in props):
+            if any(prop.startswith(f"{RECORD_PROPERTY}.") for prop in props):
                 self.findings.multipart_names.add(name)
             if name in readable_names:
                 self.findings.marks.stale_parts += [(name, prop) for prop in find_stale_parts(props)]

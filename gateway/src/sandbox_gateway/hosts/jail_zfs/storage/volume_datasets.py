@@ -9,7 +9,7 @@ import zfs_core
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.records import Volume
@@ -90,4 +90,4 @@ class VolumeDatasets:
         """
         if self.find_owner(dataset) == dataset:
             return False
-        return self.tree.is_retired(dataset) and DOOMED not in zfs_core.local_props(dataset)
+        return self.tree.is_retired(dataset) and DOOMED_PROPERTY not in zfs_core.local_props(dataset)

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import SCAN_PROPERTIES, Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    DOOMED,
-    HEAD,
-    QUARANTINE,
+    DOOMED_PROPERTY,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     decode,
     volume_snapshot_property,
 )
@@ -101,9 +101,9 @@ class _Reader:
         key, props = parse_volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
             self.findings.marks.quarantine(name, props, "its name is not the name of a volume")
-        elif DOOMED in props:
+        elif DOOMED_PROPERTY in props:
             self.findings.doomed_ids.add(key[0])
-        elif HEAD in props:
+        elif RECORD_PROPERTY in props:
             try:
                 stored_record = decode(props, "volume")
                 record = stored_record.record
@@ -118,8 +118,8 @@ class _Reader:
                 return
             claims.setdefault(key[0], []).append(_Claim(stored_record.generation, key[1], name, record))
             self.findings.marks.note_readable(name, props)
-        elif QUARANTINE in props:
-            self._quarantine(name, key[0], props[QUARANTINE])
+        elif QUARANTINE_PROPERTY in props:
+            self._quarantine(name, key[0], props[QUARANTINE_PROPERTY])
         else:
             unrecorded.setdefault(key[0], []).append(name)
 
@@ -177,7 +177,7 @@ class _Reader:
             if self._facts[name]["defer_destroy"].is_on:
                 continue
             try:
-                record = decode({HEAD: record_text}, "volume-snapshot").record
+                record = decode({RECORD_PROPERTY: record_text}, "volume-snapshot").record
                 assert isinstance(record, VolumeSnapshot)
                 if (record.id, record.volume) != (snapshot_id, key[0]):
                     raise ValueError(f"its record belongs to the snapshot {record.id} of the volume {record.volume}")

@@ -22,7 +22,7 @@ import zfs_core
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
@@ -191,7 +191,7 @@ class VolumeStorage:
             self._snapshots.check_no_cloned_volumes(names)
             self._snapshots.check_only_own_snapshots(names)
             if datasets:
-                self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, datasets[0], DOOMED, "yes"))
+                self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, datasets[0], DOOMED_PROPERTY, "yes"))
             with self._root.index_lock:
                 self._datasets.remove(volume_id)
                 self._snapshots.names.remove_names(names)
@@ -203,8 +203,8 @@ class VolumeStorage:
             datasets = self._datasets.list_all(volume_id)
             # Mark the other datasets before the newest one, which depends on them, is destroyed.
             for dataset in reversed(datasets):
-                if DOOMED not in zfs_core.local_props(dataset):
-                    self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, dataset, DOOMED, "yes"))
+                if DOOMED_PROPERTY not in zfs_core.local_props(dataset):
+                    self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, dataset, DOOMED_PROPERTY, "yes"))
             for dataset in datasets:
                 zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), False)
                 self._datasets.tree.destroy(dataset)

@@ -160,7 +160,7 @@ class SnapshotFiles:
         self.device_state = directory / "device.state"
         self.kernel = directory / _KERNEL
         self.initrd = directory / _INITRD
-        self.unsynced = directory / "unsynced"
+        self.unsynced_marker = directory / "unsynced"
         """Exists while data may not be on the device yet. Contains the id of the host's boot."""
 
 

@@ -72,7 +72,7 @@ class Snapshots:
             commit_protocol.sync_files(_find_existing_images(partial_files))
             sync_image_directory(partial_files)
         else:
-            partial_files.unsynced.write_text(_BOOT_ID_FILE.read_text())
+            partial_files.unsynced_marker.write_text(_BOOT_ID_FILE.read_text())
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial_files.disk)
         record_files.write_record(partial_files.directory, snapshot, durable=is_durable)
         commit_protocol.commit(self._find_directory(snapshot), durable=is_durable)
@@ -120,13 +120,13 @@ def _sync(files: SnapshotFiles) -> None:
     sync_image_directory(files)
     commit_protocol.sync_directory(directory)
     commit_protocol.sync_directory(directory.parent)
-    files.unsynced.unlink()
+    files.unsynced_marker.unlink()
 
 
 def _read_unsynced_boot_id(files: SnapshotFiles) -> str | None:
     """Return the id of the host's boot in which an unsynced snapshot was taken, or None if it has been synced."""
     try:
-        with open(files.unsynced) as file:  # noqa: PTH123 - faster for thousands of snapshots
+        with open(files.unsynced_marker) as file:  # noqa: PTH123 - faster for thousands of snapshots
             return file.read()
     except FileNotFoundError:
         return None

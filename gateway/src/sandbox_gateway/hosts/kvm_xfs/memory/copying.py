@@ -27,10 +27,10 @@ class Copier:
         self._ram = ram
         self._image = image
         self._base = base
-        self._written_before = np.zeros(ram.end // PAGE_BYTES, dtype=np.bool_)
+        self._written_pages = np.zeros(ram.end // PAGE_BYTES, dtype=np.bool_)
         """The pages of the image that this capture has written, and that may therefore differ from the base."""
         self._buffer = np.empty(0, dtype=np.uint8)
-        self._buffered: list[tuple[Runs, NDArray[np.uint8]]] = []
+        self._buffered_runs: list[tuple[Runs, NDArray[np.uint8]]] = []
         self.written_bytes = 0
 
     def reserve(self, size: int) -> None:
@@ -52,12 +52,12 @@ class Copier:
             if len(data) < size:
                 data = np.empty(size, dtype=np.uint8)
             self._ram.read(piece, data)
-            self._buffered.append((piece, data))
+            self._buffered_runs.append((piece, data))
             buffered_bytes += size
 
     def write_buffered(self) -> None:
-        buffered, self._buffered = self._buffered, []
-        for runs, data in buffered:
+        buffered_runs, self._buffered_runs = self._buffered_runs, []
+        for runs, data in buffered_runs:
             self._write(runs, data)
 
     def copy(self, runs: Runs) -> None:
@@ -76,9 +76,9 @@ class Copier:
             first_page = offset // PAGE_BYTES
             is_changed = (
                 self._differs_from_base(contents, offset)
-                | self._written_before[first_page : first_page + length // PAGE_BYTES]
+                | self._written_pages[first_page : first_page + length // PAGE_BYTES]
             )
-            self._written_before[first_page : first_page + length // PAGE_BYTES] = is_changed
+            self._written_pages[first_page : first_page + length // PAGE_BYTES] = is_changed
             for start, size in from_mask(is_changed, 0, PAGE_BYTES).tolist():
                 _write_all(self._image, contents[start : start + size].data, offset + start)
                 self.written_bytes += size

@@ -26,7 +26,7 @@ class NamePolicy:
         self._rules = [rule for rule in build_egress_rules(policy, []) if not rule.to_names]
         metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
         specific_networks = [network for network in denied_networks_of(policy) if network.prefixlen > 0]
-        self._closed = [subnet, *metadata_networks, *specific_networks]
+        self._closed_networks = [subnet, *metadata_networks, *specific_networks]
         self._subnet = subnet
 
     def __bool__(self) -> bool:
@@ -57,4 +57,4 @@ class NamePolicy:
         resolves.
         """
         is_public = address.is_global and not address.is_multicast
-        return is_public and not any(address in network for network in self._closed)
+        return is_public and not any(address in network for network in self._closed_networks)

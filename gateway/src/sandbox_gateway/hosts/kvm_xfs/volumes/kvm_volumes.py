@@ -85,7 +85,7 @@ class KvmVolumes:
             if error is not None:
                 scan.repaired.append(f"volume {share.volume} cannot be served: {error}; the gateway retries")
                 self._background.start(self._update_with_retries(share))
-        for volume in self._store.growing:
+        for volume in self._store.growing_volumes:
             try:
                 await self._servers.grow(volume.id)
                 # This step is the last: if it fails, the next start repeats everything.
@@ -253,19 +253,19 @@ class KvmVolumes:
             share.clients[sandbox.instance] = (address, mount.read_only)
         await wait_for_all(*(self._update(share) for share in shares))
 
-    def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
-        """Start to revoke the access of an instance whose machine has ended, and call ``then`` afterwards.
+    def revoke_all(self, instance: str, callback: Callable[[], Awaitable[None]]) -> bool:
+        """Start revoking the access of an instance whose machine has ended, and call ``callback`` afterwards.
 
-        Returns immediately. Returns False, without calling ``then``, if the instance had no volumes.
+        Returns immediately. Returns False, without calling ``callback``, if the instance had no volumes.
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
-            self._background.start(self._complete_revocation(shares, then))
+            self._background.start(self._complete_revocation(shares, callback))
         return bool(shares)
 
-    async def _complete_revocation(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
+    async def _complete_revocation(self, shares: Sequence[_Share], callback: Callable[[], Awaitable[None]]) -> None:
         await asyncio.gather(*(self._update_with_retries(share) for share in shares))
-        await then()
+        await callback()
 
     async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
         """Update the clients of several servers. Returns an error or None for each server."""

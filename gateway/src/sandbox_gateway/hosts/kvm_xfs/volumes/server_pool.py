@@ -90,12 +90,14 @@ class ServerPool:
         self._access.clear()
         repaired: list[str] = []
         stopped_volumes: set[str] = set()
-        for found in find_servers(self._root, self._starter.namespace):
-            volume = found.volume
+        for found_server in find_servers(self._root, self._starter.namespace):
+            volume = found_server.volume
             settings = load_settings(self._root / volume)
-            server = ServerProcess(volume, found.pid, settings or ServerSettings("", 0, {}), pidfd=found.pidfd)
+            server = ServerProcess(
+                volume, found_server.pid, settings or ServerSettings("", 0, {}), pidfd=found_server.pidfd
+            )
             if (
-                found.is_serving
+                found_server.is_serving
                 and settings
                 and volume in known_volumes
                 and volume not in self._servers
@@ -103,7 +105,7 @@ class ServerPool:
             ):
                 server.send_signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
-                    server.log = open_log_of(found.pid)
+                    server.log = open_log_of(found_server.pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.list_access_pairs())

@@ -43,7 +43,7 @@ class VolumeStore:
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
         self._root = layout.volumes
-        self.growing: list[Volume] = []
+        self.growing_volumes: list[Volume] = []
         """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
@@ -195,7 +195,7 @@ class VolumeStore:
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
-            self.growing.append(volume)
+            self.growing_volumes.append(volume)
             repaired.append(
                 f"completed the interrupted growth of volume {volume.id}, whose size is now {length_mb} MiB"
             )
@@ -246,8 +246,8 @@ async def _format(image: Path, volume: Volume) -> None:
     try:
         await format_image(image, volume.id, volume.size_mb)
     except BackendFailed as error:
-        if (full := os.strerror(errno.ENOSPC)) in error.message:
-            raise OSError(errno.ENOSPC, full) from None  # Raise the same error as the other methods.
+        if (message := os.strerror(errno.ENOSPC)) in error.message:
+            raise OSError(errno.ENOSPC, message) from None  # Raise the same error as the other methods.
         raise
 
 

@@ -23,8 +23,8 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_
 from sandbox_gateway.image_references import ImageReference, Transport
 from sandbox_gateway.recipes import digest_file
 
-_INSPECT_SECONDS = 60
-_COPY_SECONDS = 3600
+_INSPECT_TIMEOUT_SECONDS = 60
+_COPY_TIMEOUT_SECONDS = 3600
 _STALL_SECONDS = 120
 _MIN_PROGRESS_BYTES = 256 << 10
 """A registry must send at least this much every ``_STALL_SECONDS``, because it occupies one of the build slots."""
@@ -75,7 +75,7 @@ async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
         argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _build_source(image)]
-        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
+        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_TIMEOUT_SECONDS)
     # skopeo does not compare the manifest with the digest that the reference names.
     digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
     if image.digest not in ("", digest):
@@ -127,7 +127,7 @@ async def copy_image(
                 "compressed: set diskSizeMB to a larger number"
             )
 
-    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS), check_size)
+    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_TIMEOUT_SECONDS), check_size)
     return await asyncio.to_thread(read_layout, work_directory, image)
 
 

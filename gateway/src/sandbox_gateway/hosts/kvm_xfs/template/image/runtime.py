@@ -27,7 +27,7 @@ _LOADER = f"{PREFIX}/lib/ld.so"
 _PROGRAMS = {"python3": "/usr/bin/python3", "kmod": "/bin/kmod", "ip": "/bin/ip", "resize2fs": "/sbin/resize2fs"}
 """The programs in `/opt/sandbox/bin`, and their paths in the Debian tree."""
 _MOUNT_POINTS = ("/dev", "/proc", "/run", "/sys")
-_PATCH_SECONDS = 60
+_PATCH_TIMEOUT_SECONDS = 60
 
 
 async def add_runtime(tree: Path, debian: Path, agent: Path, settings: StartSettings, log: Log) -> tuple[Path, Path]:
@@ -137,5 +137,5 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 async def _run_patchelf(*arguments: str | Path) -> str:
-    result = await run_async(["patchelf", *map(str, arguments)], timeout=_PATCH_SECONDS)
+    result = await run_async(["patchelf", *map(str, arguments)], timeout=_PATCH_TIMEOUT_SECONDS)
     return result.stdout.strip()
