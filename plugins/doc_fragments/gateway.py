@@ -63,7 +63,7 @@ options:
     default: false
   predict_only:
     description:
-      - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it
+      - Whether to hide this task's predicted changes from later tasks of the same check run. The action plugin sets it
         for a task with C(check_mode=true), which changes nothing in a real run either; do not set it yourself.
     type: bool
     default: false

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MASK = "********"
 PLAN_KEY = "_plan"
-"""The key of a result for the action plugin: the task's entry for the plan file, or what it used of an applied plan."""
+"""The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
@@ -230,7 +230,7 @@ class _Run:
         return reads
 
     def _read_version(self, path: str) -> str:
-        """Return the version of an object that the task need not read, but that its plan depends on."""
+        """Return the version of an object that the plan depends on, even if the task has not read it."""
         return object_version(path, self.client.find(path))
 
     def _list_own_paths(self) -> list[str]:

@@ -58,8 +58,8 @@ options:
     elements: str
   expires_in:
     description:
-      - Number of seconds after which the gateway removes the snapshot once it is unused. If not set, the snapshot is
-        kept.
+      - Number of seconds after which the gateway removes the snapshot, as soon as it is unused. If not set, the
+        snapshot is kept.
       - This option is ignored if the snapshot already exists.
     type: int
   retention:
@@ -92,7 +92,7 @@ options:
     type: int
   export_to:
     description:
-      - Path of a file on the host on which the module runs, which then contains the snapshot. With O(sandbox), the
+      - Path of a file on the host where the module runs. The task writes the snapshot to it. With O(sandbox), the
         snapshot is taken first if it does not exist.
       - If the file already contains this snapshot, nothing is changed. A file that contains another snapshot,
         or this one without its memory (C(sandboxctl snapshot export --no-memory)), is replaced. With any other file,
@@ -102,7 +102,7 @@ options:
     type: path
   import_from:
     description:
-      - Path of a file on the host on which the module runs, from which the snapshot is created. If the snapshot exists
+      - Path of a file on the host where the module runs, to create the snapshot from. If the snapshot exists
         and was imported from a file with the same snapshot, nothing is changed, even if the file no longer exists.
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
         RV(snapshots[].memory) is then V(none).

@@ -7,7 +7,7 @@ refuse. Its user id cannot change either, but all machines may run as root, and 
 misconfigured. A control group may be missing, because the host lacks the controllers or the gateway died before it set
 the limits.
 
-A pid can be reused at any time, except that of a child that has not been waited for. So processes are identified
+A pid can be reused at any time, unless it belongs to a child that has not been waited for. So processes are identified
 with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
 OSError if the process has ended.
 """

@@ -65,7 +65,7 @@ class StoredRecord(NamedTuple):
 def encode(record: Record, generation: int, secret_file: str = "") -> dict[str, str]:
     """Return the properties that store ``record``, ending with ``sandbox:record``.
 
-    ``secret_file``: the name of the file with the environment, if the record is that of a sandbox with an environment.
+    ``secret_file``: the name of the file with the environment, if ``record`` is a sandbox with an environment.
     Raises Invalid if the record is too long.
     """
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))

@@ -35,7 +35,7 @@ class SandboxFindings:
     generations: dict[str, int] = field(default_factory=dict)
     """The generation of each record, keyed by the id of the sandbox or snapshot."""
     secret_files: dict[str, str] = field(default_factory=dict)
-    """The name of the file with the environment of each sandbox that has such a file, keyed by the sandbox's id."""
+    """The name of each sandbox's environment file, keyed by the sandbox's id. Omits sandboxes without such a file."""
     multipart_names: set[str] = field(default_factory=set)
     """Datasets and snapshots that have parts of records."""
     uncommitted_instances: list[str] = field(default_factory=list)

@@ -54,7 +54,7 @@ def release(link: Path) -> None:
 
 
 def list_targets_below(directory: Path) -> list[Path]:
-    """Return the hard links in memory roots to which symbolic links in a machine's directory refer."""
+    """Return the hard links in memory roots that symbolic links in a machine's directory refer to."""
     return list_targets(directory.glob("memory.*"))
 
 

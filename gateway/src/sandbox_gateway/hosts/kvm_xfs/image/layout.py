@@ -139,7 +139,7 @@ class MemoryDirectory:
         return sorted(self.machines.glob("*/*"))
 
     def find_machine_file(self, link: Path) -> Path:
-        """Return the file to which ``link``, a symbolic link in the directory of a machine, refers."""
+        """Return the file that ``link``, a symbolic link in the directory of a machine, refers to."""
         return self.machines / link.parent.name / link.name
 
 

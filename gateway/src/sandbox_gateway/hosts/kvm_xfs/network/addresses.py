@@ -42,7 +42,7 @@ class Slot:
     veth: str
     """Name of the host's end of the veth."""
     uid: int
-    """The user who may open the tap in addition to root; 0 means only root."""
+    """The id of the user who may open the tap in addition to root; 0 means only root."""
     tap: str = TAP_NAME
 
 

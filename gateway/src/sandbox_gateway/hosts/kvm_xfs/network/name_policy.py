@@ -53,8 +53,8 @@ class NamePolicy:
         """Return whether ``address`` becomes reachable if an allowed name resolves to it.
 
         The owner of a name can point it to any address. Therefore, names open only addresses of the public internet
-        that ``deny_out`` does not contain. ``0.0.0.0/0`` in ``deny_out`` covers only addresses to which no allowed name
-        resolves.
+        that ``deny_out`` does not contain. ``0.0.0.0/0`` in ``deny_out`` covers only addresses that no allowed name
+        resolves to.
         """
         is_public = address.is_global and not address.is_multicast
         return is_public and not any(address in network for network in self._closed_networks)

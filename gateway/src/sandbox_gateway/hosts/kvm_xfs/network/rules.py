@@ -181,7 +181,7 @@ table inet {_TABLE} {{
 def build_policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
     """Return nft commands that apply ``policy`` to a slot in one transaction. Raises Invalid for an invalid address.
 
-    The commands also create what slots of older releases lack.
+    The commands also create the sets and chains that slots of older releases lack.
     """
     has_names = bool(list_allowed_names(policy))
     rules_by_chain = {

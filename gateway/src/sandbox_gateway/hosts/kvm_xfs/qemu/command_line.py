@@ -56,7 +56,7 @@ class MachineSpec:
     tap: str
     netns: Path
     uid: int
-    """The user to which QEMU switches after it has opened its files; 0 means root."""
+    """The user id that QEMU switches to after it has opened its files; 0 means root."""
     generation: str
     """GUID of this machine generation, different for every fork."""
 

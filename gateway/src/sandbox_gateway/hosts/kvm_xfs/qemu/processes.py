@@ -16,7 +16,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
 class MachineProcess(NamedTuple):
-    """A process that runs in a network slot, or whose command line is that of a machine.
+    """A process that runs in a network slot, or that has the command line of a machine.
 
     The command line does not prove that a gateway started the process. The owner of this object closes ``pidfd``.
     """

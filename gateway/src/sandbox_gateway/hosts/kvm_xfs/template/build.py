@@ -53,7 +53,7 @@ async def build_rootfs(
 
     Returns the start command of the recipe's OCI image; "" if there is none. ``image_digest``: the digest of the OCI
     image in its registry. ``agent``: directory of the agent's package; default: the agent installed with the gateway.
-    Each file is built in a `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the
+    Each file is built in a `.partial-rootfs-*` directory next to ``image`` and then renamed. Raises Invalid if the
     recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and
     BackendFailed if a tool fails.
     """

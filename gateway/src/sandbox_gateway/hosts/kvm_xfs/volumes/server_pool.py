@@ -204,7 +204,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _frozen(self, volume: str) -> AsyncIterator[None]:
-        # Do not use fsfreeze(8): if the gateway and the server died meanwhile, the kernel would never release it.
+        # Do not use fsfreeze(8): if the gateway and the server died, the kernel would never thaw the file system.
         async with self._lock(volume):
             server = self._servers.get(volume)
             if server is None or server.has_ended():

@@ -204,8 +204,8 @@ def load_settings(directory: Path) -> ServerSettings | None:
 def replace_file(path: str | Path, text: str, *, dir_fd: int | None = None) -> None:
     """Write a file atomically: readers see either the old text or the new text.
 
-    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory meanwhile,
-    so the function follows no links. Raises OSError.
+    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory at the same
+    time, so the function does not follow links. Raises OSError.
     """
     new_path = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):

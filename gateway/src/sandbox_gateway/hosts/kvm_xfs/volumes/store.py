@@ -1,4 +1,4 @@
-"""Store each volume on disk as an image, with the volume's snapshots beside it.
+"""Store each volume on disk as an image, with the volume's snapshots next to it.
 
 An image is a sparse file that contains a file system; its length is the volume's size. Renaming a directory commits a
 volume or a snapshot, renaming a file commits a rollback, and the new length of the image commits growth. If the size in
@@ -97,7 +97,7 @@ class VolumeStore:
         return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot_directory(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Clone a snapshot's image beside the volume's image, for ``swap``, and extend it to the volume's size."""
+        """Clone a snapshot's image next to the volume's image, for ``swap``, and extend it to the volume's size."""
         new_image = self._root / volume.id / _NEW_IMAGE
         new_image.unlink(missing_ok=True)
         try:

@@ -26,7 +26,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _WHITEOUT_PREFIX = ".wh."
 _OVERHEAD_PER_ENTRY = 2048
-"""Bytes of headers and padding that an entry may have in an archive, besides its contents."""
+"""Bytes of headers and padding that an entry may have in an archive, in addition to its contents."""
 _MAX_NAME_LENGTH = 4096
 _BLOCK = 512
 _MAX_EXTENDED_HEADER_BYTES = 1 << 20
