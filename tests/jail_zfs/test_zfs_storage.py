@@ -384,7 +384,7 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
         _set_disk_quota(storage, instance, 8)
     dataset = storage.instances.dataset(instance)
     assert zfs_core.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
-    assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
+    assert 20 << 20 < storage.instances.count_unique_bytes(instance) < 24 << 20
     assert zfs_core.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
     assert sorted(_list_dataset_names(storage, "filesystem")) == sorted(
         [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]

@@ -35,7 +35,8 @@ SIZES = {
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshots:
-    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)  # the file system of temporary files may lack FIEMAP
+    # the file system of temporary files may lack FIEMAP
+    monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
     layout = Layout(tmp_path / "state")
     layout.create()
     return Snapshots(layout, Quarantine(tmp_path / "state"))

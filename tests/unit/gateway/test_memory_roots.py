@@ -26,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system that does not list extents, such as tmpfs."""
-    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
+    monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
 
 
 @pytest.fixture

@@ -156,6 +156,6 @@ class Disks:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await run_in_thread(self._storage.instances.has_diverged, sandbox.instance, head.id)
 
-    async def unique_bytes(self, sandbox: Sandbox) -> int:
+    async def count_unique_bytes(self, sandbox: Sandbox) -> int:
         """Return the number of bytes that only this sandbox uses."""
-        return await run_in_thread(self._storage.instances.unique_bytes, sandbox.instance)
+        return await run_in_thread(self._storage.instances.count_unique_bytes, sandbox.instance)

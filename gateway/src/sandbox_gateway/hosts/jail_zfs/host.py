@@ -358,7 +358,7 @@ class JailZfsHost:
     # -- queries ----------------------------------------------------------------------------------------------------
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        disk_bytes = await self._disks.unique_bytes(sandbox)
+        disk_bytes = await self._disks.count_unique_bytes(sandbox)
         machine = self._register.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 

@@ -360,8 +360,8 @@ class KvmXfsHost:
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _removal_explained(sandbox):
             files = self._layout.instance(sandbox)
-            disk_bytes = await asyncio.to_thread(reflink.unique_bytes, files.disk)
-            image_bytes = await asyncio.to_thread(instances.image_bytes, files)
+            disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
+            image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
         memory_bytes = await asyncio.to_thread(started_machine.machine.memory_bytes) if started_machine else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)

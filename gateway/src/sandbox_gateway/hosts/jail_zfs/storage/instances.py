@@ -97,7 +97,7 @@ class InstanceStorage:
             return True
 
     @translate_errors
-    def unique_bytes(self, instance: str) -> int:
+    def count_unique_bytes(self, instance: str) -> int:
         """Return the number of bytes that would be freed if this instance were destroyed."""
         return zfs_core.used_bytes(self.dataset(instance))
 

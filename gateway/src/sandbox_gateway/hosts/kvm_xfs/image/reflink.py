@@ -147,7 +147,7 @@ def _list_extents(path: Path, descriptor: int, start: int) -> list[tuple[Extent,
     return batch
 
 
-def unique_bytes(path: Path) -> int:
+def count_unique_bytes(path: Path) -> int:
     """Return the number of bytes that the file does not share with other files. Removing the file would free them."""
     return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 

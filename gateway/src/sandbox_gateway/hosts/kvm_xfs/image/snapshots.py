@@ -73,7 +73,7 @@ class Snapshots:
             sync_image_directory(partial_files)
         else:
             partial_files.unsynced_marker.write_text(_BOOT_ID_FILE.read_text())
-        snapshot.disk_bytes_unique = reflink.unique_bytes(partial_files.disk)
+        snapshot.disk_bytes_unique = reflink.count_unique_bytes(partial_files.disk)
         record_files.write_record(partial_files.directory, snapshot, durable=is_durable)
         commit_protocol.commit(self._find_directory(snapshot), durable=is_durable)
 

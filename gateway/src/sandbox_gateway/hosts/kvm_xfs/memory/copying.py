@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, from_mask, split, total_bytes
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, from_mask, split
 
 MAX_BUFFERED_BYTES = 256 << 20
 """Maximum bytes to buffer until the machine resumes. Any further bytes are written while the machine is stopped."""
@@ -44,7 +44,7 @@ class Copier:
         """
         buffered_bytes = 0
         for piece in split(runs, MAX_BUFFERED_BYTES):
-            size = total_bytes(piece)
+            size = count_bytes(piece)
             if buffered_bytes + size > MAX_BUFFERED_BYTES:
                 self.write_buffered()
                 buffered_bytes = 0
@@ -62,9 +62,9 @@ class Copier:
 
     def copy(self, runs: Runs) -> None:
         """Copy pages in chunks, to limit memory use. Call this again for pages that a running machine writes later."""
-        buffer = np.empty(min(total_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
+        buffer = np.empty(min(count_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
         for piece in split(runs, _PIECE_BYTES):
-            data = buffer[: total_bytes(piece)]
+            data = buffer[: count_bytes(piece)]
             self._ram.read(piece, data)
             self._write(piece, data)
 
