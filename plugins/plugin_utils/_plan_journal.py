@@ -97,7 +97,7 @@ def add_entry(entry: dict[str, Any]) -> None:
     _write(f"{time.time_ns():020}-{os.getpid()}{_ENTRY_SUFFIX}", entry)
 
 
-def entries() -> list[dict[str, Any]]:
+def read_entries() -> list[dict[str, Any]]:
     """Return the entries of a check run in the order of their execution."""
     return [_read(path) for path in sorted(make_journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
 
@@ -112,7 +112,7 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
 
     ``variables``: the variables of the current task.
     """
-    run_entries = entries()
+    run_entries = read_entries()
     return _plan_file.make_document(
         mark_dependent(entry for entry in run_entries if "problem" not in entry),
         playbooks=playbooks,

@@ -108,7 +108,7 @@ def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sl
 
 
 def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
-    assert Cgroups(session.network()["prefix"])._roots().isdisjoint(groups._list_roots())
+    assert Cgroups(session.network()["prefix"])._list_roots().isdisjoint(groups._list_roots())
 
 
 def test_missing_controllers_are_logged_once(
