@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import data_ranges
+from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.records import Snapshot
 
 _MAX_RATIO = 1 / 0.7
@@ -83,7 +83,7 @@ def _drop_caches_and_count(host: KvmXfs, snapshot: Snapshot) -> int:
     for path in _list_image_paths(host, snapshot):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            size += sum(end - start for start, end in data_ranges(file.fileno()))
+            size += sum(end - start for start, end in list_data_ranges(file.fileno()))
     return size
 
 
@@ -95,7 +95,7 @@ def _time_zstd(paths: list[Path], target: Path) -> float:
         pipe = process.stdin.fileno()
         for path in paths:
             with path.open("rb") as file:
-                for start, end in data_ranges(file.fileno()):
+                for start, end in list_data_ranges(file.fileno()):
                     while start < end:
                         start += os.sendfile(pipe, file.fileno(), start, end - start)
         process.stdin.close()

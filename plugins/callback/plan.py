@@ -16,8 +16,8 @@ description:
   - The signs are C(+) for created, C(~) for changed, C(-) for removed and C(↺) for rolled back.
   - The table also contains the known costs (disk, memory and pauses), the values that only the run can know, and the
     failures that are predicted.
-  - At the end of a run that applies a plan, prints the planned changes that the run has not made, or a message that
-    it has made all of them. In all other runs without C(--check), prints nothing.
+  - At the end of a run that applies a plan, prints the planned changes that the run did not make, or a message that
+    it made all of them. In all other runs without C(--check), prints nothing.
   - At the end of a check run, also ends its plan sessions in the gateways. Without this plugin, they end later.
 author:
   - The grove.sandbox authors (@grove-sandbox)
@@ -28,7 +28,8 @@ options:
   plan_file:
     description:
       - The file in which a check run saves the plan as JSON.
-      - A check run removes this file when it starts. A run that fails therefore leaves no plan of an earlier run.
+      - A check run removes this file when it starts. A run that fails therefore does not leave an earlier run's plan
+        behind.
     type: path
     env:
       - name: GROVE_SANDBOX_PLAN_FILE
@@ -106,13 +107,13 @@ class CallbackModule(CallbackBase):
         self._possible_failures: list[tuple[str, str]] = []
         """The host and the description of each failure of the last tasks, which the playbook may have rescued."""
         self._failures: dict[str, None] = {}
-        """The descriptions of the failures that make the plan incomplete, in the order of their occurrence."""
+        """The descriptions of the failures that make the plan incomplete, in the order in which they occurred."""
 
     def v2_playbook_on_start(self, playbook: Playbook) -> None:
         if not context.CLIARGS.get("check"):
-            # The workers inherit the plan. Each task reports a failure.
+            # The workers inherit the plan. If it cannot be applied, each task reports that.
             with contextlib.suppress(Failure):
-                if not self._playbooks and _plan_journal.applied_plan() is not None:
+                if not self._playbooks and _plan_journal.load_applied_plan() is not None:
                     # Every playbook of the run has its own statistics, and after a failure the others may not run.
                     atexit.register(self._end_sessions)
                     atexit.register(self._print_omitted)
@@ -176,12 +177,12 @@ class CallbackModule(CallbackBase):
     def _print_omitted(self) -> None:
         """After a run that applied a plan, print the planned changes that the run has not made."""
         try:
-            if (plan := _plan_journal.applied_plan()) is None:
+            if (plan := _plan_journal.load_applied_plan()) is None:
                 return
             omitted = _plan_journal.list_omitted(plan)
         except Failure:
-            return  # Each task has reported it.
-        self._display.display("\nAll changes of the plan were made." if not omitted else "\nNot made, but in the plan:")
+            return  # Each task has reported this failure.
+        self._display.display("\nAll changes in the plan were made." if not omitted else "\nIn the plan, but not made:")
         for entry, names in omitted:
             text = f"  {entry['host']}: {entry['task']} ({entry['path']}): {', '.join(names)[:200]}"
             self._display.display(make_printable(text))

@@ -149,12 +149,12 @@ notes:
   - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
     reached. Interrupted commands are not repeated.
   - Commands keep running if the control node disconnects.
-  - In a check run, a task is skipped if its sandbox has no machine yet that the task could use, because a task of this
-    collection would create, restart or roll back the sandbox, or change its volumes. It is also skipped if the sandbox
-    is paused, or such a task would pause it, and it was created with C(autoResume); the check run does not resume it.
-    The host is unreachable if such a task would pause the sandbox and it was created without C(autoResume), or if such
-    a task would remove it. A task with C(check_mode=false) acts on the real sandbox, which it can also resume. It is
-    only skipped if there is no such sandbox yet.
+  - In a check run, a task is skipped if its sandbox does not have a machine yet that the task could use, because an
+    earlier task of this collection would create, restart or roll back the sandbox, or change its volumes. A task is
+    also skipped if its sandbox was created with C(autoResume), and is paused or would be paused by an earlier task; the
+    check run does not resume the sandbox. The host is unreachable if an earlier task would pause a sandbox that was
+    created without C(autoResume), or would remove the sandbox. A task with C(check_mode=false) acts on the real
+    sandbox, which it can also resume. It is skipped only if the real sandbox does not exist yet.
 """
 
 import contextlib
@@ -172,7 +172,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
 from ansible_collections.grove.sandbox.plugins.plugin_utils._check_run import is_check_run, require_machine
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
-from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, task_host_name
+from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, find_task_host
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE_KIND, Channel, Process
 
 display = Display()
@@ -213,7 +213,7 @@ class Connection(ConnectionBase):
         self._check_mode = False
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Set all options except those that decide where the key is sent, which ``_operator_settings`` returns."""
+        """Set all options except those that decide where the key is sent, which ``_compute_settings`` returns."""
         self._initial_variables = dict(var_options or {})
         unguarded_variables = {
             name: value for name, value in self._initial_variables.items() if name not in self._find_guarded_names()
@@ -265,7 +265,7 @@ class Connection(ConnectionBase):
         return self
 
     def _new_channel(self) -> Channel:
-        settings = self._operator_settings()
+        settings = self._compute_settings()
         sandbox = settings["sandbox"]
         gateway = find_gateway(sandbox, settings["gateway_url"])
         if gateway is None:
@@ -297,10 +297,10 @@ class Connection(ConnectionBase):
             name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in UNGUARDED_VARIABLES
         ]
 
-    def _operator_settings(self) -> dict[str, Any]:
+    def _compute_settings(self) -> dict[str, Any]:
         """Return this plugin's options as the operator set them, independent of task results. Raises Failure."""
         if self._settings is None:
-            self._settings = self._compute_options(self._operator_values())
+            self._settings = self._compute_options(self._compute_operator_values())
         return self._settings
 
     def _compute_options(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +308,7 @@ class Connection(ConnectionBase):
         options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
         return options
 
-    def _operator_values(self) -> dict[str, Any]:
+    def _compute_operator_values(self) -> dict[str, Any]:
         """Return the values of the guarded variables as the operator set them.
 
         Raises Failure if another source sets a variable that decides where the key is sent.
@@ -317,7 +317,7 @@ class Connection(ConnectionBase):
         operator_variables: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
         if "hostvars" in variables:
-            host = str(self._delegate or task_host_name())
+            host = str(self._delegate or find_task_host())
             operator_variables = OperatorVariables(variables["hostvars"], host)
         if self._delegate:
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
@@ -369,7 +369,7 @@ class Connection(ConnectionBase):
         self, process: Process, in_data: bytes | None, escalation: _Escalation | None
     ) -> tuple[bytes, bytes]:
         output = {"stdout": bytearray(), "stderr": bytearray()}
-        max_output_mb = self._operator_settings()["max_output_mb"]
+        max_output_mb = self._compute_settings()["max_output_mb"]
         is_waiting = bool(escalation and escalation.is_waiting)
         has_started = False
         for kind, data in process.output():
@@ -434,7 +434,7 @@ class Connection(ConnectionBase):
 
     @property
     def _sandbox(self) -> str:
-        return str(self._operator_settings()["sandbox"])
+        return str(self._compute_settings()["sandbox"])
 
     def _unreachable_error(self, failure: Failure) -> UnreachableError:
         self.close()

@@ -51,19 +51,19 @@ options:
   from_action_plugin:
     description:
       - Whether the action plugin of the same name has started the module. Only the action plugin knows whether the run
-        applies a plan, so a module that can change something refuses to work without it. The action plugin sets it; do
+        applies a plan, so a module that can change something refuses to run without it. The action plugin sets it; do
         not set it yourself.
     type: bool
     default: false
   is_async:
     description:
-      - Whether the task is asynchronous, so that the action plugin does not receive the module's result, and the module
-        must not add anything for it. The action plugin sets it; do not set it yourself.
+      - Whether the task is asynchronous. The action plugin then does not receive the module's result, so the module
+        must not add data for it. The action plugin sets this option; do not set it yourself.
     type: bool
     default: false
   predict_only:
     description:
-      - Whether later tasks of the same check run do not see what this task would have done. The action plugin sets it
+      - Whether to hide this task's predicted changes from later tasks of the same check run. The action plugin sets it
         for a task with C(check_mode=true), which changes nothing in a real run either; do not set it yourself.
     type: bool
     default: false

@@ -32,8 +32,8 @@ options:
       - section: grove_sandbox
         key: plan_lifetime
 notes:
-  - Publish the plan as JSON text, as in the example. AWX writes the variables of a job as YAML with C(!unsafe), from
-    which ansible-core 2.19 and later read strings such as times as other types.
+  - Publish the plan as JSON text, as in the example. AWX writes the variables of a job as YAML with C(!unsafe), and
+    ansible-core 2.19 and later convert strings in it, such as times, to other types.
   - If a task has failed on a host, or a host was unreachable, the plan says so in C(problems), and cannot be applied.
     Failures that the playbook ignores or rescues do not matter.
   - With the strategy C(free), publish the plan in a play of its own, because the tasks of other hosts may not have
@@ -88,7 +88,7 @@ class LookupModule(LookupBase):
             )
         try:
             document = _plan_journal.make_plan(
-                _plan_journal.playbook_names(),
+                _plan_journal.list_playbook_names(),
                 variables or {},
                 self.get_option("plan_lifetime"),
             )

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
 """Maximum size of a response in bytes, which is enough for one page of a list whose entries have 64 KiB each."""
 PLANNED_ID_PREFIX = "known-after-apply-"
-"""The beginning of what check mode shows instead of the id of an object that only the run creates."""
+"""The beginning of the placeholder that check mode shows for the id of an object that only the run creates."""
 _SESSION_ID_PREFIX = "5e5510ff"
 _SESSION_ID_PATTERN = re.compile(rf"\b{_SESSION_ID_PREFIX}([0-9a-f]{{4}})\b")
 _PLANNED_ID_PATTERN = re.compile(rf"\b{PLANNED_ID_PREFIX}([0-9a-f]{{4}})\b")
@@ -182,7 +182,7 @@ class Client:
         return f"/plans/{self.plan_id}" if self.plan_id else ""
 
     def session_reference(self) -> dict[str, Any]:
-        """Return what another process needs to end the session of this client, including the API key."""
+        """Return the data that another process needs to end this client's session, including the API key."""
         return {
             "url": self.address.url,
             "token": self._token,
@@ -274,11 +274,11 @@ class Client:
         self._retry_while_busy(lambda: self._download_once(path, write))
 
     def _download_once(self, path: str, write: Callable[[bytes], object]) -> None:
-        with self._transfer("GET", path) as connection:
+        with self._opened_transfer("GET", path) as connection:
             connection.endheaders()
             response = connection.getresponse()
             if response.status >= 400:
-                self._raise_failure(f"GET {path}", response)  # Nothing has been written yet, so it can be repeated.
+                self._raise_failure(f"GET {path}", response)  # Nothing is written yet: the request can be repeated.
             while piece := self._read_piece(path, response):
                 write(piece)
 
@@ -297,7 +297,7 @@ class Client:
         return self._retry_while_busy(lambda: self._upload_once(path, read_pieces(), query))
 
     def _upload_once(self, path: str, pieces: Iterable[bytes], query: dict[str, Any]) -> Any:
-        with self._transfer("POST", path, query) as connection:
+        with self._opened_transfer("POST", path, query) as connection:
             connection.putheader("Transfer-Encoding", "chunked")
             connection.endheaders()
             try:
@@ -312,13 +312,13 @@ class Client:
             return self._decode(f"POST {path}", response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
 
     @contextlib.contextmanager
-    def _transfer(
+    def _opened_transfer(
         self, method: str, path: str, query: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPConnection]:
         """Connect, and send the beginning of a request. The caller sends the rest inside this context."""
         target = path + (f"?{urlencode(query, doseq=True)}" if query else "")
         target = self.address.prefix + self.session_path + (to_session_ids(target) if self.session_path else target)
-        connection = self._new_connection()
+        connection = self._make_connection()
         has_connected, self._has_connected = self._has_connected, False
         try:
             connection.connect()
@@ -336,7 +336,7 @@ class Client:
 
     def _raise_failure(self, request: str, response: http.client.HTTPResponse) -> NoReturn:
         data = self._decode(request, response.status, read_at_most(MAX_RESPONSE_BYTES, response) or b"")
-        raise self._failure_or_busy(request, response.status, response.headers, data)
+        raise self._make_failure_or_busy(request, response.status, response.headers, data)
 
     def require_version(self) -> None:
         """Raise Failure if the gateway is too old, or if the server is not a gateway.
@@ -379,10 +379,10 @@ class Client:
         data = self._decode(f"{method} {path}", status, raw_body)
         if status < 400:
             return Response(status, data, headers)
-        raise self._failure_or_busy(f"{method} {path}", status, headers, data)
+        raise self._make_failure_or_busy(f"{method} {path}", status, headers, data)
 
-    def _failure_or_busy(self, request: str, status: int, headers: Any, data: Any) -> Exception:
-        failure = self._response_failure(request, status, data)
+    def _make_failure_or_busy(self, request: str, status: int, headers: Any, data: Any) -> Exception:
+        failure = self._make_response_failure(request, status, data)
         retry_after = headers.get("Retry-After", "")
         if status in (429, 503) and re.fullmatch("[0-9]{1,9}", retry_after):
             return _GatewayBusy(failure, max(0.2, float(retry_after)))
@@ -404,7 +404,7 @@ class Client:
             headers["Authorization"] = f"Bearer {self._token}"
         payload = None
         if self.session_path:
-            # In the path, no proxy can remove the session from the request, which would then change the host.
+            # In the path, because a proxy could remove a header, and the request would then change the host.
             target = self.address.prefix + self.session_path + to_session_ids(target[len(self.address.prefix) :])
         if body is not None:
             payload = to_session_ids(json.dumps(body)).encode()
@@ -446,14 +446,14 @@ class Client:
     def _open_connection(self) -> http.client.HTTPConnection:
         if self._connection is None:
             self._has_connected = False
-            connection = self._new_connection()
+            connection = self._make_connection()
             connection.connect()
             self._has_connected = True
             connection.sock.settimeout(self.timeout)
             self._connection = connection
         return self._connection
 
-    def _new_connection(self) -> http.client.HTTPConnection:
+    def _make_connection(self) -> http.client.HTTPConnection:
         if self.address.socket:
             return _UnixConnection(self.address.socket)
         if not self.address.uses_tls:
@@ -491,7 +491,7 @@ class Client:
         except (ValueError, RecursionError):
             raise self._not_a_gateway_error(request, f"it returned status {status} without JSON") from None
 
-    def _response_failure(self, request: str, status: int, data: Any) -> Failure:
+    def _make_response_failure(self, request: str, status: int, data: Any) -> Failure:
         if not isinstance(data, dict) or "message" not in data:
             return self._not_a_gateway_error(request, f"it returned status {status} with unexpected JSON")
         message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
@@ -526,7 +526,7 @@ class Client:
             reason = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
                 f"the certificate of {self.address.url} was not accepted ({reason}): set ca_path to the "
-                "certificate file of its authority",
+                "certificate file of its CA",
                 "unreachable",
             )
         if isinstance(error, socket.timeout) and self._has_connected:

@@ -28,7 +28,7 @@ class Failure(Exception):
     """An error with a message, a stable identifier (``kind``), and the resources that cause it (``blockers``).
 
     The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
-    gateway's response, or None without a response. ``condition`` says when a predicted failure occurs, and is empty if
+    gateway's response, or None if there was none. ``condition`` says when a predicted failure occurs, and is empty if
     it always does.
     """
 

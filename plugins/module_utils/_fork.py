@@ -38,8 +38,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_sandbox,
     check_mounts,
     check_sizes,
+    compute_lifetime_end,
     lifetime_differs,
-    lifetime_end,
     lifetime_of,
     mounts_of_fork,
     plan_remounts,
@@ -142,7 +142,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
     prefix = params.get("name_prefix") or ""
     is_absent = params["state"] == "absent"
     return DesiredState(
-        names=_requested_names(params, prefix),
+        names=_list_requested_names(params, prefix),
         state=params["state"],
         source_kind=kind,
         source=params[kind],
@@ -164,7 +164,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
     )
 
 
-def _requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
+def _list_requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
     count = require_minimum(params.get("count"), 0, "count")
     if not prefix:
         names = params.get("names") or []
@@ -211,7 +211,7 @@ def _is_complete(want: DesiredState, existing_forks: Mapping[str, Mapping[str, A
 
 def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Return the shape of the source, or None if it does not exist, and its ``captures`` as in ``CurrentState``."""
-    path = _source_path(want)
+    path = _make_source_path(want)
     entry = client.find(path) if want.state == "absent" else client.get(path)
     if entry is None:
         return None, {}
@@ -221,7 +221,7 @@ def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | N
     return {**shape, "mounts": shape["volumes"]}, {each["name"]: "" for each in shape["volumes"]}
 
 
-def _source_path(want: DesiredState) -> str:
+def _make_source_path(want: DesiredState) -> str:
     return f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{quote_segment(want.source)}"
 
 
@@ -242,7 +242,7 @@ def _find_siblings(
 
 
 def named_paths(want: DesiredState, have: CurrentState) -> list[str]:
-    return [_source_path(want), *mounted_paths(want.mounts, have.source)]
+    return [_make_source_path(want), *mounted_paths(want.mounts, have.source)]
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -356,7 +356,7 @@ def _plan_fork(
     check_mounts(want.mounts, source, have.volumes)
     _check_captures_exist(want, have)
     changes = tuple(
-        _make_fork_change(name, current, _view_after_fork(want, source, name)) for name, current in fork_targets
+        _make_fork_change(name, current, _predict_view(want, source, name)) for name, current in fork_targets
     )
     body: dict[str, Any] = {
         "names": [name for name, _current in fork_targets],
@@ -402,7 +402,7 @@ def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
         raise _refusals.nothing_to_clone_error(mount.volume, want.source_kind, want.source)
 
 
-def _view_after_fork(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _predict_view(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
     fork_view: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.paused else "running",
@@ -442,7 +442,7 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
     current_view = view_after(actions, current_view)
     if lifetime_differs(want.timeout, current_view["timeout"]):
         new_view = {**current_view, "timeout": want.timeout}
-        request = {"id": current["id"], "end": lifetime_end(want.timeout, name, current, have.gateway_time)}
+        request = {"id": current["id"], "end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)}
         actions.append(Action("set_timeout", (Change(name, current_view, new_view),), request))
         current_view = new_view
     if want.paused and current_view["state"] == "running":
@@ -511,10 +511,10 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         response = replace(
             client, list(request["old"]), lambda: client.post(path.format(quote_segment(request["source"])), body)
         )
-    return _failures_by_name(response)
+    return _parse_failures(response)
 
 
-def _failures_by_name(response: Any) -> dict[str, Failure]:
+def _parse_failures(response: Any) -> dict[str, Failure]:
     errors = (
         response.get("errors") or []
         if isinstance(response, dict)

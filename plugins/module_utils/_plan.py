@@ -150,7 +150,7 @@ def fill_from_session(
 
 
 def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
-    """Return the shape of an object in a plan session with None for what only the run can know.
+    """Return the shape of an object in a plan session, with None for values that only the run can know.
 
     These are times after the session began, at ``opened_at``, and measurements of new objects.
     """

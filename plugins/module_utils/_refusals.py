@@ -86,7 +86,7 @@ def paused_for_attach_error(name: str, ident: str) -> Failure:
 
 def prewarm_without_memory_error(kind: str, name: str) -> Failure:
     return Failure(
-        f"{kind} {name!r} has no memory, so its forks boot and cannot be kept ready: leave prewarm out, or set it to 0",
+        f"{kind} {name!r} has no memory, so its forks boot and cannot be kept ready: omit prewarm, or set it to 0",
         "unsupported",
     )
 

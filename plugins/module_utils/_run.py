@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MASK = "********"
 PLAN_KEY = "_plan"
-"""The key of a result for the action plugin: the task's entry for the plan file, or what it used of an applied plan."""
+"""The key of a result for the action plugin: the task's entry for the plan file, or its use of the applied plan."""
 SESSION_KEY = "_plan_session"
 """The key of a result for the action plugin: the path of the plan session or applied run that the task has used."""
 _OBJECT_PATHS = ("/sandboxes/", "/snapshots/", "/templates/", "/volumes/")
@@ -76,10 +76,10 @@ def run(
             if client is None:
                 gateway_client.close()
     except Failure as failure:
-        result = failure_result(failure)
+        result = make_failure_result(failure)
         if check and gateway_client is not None and gateway_client.is_planning and not params.get("predict_only"):
-            result[PLAN_KEY] = _plan_entry(
-                gateway_client, failure=failure.message, mentions=_requested_refs(gateway_client)
+            result[PLAN_KEY] = _make_plan_entry(
+                gateway_client, failure=failure.message, mentions=_list_requested_refs(gateway_client)
             )
     secrets = find_secrets(params)
     entry = result.pop(PLAN_KEY, None)
@@ -125,7 +125,7 @@ def connect(params: Mapping[str, Any]) -> Client:
     )
 
 
-def failure_result(failure: Failure, **fields: Any) -> dict[str, Any]:
+def make_failure_result(failure: Failure, **fields: Any) -> dict[str, Any]:
     return {"changed": False, **fields, "failed": True, "msg": failure.message, "failure": failure.as_dict()}
 
 
@@ -230,7 +230,7 @@ class _Run:
         return reads
 
     def _read_version(self, path: str) -> str:
-        """Return the version of an object that the task need not read, but that its plan depends on."""
+        """Return the version of an object that the plan depends on, even if the task has not read it."""
         return object_version(path, self.client.find(path))
 
     def _list_own_paths(self) -> list[str]:
@@ -324,7 +324,7 @@ class _Run:
         costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
         conditional_actions = [action for action in plan_actions if action.condition]
         conditional = [*conditional_actions, *(each for each in self.failures.values() if each.condition)]
-        entry = _plan_entry(
+        entry = _make_plan_entry(
             self.client,
             actions=describe_actions(plan_actions),
             conditional=[
@@ -343,7 +343,7 @@ class _Run:
         """Return the names and ids of the objects that the task uses."""
         names = {name for names in self.resource_kind.result_lists(self.want).values() for name in names}
         names.update(change.name for action in actions for change in action.changes)
-        return sorted(names.union(_requested_refs(self.client)))
+        return sorted(names.union(_list_requested_refs(self.client)))
 
     def _apply(self, plan: Plan) -> None:
         for action in plan.actions:
@@ -386,7 +386,7 @@ class _Run:
         if len(names_by_list[self.resource_kind.PLURAL]) == 1:
             result[self.resource_kind.SINGULAR] = entries[0] if entries else None
         if self.failures:
-            return failure_result(join_failures(self.failures, max(len(result["outcomes"]), 1)), **result)
+            return make_failure_result(join_failures(self.failures, max(len(result["outcomes"]), 1)), **result)
         return result
 
     def _list_outcomes(self, names: list[str]) -> list[dict[str, Any]]:
@@ -428,19 +428,19 @@ def _collect_texts(value: Any, texts: set[str]) -> None:
             _collect_texts(item, texts)
 
 
-def _requested_refs(client: Client) -> list[str]:
+def _list_requested_refs(client: Client) -> list[str]:
     """Return the names and ids of the objects that a task has requested."""
     return sorted({path.split("/")[2] for path in client.requested_paths if path.startswith(_OBJECT_PATHS)})
 
 
-def _plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
+def _make_plan_entry(client: Client, **fields: Any) -> dict[str, Any]:
     """Return an entry of a plan file without the names of the host and the task, which the action plugin adds.
 
     ``_plan_conditions`` evaluates ``conditional`` and ``mentions``.
     """
-    no_changes = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
-    no_changes |= {"conditional": [], "mentions": []}
-    return {"gateway": client.gateway_id, "gateway_url": client.address.url, **no_changes, **fields}
+    defaults = {"actions": [], "reads": {}, "created": {}, "costs": {}, "unknown": [], "failure": None}
+    defaults |= {"conditional": [], "mentions": []}
+    return {"gateway": client.gateway_id, "gateway_url": client.address.url, **defaults, **fields}
 
 
 def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

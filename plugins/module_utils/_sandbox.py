@@ -256,8 +256,8 @@ def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
         )
     check_sizes(want.sizes, have.source, want.cold_start)
     check_mounts(want.mounts, have.source, have.volumes)
-    request = {"body": _request_body(want, name, have.source), "ref": (want.source_kind, want.source)}
-    return Action("create", (Change(name, None, _new_view(want, name, have.source)),), request)
+    request = {"body": _build_request_body(want, name, have.source), "ref": (want.source_kind, want.source)}
+    return Action("create", (Change(name, None, _make_new_view(want, name, have.source)),), request)
 
 
 def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
@@ -269,14 +269,14 @@ def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current
     request = {
         "id": current["id"],
         "temporary_name": temporary_name(current["name"], current["id"]),
-        "body": _request_body(want, current["name"], source),
+        "body": _build_request_body(want, current["name"], source),
         "ref": (want.source_kind, want.source),
     }
-    after = _new_view(want, current["name"], source)
+    after = _make_new_view(want, current["name"], source)
     return Action("replace", (Change(name, keep_common_keys(view(current), after), after),), request)
 
 
-def _new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+def _make_new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the view of a new sandbox. Omits ``timeout`` if the gateway's configuration determines it."""
     after: dict[str, Any] = {
         "name": name,
@@ -292,13 +292,15 @@ def _new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[
     return after
 
 
-def _request_body(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+def _build_request_body(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
     body.update(size_fields(want.sizes))
     if want.env:
         body["envVars"] = dict(want.env)
     if want.network is not None:
-        body["network"] = _network_fields({"allow_internet": True, "allow_out": [], "deny_out": [], **want.network})
+        body["network"] = _build_network_fields(
+            {"allow_internet": True, "allow_out": [], "deny_out": [], **want.network}
+        )
     if want.mounts is not None:
         body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
     if want.timeout is not None:
@@ -338,7 +340,7 @@ def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
     return {field_names[key]: value for key, value in sizes.items()}
 
 
-def _network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
+def _build_network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "allowInternetAccess": network["allow_internet"],
         "allowOut": network["allow_out"],
@@ -362,14 +364,16 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
         add_step("resume", {}, state="running")
     network = {**before["network"], **(want.network or {})}
     if network != before["network"]:
-        add_step("set_network", {"body": _network_fields(network)}, network=network)
+        add_step("set_network", {"body": _build_network_fields(network)}, network=network)
     if want.metadata is not None and want.metadata != before["metadata"]:
         add_step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
     actions += plan_remounts(name, current, before, want.mounts)
     before = view_after(actions, before)
     if lifetime_differs(want.timeout, before["timeout"]):
         add_step(
-            "set_timeout", {"end": lifetime_end(want.timeout, name, current, have.gateway_time)}, timeout=want.timeout
+            "set_timeout",
+            {"end": compute_lifetime_end(want.timeout, name, current, have.gateway_time)},
+            timeout=want.timeout,
         )
     if want.state == "paused" and before["state"] == "running":
         add_step("pause", {}, state="paused")
@@ -414,7 +418,7 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
 
 
-def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], now: datetime) -> datetime | None:
+def compute_lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], now: datetime) -> datetime | None:
     """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
     Raises Failure if that time has already passed.
@@ -472,12 +476,12 @@ def apply_to_sandbox(action: Action, client: Client) -> None:
     elif action.verb == "detach":
         client.delete(f"{path}/volumes/{quote_segment(request['volume'])}")
     elif action.verb == "set_timeout":
-        client.post(f"{path}/timeout", {"timeout": _remaining_seconds(request["end"], client)})
+        client.post(f"{path}/timeout", {"timeout": _compute_remaining_seconds(request["end"], client)})
     else:
         raise ValueError(f"unknown action {action.verb}")
 
 
-def _remaining_seconds(end: datetime | None, client: Client) -> int:
+def _compute_remaining_seconds(end: datetime | None, client: Client) -> int:
     return UNLIMITED if end is None else max(1, round((end - client.now()).total_seconds()))
 
 

@@ -133,13 +133,13 @@ def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
         "cpus": detail.get("cpuCount"),
         "memory_mb": detail.get("memoryMB"),
         "disk_mb": detail.get("diskSizeMB"),
-        "metadata": _metadata_shape(detail.get("metadata") or {}),
+        "metadata": _make_metadata_shape(detail.get("metadata") or {}),
         "network": {
             "allow_internet": network.get("allowInternetAccess", True) is not False,
             "allow_out": list(network.get("allowOut") or []),
             "deny_out": list(network.get("denyOut") or []),
         },
-        "volumes": _mounts_shape(detail),
+        "volumes": _make_mounts_shape(detail),
         "created_at": detail.get("createdAt"),
         "started_at": detail.get("startedAt"),
         "end_at": None if parse_time(detail.get("endAt")) is None else detail["endAt"],
@@ -169,10 +169,10 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "cpus": snapshot.get("cpuCount"),
         "memory_mb": snapshot.get("memoryMB"),
         "disk_mb": snapshot.get("diskSizeMB"),
-        "mounts": _mounts_shape(snapshot),
+        "mounts": _make_mounts_shape(snapshot),
         "volumes": sorted(each["name"] for each in snapshot.get("volumes") or []),
         "forks": snapshot.get("forks"),
-        "prewarm": _prewarm_target(snapshot),
+        "prewarm": _get_prewarm_target(snapshot),
         "imported_from": (snapshot.get("imported") or {}).get("snapshotID") or "",
         "created_at": snapshot.get("createdAt"),
         "expires_at": snapshot.get("expiresAt"),
@@ -201,7 +201,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "memory_mb": template.get("memoryMB"),
         "disk_mb": template.get("diskSizeMB"),
         "forks": template.get("forks"),
-        "prewarm": _prewarm_target(template),
+        "prewarm": _get_prewarm_target(template),
         "created_at": template.get("createdAt"),
         "updated_at": template.get("updatedAt"),
     }
@@ -234,18 +234,18 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
     }
 
 
-def _prewarm_target(snapshot: dict[str, Any]) -> int:
+def _get_prewarm_target(snapshot: dict[str, Any]) -> int:
     """Return the number of forks to keep ready, or 0 if the gateway's response does not contain it."""
     target: int = (snapshot.get("prewarm") or {}).get("target", 0)
     return target
 
 
-def _metadata_shape(values: dict[str, Any]) -> dict[str, str]:
+def _make_metadata_shape(values: dict[str, Any]) -> dict[str, str]:
     """Return the metadata without reserved keys, which could break module results, caches and inventories."""
     return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED_PREFIX)}
 
 
-def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
+def _make_mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the mounts, sorted by path. Their order has no meaning, because mounts are never nested."""
     mounts = [
         {"name": each["name"], "path": each["path"], "read_only": bool(each.get("readOnly"))}

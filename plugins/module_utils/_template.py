@@ -160,8 +160,8 @@ def _plan_template(want: DesiredState, have: CurrentState, name: str) -> list[Ac
 def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
     """Return whether the template was built from the recipe and is not outdated.
 
-    If the task does not wait, a template that is still being built counts as up to date. A template counts as not
-    outdated if the gateway cannot determine whether it is.
+    If the task does not wait, a template that is still being built counts as up to date. A template whose state the
+    gateway cannot determine counts as not outdated.
     """
     accepted_statuses = ("ready",) if want.wait_timeout else ("ready", "building")
     has_same_recipe = all(current["recipe"].get(option) == value for option, value in want.recipe.items())

@@ -43,7 +43,7 @@ class ManagedKind(Protocol):
 
     @staticmethod
     def named_paths(want: Any, have: Any) -> Iterable[str]:
-        """Return the paths of the objects on which the task depends, besides those that it declares."""
+        """Return the paths of the objects that the task depends on, other than those that it declares."""
 
     @staticmethod
     def plan(want: Any, have: Any) -> Plan:

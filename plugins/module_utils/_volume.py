@@ -266,7 +266,7 @@ class _VolumePlan:
         }
         self._add_step("create", {"body": body}, **new_view)
 
-    def _requested_attachments(self) -> list[dict[str, Any]]:
+    def _list_requested_attachments(self) -> list[dict[str, Any]]:
         """Return the requested attachments as they appear in the volume's shape. Raises Failure."""
         attachments = []
         for ref, (path, read_only) in (self.want.attachments or {}).items():
@@ -288,9 +288,11 @@ class _VolumePlan:
     def plan_detach(self) -> None:
         if self.want.attachments is None:
             return
-        requested_properties = [_fixed_properties(entry) for entry in self._requested_attachments()]
+        requested_properties = [_get_fixed_properties(entry) for entry in self._list_requested_attachments()]
         surplus_attachments = [
-            each for each in self._current_view["attachments"] if _fixed_properties(each) not in requested_properties
+            each
+            for each in self._current_view["attachments"]
+            if _get_fixed_properties(each) not in requested_properties
         ]
         if self.owner_id and surplus_attachments and len(surplus_attachments) == len(self._current_view["attachments"]):
             raise Failure(
@@ -333,9 +335,9 @@ class _VolumePlan:
     def plan_attach(self) -> None:
         if self.want.attachments is None:
             return
-        existing_properties = [_fixed_properties(each) for each in self._current_view["attachments"]]
-        for entry in self._requested_attachments():
-            if _fixed_properties(entry) in existing_properties:
+        existing_properties = [_get_fixed_properties(each) for each in self._current_view["attachments"]]
+        for entry in self._list_requested_attachments():
+            if _get_fixed_properties(entry) in existing_properties:
                 continue
             sandbox = next(each for each in self.have.sandboxes.values() if each["id"] == entry["sandbox_id"])
             check_running(sandbox["name"], sandbox, sandbox["id"])
@@ -355,7 +357,7 @@ class _VolumePlan:
             self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining_snapshots)
 
 
-def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
+def _get_fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
     """Return the properties of an attachment that cannot change unless the volume is detached."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 

@@ -70,8 +70,8 @@ options:
     type: dict
   timeout:
     description:
-      - Lifetime of the sandbox in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
-        sandbox.
+      - Lifetime of the sandbox in seconds, counted from its creation; V(-1) for no limit. The gateway removes the
+        sandbox when its lifetime ends.
       - If not set, the gateway's configuration sets the lifetime of a new sandbox. A difference of up to ten seconds is
         ignored.
     type: int

@@ -12,8 +12,8 @@ short_description: Fork a snapshot, or clone a sandbox, into siblings
 version_added: "0.1.0"
 description:
   - Ensures that the requested siblings run. Missing siblings are forked in one request, which is all-or-nothing by
-    default. Dead siblings, which are paused because their machine or host went down and not by a request, are replaced.
-    With O(exact=true), surplus siblings are removed.
+    default. Dead siblings, which are paused because their machine or host stopped and not because of a request, are
+    replaced. With O(exact=true), surplus siblings are removed.
   - If a sandbox has one of the names but is not such a sibling, the task fails, unless O(recreate=true).
 options:
   snapshot:
@@ -70,8 +70,8 @@ options:
     type: dict
   timeout:
     description:
-      - Lifetime of each sibling in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
-        sibling.
+      - Lifetime of each sibling in seconds, counted from its creation; V(-1) for no limit. The gateway removes the
+        sibling when its lifetime ends.
       - If not set, the gateway's configuration sets the lifetime of new siblings, and existing siblings keep theirs. A
         difference of up to ten seconds is ignored.
     type: int

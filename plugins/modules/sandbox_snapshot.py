@@ -58,8 +58,8 @@ options:
     elements: str
   expires_in:
     description:
-      - Number of seconds after which the gateway removes the snapshot once it is unused. If not set, the snapshot is
-        kept.
+      - Number of seconds after which the gateway removes the snapshot, as soon as it is unused. If not set, the
+        snapshot is kept.
       - This option is ignored if the snapshot already exists.
     type: int
   retention:
@@ -92,17 +92,17 @@ options:
     type: int
   export_to:
     description:
-      - Path of a file on the host on which the module runs, which then contains the snapshot. With O(sandbox), the
+      - Path of a file on the host where the module runs. The task writes the snapshot to it. With O(sandbox), the
         snapshot is taken first if it does not exist.
-      - If the file already contains this snapshot, nothing is changed. A file with another snapshot, or without the
-        memory of this one (C(sandboxctl snapshot export --no-memory)), is replaced, but no other file. The file gets
-        its name when it is complete, and only its owner can read it. Permissions that an existing file has for other
-        users are removed.
+      - If the file already contains this snapshot, nothing is changed. A file that contains another snapshot,
+        or this one without its memory (C(sandboxctl snapshot export --no-memory)), is replaced. With any other file,
+        the task fails. The file gets its name when it is complete, and only its owner can read it. Other users lose
+        their permissions for an existing file.
       - A snapshot with O(volumes) cannot be exported.
     type: path
   import_from:
     description:
-      - Path of a file on the host on which the module runs, from which the snapshot is created. If the snapshot exists
+      - Path of a file on the host where the module runs, to create the snapshot from. If the snapshot exists
         and was imported from a file with the same snapshot, nothing is changed, even if the file no longer exists.
       - If the memory in the file cannot be restored on the gateway's host, only the disk is imported.
         RV(snapshots[].memory) is then V(none).
@@ -232,7 +232,7 @@ snapshots:
     memory_problem: {description: "Why its memory cannot be restored now; empty if it can.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
     disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
-    pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
+    pause_ms: {description: "How long the capture paused its source, in milliseconds.", type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}

@@ -81,7 +81,7 @@ snapshots:
     memory_problem: {description: "Why its memory cannot be restored now; empty if it can.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
     disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
-    pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
+    pause_ms: {description: "How long the capture paused its source, in milliseconds.", type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}

@@ -59,7 +59,7 @@ options:
   path:
     description:
       - Absolute path of a directory or a tarball, compressed or not, on the gateway's host.
-      - Required if O(from=rootfs). Changes of the contents at the same path are not detected.
+      - Required if O(from=rootfs). Changes to the contents at the same path are not detected.
     type: str
     default: ""
   image:
@@ -125,7 +125,7 @@ options:
   rebuild_outdated:
     description:
       - Whether to rebuild a template with the same recipe if it is outdated, as shown in RV(templates[].outdated).
-      - If V(false), such a template is not changed. A changed recipe is built in any case.
+      - If V(false), such a template is not changed. A changed recipe is always built.
       - Sandboxes of the old template do not change. After the rebuild, tasks that declare them with
         O(grove.sandbox.sandbox#module:template) are refused, unless they set
         O(grove.sandbox.sandbox#module:recreate=true).
@@ -155,8 +155,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures whose cause only the gateway's host can find are not predicted. These are a O(path) or an
-        O(image) that does not exist, and a build that fails.
+      - Failures that only the gateway's host can detect are not predicted, namely a O(path) or an O(image)
+        that does not exist, and a build that fails.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:

@@ -107,8 +107,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, this is the removal of
-        a snapshot from which another volume was created.
+      - Failures that only the gateway's host can detect are not predicted. On a jail host, removing a snapshot from
+        which another volume was created is such a failure.
   idempotent:
     support: partial
     details:

@@ -26,11 +26,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     URL_VARIABLE,
     argument_spec,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, failure_result, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY, SESSION_KEY, make_failure_result, run
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _check_run, _plan_journal
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
-from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import applied_plan
-from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import portable_path
+from ansible_collections.grove.sandbox.plugins.plugin_utils._plan_journal import load_applied_plan
+from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import make_portable_path
 
 if TYPE_CHECKING:
     from ansible.playbook.task import Task
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 CONNECTION_PLUGIN_NAME = "grove.sandbox.sandbox"
 """The name of the connection plugin for sandboxes."""
 FILE_OPTIONS = ("export_to", "import_from")
-"""Options with the path of a file on the host on which the module runs."""
+"""Options with the path of a file on the host where the module runs."""
 DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
 
@@ -80,13 +80,13 @@ class GatewayAction(ActionBase):
         result = super().run(tmp, task_vars)
         del tmp
         task_vars = task_vars or {}
-        args = self._arguments(task_vars)
+        args = self._prepare_arguments(task_vars)
         with contextlib.ExitStack() as stack:
             try:
                 self._check_key_destination(args, task_vars)
-                args.update(self._approval(task_vars, stack))
+                args.update(self._find_approval(task_vars, stack))
             except Failure as failure:
-                result.update(failure_result(failure))
+                result.update(make_failure_result(failure))
             else:
                 self._run_task(result, args, task_vars)
         # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
@@ -105,13 +105,13 @@ class GatewayAction(ActionBase):
         self._record_session(result, args)
         self._record_plan(result, args, task_vars)
 
-    def _arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the task's options, with the URL and the key from this process's environment as defaults.
 
         Variables in the task's ``environment`` take precedence, because the module reads them itself.
         """
         args = {**self._task.args, "from_action_plugin": True}
-        environment = self._environment()
+        environment = self._merge_environment()
         for option, variable in (("gateway_url", URL_VARIABLE), ("gateway_token", TOKEN_VARIABLE)):
             if args.get(option) is None and os.environ.get(variable) and variable not in environment:
                 args[option] = os.environ[variable]
@@ -124,12 +124,12 @@ class GatewayAction(ActionBase):
             _check_run.record_session()
         return args
 
-    def _approval(self, task_vars: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
+    def _find_approval(self, task_vars: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
         """Return the option with this task's entries of the applied plan, if the run applies one. Raises Failure.
 
         Until ``stack`` ends, no other host can use these entries.
         """
-        if isinstance(self.resource_kind, Listing) or (plan := applied_plan()) is None:
+        if isinstance(self.resource_kind, Listing) or (plan := load_applied_plan()) is None:
             return {}
         if _check_run.is_check_run():
             raise Failure("a check run cannot apply a plan: run the playbook without --check, or without the plan")
@@ -137,7 +137,7 @@ class GatewayAction(ActionBase):
             return {}
         if self._task.async_val:
             raise Failure("a task with async cannot be part of an applied plan: remove async, or do not apply a plan")
-        return {"approved_plan": stack.enter_context(_plan_journal.approved(plan, self._task_key(task_vars)))}
+        return {"approved_plan": stack.enter_context(_plan_journal.approved(plan, self._make_task_key(task_vars)))}
 
     def _record_session(self, result: dict[str, Any], args: dict[str, Any]) -> None:
         """Record the plan session or applied run that the task has used, so that this host can end it after the run."""
@@ -145,7 +145,7 @@ class GatewayAction(ActionBase):
         is_unknown = not isinstance(session, str) and not args.get("is_async")
         if is_unknown or self._connection.transport == CONNECTION_PLUGIN_NAME:
             return
-        environment = self._environment()
+        environment = self._merge_environment()
         url = str(args.get("gateway_url") or environment.get(URL_VARIABLE) or DEFAULT_URL)
         if self._connection.transport != "local" and Address(url).is_local:
             return  # Only the managed host can reach this gateway.
@@ -169,7 +169,7 @@ class GatewayAction(ActionBase):
             if entry is not None:
                 _plan_journal.mark_used(entry)
         elif _check_run.is_check_run() and not args.get("predict_only") and not isinstance(self.resource_kind, Listing):
-            self._add_plan_entry(entry, result, {"task": self._task.get_name(), **self._task_key(task_vars)})
+            self._add_plan_entry(entry, result, {"task": self._task.get_name(), **self._make_task_key(task_vars)})
 
     def _add_plan_entry(self, entry: dict[str, Any] | None, result: dict[str, Any], task: dict[str, str]) -> None:
         """Add the task to the plan of a check run: its entry, or why its changes are unknown."""
@@ -191,16 +191,16 @@ class GatewayAction(ActionBase):
         problem = f"the changes of task {task['task']!r} ({task['path']}) are unknown: {reason}"
         _plan_journal.add_entry({**task, "problem": problem})
 
-    def _task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
+    def _make_task_key(self, task_vars: dict[str, Any]) -> dict[str, str]:
         """Return the host and the place of this task, by which a run finds its entry in the plan of a check run."""
         path, _separator, line = (self._task.get_path() or "").rpartition(":")
         role = self._task._role
         if path:
             role_arguments = (role.get_name(include_role_fqcn=False), role._role_path) if role is not None else ()
-            path = f"{portable_path(path, _plan_journal.playbook_paths(), *role_arguments)}:{line}"
+            path = f"{make_portable_path(path, _plan_journal.list_playbook_paths(), *role_arguments)}:{line}"
         return {"host": str(task_vars.get("inventory_hostname", "")), "path": path}
 
-    def _environment(self) -> dict[str, Any]:
+    def _merge_environment(self) -> dict[str, Any]:
         """Return the task's ``environment`` as one mapping."""
         variables: dict[str, Any] = {}
         for each in self._task.environment or ():
@@ -209,7 +209,7 @@ class GatewayAction(ActionBase):
 
     def _check_key_destination(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
         """Raise Failure if a task result would decide where the key in this process's environment is sent."""
-        environment = self._environment()
+        environment = self._merge_environment()
         if not os.environ.get(TOKEN_VARIABLE) or self._task.args.get("gateway_token") is not None:
             return
         if TOKEN_VARIABLE in environment:
@@ -264,13 +264,13 @@ class GatewayAction(ActionBase):
             required_by=rules.get("required_by"),
         ).validate(args)
         if validation.error_messages:
-            return failure_result(Failure("; ".join(map(self._validation_message, validation.errors))))
+            return make_failure_result(Failure("; ".join(map(self._format_validation_message, validation.errors))))
         result = run(self.resource_kind, validation.validated_parameters, check=self._task.check_mode)
         if not self._task.diff:
             result.pop("diff", None)
         return result
 
-    def _validation_message(self, error: Exception) -> str:
+    def _format_validation_message(self, error: Exception) -> str:
         """Return the message that the module would report for the error."""
         prefix = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""

@@ -57,13 +57,13 @@ def check_keys(mapping: Any, known_keys: tuple[str, ...], label: str) -> None:
 def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
     """Return whether the sandbox matches all filters. Each filter lists values, which can be globs."""
     for key in ("name", "state", "template"):
-        patterns = _as_list(filters.get(key))
+        patterns = _to_list(filters.get(key))
         values = [sandbox["template"], sandbox["template_id"]] if key == "template" else [sandbox[key]]
         if patterns and not any(fnmatchcase(str(value), pattern) for value in values for pattern in patterns):
             return False
     metadata = filters.get("metadata") or {}
     return all(
-        any(fnmatchcase(sandbox["metadata"].get(key, ""), pattern) for pattern in _as_list(value))
+        any(fnmatchcase(sandbox["metadata"].get(key, ""), pattern) for pattern in _to_list(value))
         and key in sandbox["metadata"]
         for key, value in metadata.items()
     )
@@ -113,7 +113,7 @@ def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str)
     return variables
 
 
-def _as_list(value: Any) -> list[str]:
+def _to_list(value: Any) -> list[str]:
     if value is None:
         return []
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]

@@ -31,7 +31,7 @@ _TASK_RESULT_STORES = {"_fact_cache": _EmptyFactCache, "_nonpersistent_fact_cach
 """Ansible's stores of task results: facts; set_fact and registered variables; include_vars."""
 
 
-def task_host_name() -> str:
+def find_task_host() -> str:
     """Return the name of the running task's host. Raises Failure if this release of Ansible does not provide it.
 
     ``inventory_hostname`` is not reliable, because a fact with that name overrides it.
@@ -131,14 +131,15 @@ class OperatorTask:
         # One template can provide all options.
         option_templates = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
         return any(
-            self._evaluates_to(template, value, name) for template in (*option_templates, *self._applicable_defaults())
+            self._evaluates_to(template, value, name)
+            for template in (*option_templates, *self._list_applicable_defaults())
         )
 
     def has_environment_variable(self, name: str, value: Any) -> bool:
         """Return whether the operator set the variable in the task's ``environment`` to ``value``. Raises Failure."""
         return any(self._evaluates_to(template, value, name) for template in self._task.environment or ())
 
-    def _applicable_defaults(self) -> list[Any]:
+    def _list_applicable_defaults(self) -> list[Any]:
         """Return the entries of ``module_defaults`` that apply to the task."""
         groups = (self._task._parent._play._action_groups or {}).get(self._action, [])
         names = {self._action, *(f"group/{group}" for group in groups)}
@@ -146,8 +147,8 @@ class OperatorTask:
 
     def _evaluates_to(self, template: Any, value: Any, key: str = "") -> bool:
         """Return whether ``template``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
-        variables = self._operator_variables()
-        for extra in self._loop_variables(self._task, variables):
+        variables = self._make_operator_variables()
+        for extra in self._list_loop_variables(self._task, variables):
             try:
                 result = template
                 if key:
@@ -161,21 +162,21 @@ class OperatorTask:
                 continue
         return False
 
-    def _operator_variables(self) -> OperatorVariables:
+    def _make_operator_variables(self) -> OperatorVariables:
         if self._variables is None:
-            variables = OperatorVariables(self._hostvars, task_host_name(), self._task)
-            includes = [each for each in _ancestors(self._task) if _loop_of(each) is not None]
-            variables.remove({name for each in includes for name in _loop_variable_names(each)})
+            variables = OperatorVariables(self._hostvars, find_task_host(), self._task)
+            includes = [each for each in _iterate_ancestors(self._task) if _loop_of(each) is not None]
+            variables.remove({name for each in includes for name in _find_loop_variable_names(each)})
             # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
             for each in reversed(includes):
-                for extra in self._loop_variables(each, variables):
+                for extra in self._list_loop_variables(each, variables):
                     if all(each.vars.get(name) == value for name, value in extra.items()):
                         variables.add(extra)
                         break
             self._variables = variables
         return self._variables
 
-    def _loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
+    def _list_loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
         """Return the loop variables of each item, or one empty dict for a task without a loop."""
         loop = _loop_of(task)
         if loop is None:
@@ -188,7 +189,7 @@ class OperatorTask:
             return []
         if task.loop_with == "items":
             items = [each for item in items for each in (item if isinstance(item, list) else [item])]
-        name, index = _loop_variable_names(task)
+        name, index = _find_loop_variable_names(task)
         return [{name: item, **({index: number} if index else {})} for number, item in enumerate(items)]
 
 
@@ -196,13 +197,13 @@ def _loop_of(task: Any) -> Any:
     return getattr(task, "loop", None)
 
 
-def _loop_variable_names(task: Any) -> tuple[str, str]:
+def _find_loop_variable_names(task: Any) -> tuple[str, str]:
     """Return the names of the loop variable and the index variable. The second is empty if there is no index."""
     loop_control = task.loop_control
     return (loop_control.loop_var or "item", loop_control.index_var or "") if loop_control is not None else ("item", "")
 
 
-def _ancestors(task: Any) -> Iterator[Any]:
+def _iterate_ancestors(task: Any) -> Iterator[Any]:
     """Yield the blocks, includes and other parents of the task, starting with the innermost."""
     parent = task._parent
     while parent is not None:

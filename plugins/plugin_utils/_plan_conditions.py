@@ -11,7 +11,7 @@ from typing import Any
 
 
 def mark_dependent(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries as a plan file contains them, with what each depends on in ``unknown``.
+    """Return the entries in the form of a plan file, with a note in ``unknown`` about what each depends on.
 
     ``entries``: the entries of a run in their order, as the modules return them: they also have the keys
     ``conditional``, the names of the objects that the run might not create, and ``mentions``, the names and ids of the

@@ -49,7 +49,7 @@ _APPLIED_NAME = "applied.json"
 _FAILURES_NAME = "failures.json"
 
 
-def applied_plan() -> dict[str, Any] | None:
+def load_applied_plan() -> dict[str, Any] | None:
     """Return the plan that this run applies, or None if it applies none. Raises Failure if it cannot be applied."""
     variables = load_extra_vars(DataLoader())
     if EXTRA_VARIABLE in variables:
@@ -85,7 +85,7 @@ def _read_variable(value: Any) -> Any:
         ) from None
 
 
-def journal_path() -> Path:
+def make_journal_path() -> Path:
     """Return the directory of this run, which its main process and all its workers share."""
     path = Path(C.DEFAULT_LOCAL_TMP) / CALLBACK_NAME
     path.mkdir(mode=0o700, exist_ok=True)
@@ -97,9 +97,9 @@ def add_entry(entry: dict[str, Any]) -> None:
     _write(f"{time.time_ns():020}-{os.getpid()}{_ENTRY_SUFFIX}", entry)
 
 
-def entries() -> list[dict[str, Any]]:
+def read_entries() -> list[dict[str, Any]]:
     """Return the entries of a check run in the order of their execution."""
-    return [_read(path) for path in sorted(journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
+    return [_read(path) for path in sorted(make_journal_path().glob(f"*{_ENTRY_SUFFIX}"))]
 
 
 def record_failures(failures: list[str]) -> None:
@@ -112,7 +112,7 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
 
     ``variables``: the variables of the current task.
     """
-    run_entries = entries()
+    run_entries = read_entries()
     return _plan_file.make_document(
         mark_dependent(entry for entry in run_entries if "problem" not in entry),
         playbooks=playbooks,
@@ -124,7 +124,7 @@ def make_plan(playbooks: Iterable[str], variables: Mapping[str, Any], lifetime_s
 
 def _find_failures(variables: Mapping[str, Any]) -> list[str]:
     """Return the failures so far that the playbook neither rescues nor ignores, as reasons why a plan is incomplete."""
-    path = journal_path() / _FAILURES_NAME
+    path = make_journal_path() / _FAILURES_NAME
     if path.exists():
         failures: list[str] = _read(path)
         return failures
@@ -139,7 +139,7 @@ def _find_failures(variables: Mapping[str, Any]) -> list[str]:
 
 
 def _has_one_play() -> bool:
-    paths = playbook_paths()
+    paths = list_playbook_paths()
     if len(paths) != 1:
         return not paths  # an ad hoc command
     try:
@@ -149,12 +149,12 @@ def _has_one_play() -> bool:
     return len(plays) == 1 and not any(key.endswith("import_playbook") for key in plays[0])
 
 
-def playbook_names() -> list[str]:
+def list_playbook_names() -> list[str]:
     """Return the names of the playbooks on the command line of this run, without their directories."""
-    return [Path(path).name for path in playbook_paths()]
+    return [Path(path).name for path in list_playbook_paths()]
 
 
-def playbook_paths() -> list[str]:
+def list_playbook_paths() -> list[str]:
     """Return the paths of the playbooks on the command line of this run."""
     arguments = context.CLIARGS.get("args", ())
     if isinstance(arguments, str):  # the pattern of an ad hoc command
@@ -176,7 +176,7 @@ def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[st
         if shares_objects(plan["entries"], task_key):
             place = hashlib.sha256(task_key["path"].encode()).hexdigest()
             stack.enter_context(_locked(f"{place}.lock"))
-        with _applied() as state:
+        with _locked_state() as state:
             _require_same_plan(state, plan)
             if "digest" not in state:
                 _write(_APPLIED_NAME, {**state, "digest": plan["digest"]})
@@ -186,7 +186,7 @@ def approved(plan: dict[str, Any], task_key: dict[str, str]) -> Iterator[dict[st
 
 def mark_used(used: dict[str, Any]) -> None:
     """Record that a task has used an entry. ``used``: the value of ``_run.PLAN_KEY`` in the task's result."""
-    with _applied() as state:
+    with _locked_state() as state:
         update_state(state, used)
         _write(_APPLIED_NAME, state)
 
@@ -196,7 +196,7 @@ def list_omitted(plan: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]
 
     Raises Failure if the run has used another plan.
     """
-    with _applied() as state:
+    with _locked_state() as state:
         _require_same_plan(state, plan)
     result = []
     for number, entry in enumerate(plan["entries"]):
@@ -216,16 +216,16 @@ def _require_same_plan(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _applied() -> Iterator[dict[str, Any]]:
+def _locked_state() -> Iterator[dict[str, Any]]:
     """Lock and yield the state of this run, such as the entries that it has used; see ``new_state``."""
-    path = journal_path() / _APPLIED_NAME
+    path = make_journal_path() / _APPLIED_NAME
     with _locked("lock"):
         yield _read(path) if path.exists() else new_state()
 
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[None]:
-    with (journal_path() / name).open("w") as lock:
+    with (make_journal_path() / name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -235,7 +235,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(name: str, data: Any) -> None:
-    path = journal_path() / name
+    path = make_journal_path() / name
     temporary_path = path.with_suffix(f".{os.getpid()}")
     temporary_path.write_text(json.dumps(data), encoding="utf-8")
     temporary_path.rename(path)

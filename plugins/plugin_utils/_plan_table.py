@@ -46,7 +46,7 @@ class _Row:
         if len(self.names) == 1:
             return self.names[0] if width is None else _shorten(self.names[0], width)
         first, last, count = self.names[0], self.names[-1], f" ({len(self.names)})"
-        if width is not None and _width(f"{first} … {last}{count}") > width:
+        if width is not None and _measure_width(f"{first} … {last}{count}") > width:
             name_width = (width - len(f" … {count}")) // 2
             first, last = _shorten(first, name_width), _shorten(last, name_width)
         return f"{first} … {last}{count}"
@@ -92,9 +92,9 @@ def _render_gateway(url: str, entries: list[Mapping[str, Any]], width: int, colo
     room = width - len(_INDENT) - 2
     costs_width = max(len(row.costs) for row in rows)
     name_room = min(room * 2 // 5, room - costs_width - _MIN_PLACE_WIDTH - 4)
-    name_width = min(max(_width(row.name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
+    name_width = min(max(_measure_width(row.name()) for row in rows), max(name_room, _MIN_NAME_WIDTH))
     place_column_width = room - name_width - 2
-    natural_place_width = max(_width(_place(row.task, row.path)) for row in rows)
+    natural_place_width = max(_measure_width(_format_place(row.task, row.path)) for row in rows)
     place_width = min(natural_place_width, place_column_width - costs_width - 2)
     lines = [_shorten(f"Gateway {_to_one_line(url)}", width)]
     for kind, kind_rows in rows_by_kind.items():
@@ -133,11 +133,11 @@ def _group_changes(entry: Mapping[str, Any], kind: str) -> Iterator[tuple[str, t
 def _render_row(row: _Row, name_width: int, place_width: int, place_column_width: int, color: bool) -> str:
     """Return a line. The costs begin after ``place_width`` columns, or later if a longer place leaves enough room."""
     name = row.name(name_width)
-    signed_name = _colored(f"{row.sign} {name}", _colors()[row.sign], color)
+    signed_name = _colorize(f"{row.sign} {name}", _load_colors()[row.sign], color)
     room = max(place_column_width - len(row.costs) - 2, _MIN_PLACE_WIDTH) if row.costs else place_column_width
-    place = _place(row.task, row.path, room)
-    padding = " " * (place_width - _width(place)) if row.costs else ""
-    return f"{_INDENT}{signed_name}{' ' * (name_width - _width(name))}  {place}{padding}  {row.costs}".rstrip()
+    place = _format_place(row.task, row.path, room)
+    padding = " " * (place_width - _measure_width(place)) if row.costs else ""
+    return f"{_INDENT}{signed_name}{' ' * (name_width - _measure_width(name))}  {place}{padding}  {row.costs}".rstrip()
 
 
 def _render_unknown(entries: Iterable[Mapping[str, Any]], width: int, color: bool) -> list[str]:
@@ -148,10 +148,10 @@ def _render_unknown(entries: Iterable[Mapping[str, Any]], width: int, color: boo
     }
     if not unknown:
         return []
-    lines = ["", _colored("Unknown until the run:", C.COLOR_WARN, color)]
+    lines = ["", _colorize("Unknown until the run:", C.COLOR_WARN, color)]
     for phrase, task, path in unknown:
         shown_phrase = _shorten(phrase, width // 2)
-        lines.append(f"  {shown_phrase}: {_place(task, path, width - _width(shown_phrase) - 4)}")
+        lines.append(f"  {shown_phrase}: {_format_place(task, path, width - _measure_width(shown_phrase) - 4)}")
     return lines
 
 
@@ -160,13 +160,15 @@ def _render_failures(entries: Iterable[Mapping[str, Any]], width: int, color: bo
     for entry in entries:
         if entry["failure"] is not None:
             host = _shorten(_to_one_line(entry["host"]), width // 3)
-            place = _place(_to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _width(host) - 5)
+            place = _format_place(
+                _to_one_line(entry["task"]), _to_one_line(entry["path"]), width - _measure_width(host) - 5
+            )
             lines.append(f"  {host}, {place}:")
             message = _shorten(_to_one_line(entry["failure"]), _MAX_FAILURE_CHARACTERS)
             lines += textwrap.wrap(
                 message, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
             )
-    return ["", _colored("Predicted failures:", C.COLOR_ERROR, color), *lines] if lines else []
+    return ["", _colorize("Predicted failures:", C.COLOR_ERROR, color), *lines] if lines else []
 
 
 def _describe_totals(entries: list[Mapping[str, Any]]) -> str:
@@ -215,14 +217,14 @@ def _format_duration(milliseconds: float) -> str:
     return f"{milliseconds / 1000:.1f} s"
 
 
-def _place(task: str, path: str, width: int | None = None) -> str:
+def _format_place(task: str, path: str, width: int | None = None) -> str:
     """Return the name of a task with its file and line, in at most ``width`` columns."""
     if not path:
         return task if width is None else _shorten(task, width)
-    if width is None or _width(f"{task} ({path})") <= width:
+    if width is None or _measure_width(f"{task} ({path})") <= width:
         return f"{task} ({path})" if task else f"({path})"
     # The line number is at the end of the path.
-    task_width = min(_width(task), max(width // 3, width - _width(path) - 3))
+    task_width = min(_measure_width(task), max(width // 3, width - _measure_width(path) - 3))
     path = _shorten_left(path, width - task_width - 3)
     return f"{_shorten(task, task_width)} ({path})"
 
@@ -233,11 +235,11 @@ def _to_one_line(text: str) -> str:
 
 
 def _shorten(text: str, width: int) -> str:
-    if _width(text) <= width:
+    if _measure_width(text) <= width:
         return text
     end, columns = 0, 0
-    while end < len(text) and columns + _width(text[end]) < width:
-        columns += _width(text[end])
+    while end < len(text) and columns + _measure_width(text[end]) < width:
+        columns += _measure_width(text[end])
         end += 1
     return text[:end] + "…"
 
@@ -246,20 +248,20 @@ def _shorten_left(text: str, width: int) -> str:
     return _shorten(text[::-1], width)[::-1]
 
 
-def _width(text: str) -> int:
+def _measure_width(text: str) -> int:
     """Return the number of columns of a terminal that the text occupies."""
     if text.isascii():
         return len(text)
-    return sum(map(_character_width, text))
+    return sum(map(_measure_character, text))
 
 
-def _character_width(character: str) -> int:
+def _measure_character(character: str) -> int:
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
 
 
-def _colors() -> dict[str, str]:
+def _load_colors() -> dict[str, str]:
     return {
         CREATED: C.COLOR_DIFF_ADD,
         CHANGED: C.COLOR_CHANGED,
@@ -268,5 +270,5 @@ def _colors() -> dict[str, str]:
     }
 
 
-def _colored(text: str, name: str, color: bool) -> str:
+def _colorize(text: str, name: str, color: bool) -> str:
     return f"\033[{parsecolor(name)}m{text}\033[0m" if color else text

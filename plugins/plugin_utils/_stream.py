@@ -66,12 +66,12 @@ class Channel(Client):
             self._headers["X-Sandbox-Auto-Resume"] = "false"
         if self._token:
             self._headers["X-API-Key"] = self._token
-        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+        self._idle_connections: list[tuple[float, http.client.HTTPConnection]] = []
 
     def close(self) -> None:
         super().close()
-        while self._idle:
-            self._idle.pop()[1].close()
+        while self._idle_connections:
+            self._idle_connections.pop()[1].close()
 
     def start(self, argv: list[str], *, stdin: bool = False, input_data: bytes = b"") -> Process:
         """Start a process. Without ``stdin``, its standard input is /dev/null.
@@ -94,7 +94,7 @@ class Channel(Client):
         """Write ``size`` bytes of a regular file to ``path`` in the sandbox, in chunks."""
         connection = self.acquire_connection()
         try:
-            connection.putrequest("POST", _files_target(path), skip_accept_encoding=True)
+            connection.putrequest("POST", _make_files_target(path), skip_accept_encoding=True)
             for name, value in {**self._headers, "Content-Type": "application/octet-stream"}.items():
                 connection.putheader(name, value)
             connection.putheader("Content-Length", str(size))
@@ -124,7 +124,7 @@ class Channel(Client):
 
     def download_file(self, path: str, out: BinaryIO) -> None:
         """Write the file at ``path`` in the sandbox to ``out``, in chunks."""
-        connection, response = self.send_request("GET", _files_target(path), None, {"Accept-Encoding": "identity"})
+        connection, response = self.send_request("GET", _make_files_target(path), None, {"Accept-Encoding": "identity"})
         chunk = memoryview(bytearray(_CHUNK_BYTES))
         try:
             size = response.readinto(chunk)
@@ -169,15 +169,15 @@ class Channel(Client):
 
     def acquire_connection(self) -> http.client.HTTPConnection:
         """Return an idle connection or a new one. It belongs to the caller until ``release`` is called."""
-        while self._idle:
-            idle_since, connection = self._idle.pop()
+        while self._idle_connections:
+            idle_since, connection = self._idle_connections.pop()
             # No request is pending, so a readable connection was closed by the other side.
             if time.monotonic() - idle_since < MAX_IDLE_SECONDS and not _is_readable(connection.sock):
                 connection.sock.settimeout(self.timeout)
                 return connection
             connection.close()
         self._has_connected = False
-        connection = self._new_connection()
+        connection = self._make_connection()
         try:
             connection.connect()
         except OSError as error:
@@ -194,7 +194,7 @@ class Channel(Client):
         if response.will_close:
             connection.close()
         else:
-            self._idle.append((time.monotonic(), connection))
+            self._idle_connections.append((time.monotonic(), connection))
 
     def connection_lost_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, socket.timeout):
@@ -224,7 +224,7 @@ class Channel(Client):
         # Only errors of the gateway have a kind; the agent's do not.
         if isinstance(data, dict) and "message" in data and "kind" not in data:
             raise Failure(str(data["message"]), INSIDE_KIND, status=response.status)
-        raise self._response_failure(request, response.status, data)
+        raise self._make_response_failure(request, response.status, data)
 
     def _read_to_end(
         self, request: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -372,7 +372,7 @@ class Process:
             self._feeder.join(2 if self.exit_code is not None else 0)
 
 
-def _files_target(path: str) -> str:
+def _make_files_target(path: str) -> str:
     return "/files?" + urlencode({"path": path.encode("utf-8", "surrogateescape")})
 
 

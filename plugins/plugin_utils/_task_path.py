@@ -14,21 +14,21 @@ from pathlib import Path
 from ansible import constants as C
 
 
-def portable_path(path: str, playbooks: Sequence[str], role_name: str = "", role_path: str = "") -> str:
+def make_portable_path(path: str, playbooks: Sequence[str], role_name: str = "", role_path: str = "") -> str:
     """Return a name for a file that is unique in a run and does not depend on the location of the checkout.
 
     ``playbooks``: the paths of the run's playbooks. ``role_name``, ``role_path``: the role of the task, if it has one.
     """
     directories = [_make_absolute(playbook).parent for playbook in playbooks] or [Path.cwd()]
-    # A collection is usually outside of the checkout.
+    # A collection is usually outside the checkout.
     own_directories = [each for each in directories if not _find_in_collections(each)]
     base = Path(os.path.commonpath(own_directories or directories))
-    if inner_path := _relative_path(Path(path), base):
+    if inner_path := _find_relative_path(Path(path), base):
         return inner_path
     # No relative path contains two slashes in a row.
     if name := _find_in_collections(Path(path)):
         return f"collection://{name}"
-    if _is_found_by_name(role_name, role_path) and (inner_path := _relative_path(Path(path), Path(role_path))):
+    if _is_found_by_name(role_name, role_path) and (inner_path := _find_relative_path(Path(path), Path(role_path))):
         return f"role://{role_name}/{inner_path}"
     file, base = _resolve(Path(path)), base.resolve()
     # Files without a common directory are not in the same checkout.
@@ -39,7 +39,7 @@ def _make_absolute(path: str) -> Path:
     return Path(os.path.normpath(Path(path).absolute()))
 
 
-def _relative_path(path: Path, directory: Path) -> str:
+def _find_relative_path(path: Path, directory: Path) -> str:
     """Return the path within a directory, or "" if the file is elsewhere."""
     # Ansible resolves links in the paths of roles, but not in those of playbooks.
     for file, base in ((path, directory), (_resolve(path), directory.resolve())):
@@ -59,7 +59,7 @@ def _find_in_collections(path: Path) -> str:
         package, _separator, collection = name.partition(".")
         if package == "ansible_collections" and collection.count(".") == 1:
             for directory in getattr(sys.modules[name], "__path__", ()):
-                if inner_path := _relative_path(path, Path(directory)):
+                if inner_path := _find_relative_path(path, Path(directory)):
                     return f"{collection}/{inner_path}"
     return ""
 

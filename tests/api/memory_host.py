@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.network_policy import egress_rules
+from sandbox_gateway.hosts.network_policy import build_egress_rules
 from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -517,7 +517,7 @@ class MemoryHost:
         return "" if sandbox.instance in self.machines and self.dead_console is None else "its machine ended"
 
     def check_network(self, policy: NetworkPolicy) -> None:
-        egress_rules(policy, self.name_servers())
+        build_egress_rules(policy, self.name_servers())
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass

@@ -249,7 +249,7 @@ def test_the_help_contains_a_warning(target: str, read_error: object, capsys: py
 
 def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start_command: StartCommand, target: str) -> None:
     """The clients connect one after the other, and none of them affects the next one."""
-    start_command("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
+    start_command("fork", "--tag", "base", settings=("port.IDLE_TIMEOUT_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
     for line, expected_text in (
         (b"{\xff\xfe\n", "JSON"),
         (b'POST / HTTP/1.1\r\n\r\n{"action": "exec", "args": ["touch", "/tmp/x"]}\n', "JSON object"),

@@ -94,7 +94,7 @@ def test_tasks_on_two_hosts_share_a_session_and_a_plan(plan_target: Target, plan
         changed = [result["changed"] for result in results if "sandbox" in result or "snapshot" in result]
         assert changed == [True] * 4 and results[-1]["changed"], plan_target.output
         assert plan_target.output.count("failed=0") == 2, plan_target.output
-    assert "All changes of the plan were made" in plan_target.output, plan_target.output
+    assert "All changes in the plan were made" in plan_target.output, plan_target.output
 
 
 def test_all_ways_to_run_a_task_are_planned_and_applied(plan_target: Target, plan_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_any_of_the_hosts_that_declare_the_same_objects_can_create_them(
     assert [entry["host"] for entry in entries if entry["created"].keys() & {"box", "before"}] == ["h1", "h1"]
     environment = {**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)}
     plan_target.run(play, options=options, environment=environment)
-    assert "All changes of the plan were made" in plan_target.output, plan_target.output
+    assert "All changes in the plan were made" in plan_target.output, plan_target.output
     assert plan_target.output.count("failed=0") == 2, plan_target.output
 
 
@@ -265,7 +265,7 @@ def test_hosts_can_be_named_by_the_ids_of_new_sandboxes(plan_target: Target, pla
     )
     results = plan_target.run(*plays, environment={**ENABLED_CALLBACKS, "GROVE_SANDBOX_APPLY": str(plan_path)})
     assert [result["changed"] for result in results] == [True] * 6, plan_target.output
-    assert "All changes of the plan were made" in plan_target.output
+    assert "All changes in the plan were made" in plan_target.output
 
 
 def test_the_plan_can_be_an_extra_variable(plan_target: Target, plan_path: Path) -> None:
@@ -491,5 +491,5 @@ def test_the_callback_lists_omitted_changes_at_the_end_of_the_run(
     monkeypatch.setattr(sandboxes, "update", update_one)
     plan_target.run_playbooks(*names, environment=environment)
     assert plan_target.output.count("in the plan:") == 1, plan_target.output
-    _, _, omitted = plan_target.output.partition("Not made, but in the plan:\n")
+    _, _, omitted = plan_target.output.partition("In the plan, but not made:\n")
     assert omitted.strip() == "target: grove.sandbox.sandbox (second.yml:1): two", plan_target.output

@@ -91,7 +91,7 @@ def check_dead_daemon(directory: Path) -> None:
             lambda: storage.instances.has_diverged(sandbox.instance, base.id),
             lambda: storage.instances.discard(sandbox.instance),
             lambda: storage.snapshots.destroy(base.id),
-            lambda: storage.instances.unique_bytes(sandbox.instance),
+            lambda: storage.instances.count_unique_bytes(sandbox.instance),
             storage.scan,
         ):
             try:

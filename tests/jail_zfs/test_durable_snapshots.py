@@ -16,7 +16,7 @@ import zfs_core
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER_PROPERTY
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
 from tests.support.jail_world import JailZfsWorld, make_shim_environment
@@ -184,8 +184,8 @@ def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zf
         gateway.settings, **{name: snapshots[name]["snapshotID"] for name in ("torn", "short", "empty")}
     )
     for name, prop, value in (
-        (snapshots["noise"]["zfsSnapshot"], HEAD, "two\nlines\tlocal\nand more"),
-        (broken_dataset, HEAD, "{not json"),
+        (snapshots["noise"]["zfsSnapshot"], RECORD_PROPERTY, "two\nlines\tlocal\nand more"),
+        (broken_dataset, RECORD_PROPERTY, "{not json"),
         (gateway.dataset, OWNER_PROPERTY, "nobody knows"),
     ):
         pools.run("zfs", "set", f"{prop}={value}", name)
@@ -199,7 +199,7 @@ def test_damaged_properties_do_not_prevent_startup(gateway: JailGateway, jail_zf
         snapshots["noise"]["zfsSnapshot"],
         broken_dataset,
     ):
-        assert zfs_core.local_props(name)[QUARANTINE] and name in log_text, (
+        assert zfs_core.local_props(name)[QUARANTINE_PROPERTY] and name in log_text, (
             "the snapshot was not quarantined and reported"
         )
     assert zfs_core.lzc_exists(snapshots["empty"]["zfsSnapshot"]), "a snapshot without a record was removed"

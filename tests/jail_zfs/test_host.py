@@ -18,7 +18,7 @@ from zfs_core.causes import Cause
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, NoSpace, Unsupported
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState
 from tests.jail_zfs import pools
@@ -165,12 +165,12 @@ def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_runner
     sandbox = runner.get_sandbox("box")
     dataset = f"{runner.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     runner.close()
-    record = zfs_core.local_props(dataset)[HEAD]
-    zfs_core.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
+    record = zfs_core.local_props(dataset)[RECORD_PROPERTY]
+    zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, record.replace('"format":1', '"format":2'))
     with pytest.raises(BackendFailed, match=r"newer release of the gateway \(its format is 2"):
         make_runner(config=runner.config)
-    assert QUARANTINE not in zfs_core.local_props(dataset)
-    zfs_core.lzc_set_prop(dataset, HEAD, record)
+    assert QUARANTINE_PROPERTY not in zfs_core.local_props(dataset)
+    zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, record)
     runner_after_restart = make_runner(config=runner.config)
     assert runner_after_restart.get_sandbox("box").state is SandboxState.RUNNING
     assert runner_after_restart.get_sandbox("box").instance == sandbox.instance

@@ -15,7 +15,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_bridge_rules, build_jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 from tests.support.jail_world import PF_RULES, JailZfsWorld, make_shim_environment, run_shim
@@ -202,12 +202,12 @@ def test_disabled_pf_is_refused_at_startup(jail_zfs_world: JailZfsWorld) -> None
 
 def test_rules_are_formatted() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    assert bridge_rules(bridge, "em0") == (
+    assert build_bridge_rules(bridge, "em0") == (
         "nat on em0 inet from 10.231.0.0/16 to any -> (em0)\nblock drop on sbxbr all\n"
     )
-    assert bridge_rules(bridge, "") == "block drop on sbxbr all\n"
+    assert build_bridge_rules(bridge, "") == "block drop on sbxbr all\n"
     policy = NetworkPolicy(allow_out=["192.0.2.1"], deny_out=["10.0.0.0/9", "10.128.0.0/9"])
-    rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
+    rules = build_jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     assert rules == [
         "block drop in quick on sbx-7a inet from ! 10.231.0.7 to any",
         "block drop in quick on sbx-7a inet6 all",
@@ -221,6 +221,8 @@ def test_rules_are_formatted() -> None:
         "block return in quick on sbx-7a inet from 10.231.0.7 to 10.0.0.0/8",
         f"pass in quick on sbx-7a inet from 10.231.0.7 to any {STATE_LIMIT}",
     ]
-    closed_rules = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
+    closed_rules = build_jail_rules(
+        bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]
+    ).splitlines()
     assert closed_rules[-1] == "block return in quick on sbx-7a inet from 10.231.0.7 to any"
     assert not any("port 53" in rule for rule in closed_rules)

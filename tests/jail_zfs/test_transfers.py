@@ -134,7 +134,7 @@ def foreign_streams(runner: EngineRunner) -> dict[str, bytes]:
     streams = {
         "needs another snapshot": read_stream("-i", f"{dataset}@a", f"{dataset}@b"),
         "is a package of several snapshots": read_stream("-R", f"{dataset}@b"),
-        "does not begin like a ZFS stream": b"x" * 5000,
+        "does not begin with the header of a ZFS stream": b"x" * 5000,
     }
     pools.destroy_all(dataset)
     return streams

@@ -8,9 +8,9 @@ import pytest
 from zfs_core.parse import Property
 
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    DOOMED,
-    HEAD,
-    QUARANTINE,
+    DOOMED_PROPERTY,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     encode,
     volume_snapshot_property,
 )
@@ -52,7 +52,7 @@ class Tree:
 
     def add_snapshot(self, record: VolumeSnapshot, dataset: str, **facts: Any) -> Tree:
         return self.add(
-            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[HEAD]}, **facts
+            f"{dataset}@{record.id}", {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY]}, **facts
         )
 
     def interpret(self) -> VolumeFindings:
@@ -68,7 +68,12 @@ def test_volumes_and_their_snapshots_are_found() -> None:
         [SNAPSHOT],
         {SNAPSHOT.id: f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"},
     )
-    assert (findings.datasets, findings.marks.quarantined, findings.leftover, findings.uncommitted) == (
+    assert (
+        findings.datasets,
+        findings.marks.quarantined,
+        findings.leftover_datasets,
+        findings.uncommitted_datasets,
+    ) == (
         {VOLUME.id: make_dataset_name(VOLUME)},
         {},
         [],
@@ -85,7 +90,7 @@ def test_the_newest_record_of_a_volume_is_used() -> None:
         .add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
     )
     findings = tree.interpret()
-    assert (findings.datasets, findings.leftover) == (
+    assert (findings.datasets, findings.leftover_datasets) == (
         {VOLUME.id: make_dataset_name(VOLUME, 1)},
         [make_dataset_name(VOLUME)],
     )
@@ -101,56 +106,67 @@ def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
     tree.add(make_dataset_name(VOLUME, 3))  # created by an uncommitted rollback
     findings = tree.interpret()
     assert (
-        findings.leftover == [make_dataset_name(VOLUME, 3)]
+        findings.leftover_datasets == [make_dataset_name(VOLUME, 3)]
         if is_retired
         else [make_dataset_name(VOLUME), make_dataset_name(VOLUME, 3)]
     )
-    assert (findings.snapshots, findings.uncommitted, findings.marks.quarantined) == ([SNAPSHOT], [], {})
+    assert (findings.snapshots, findings.uncommitted_datasets, findings.marks.quarantined) == ([SNAPSHOT], [], {})
 
 
 def test_uncommitted_datasets_are_found() -> None:
     findings = Tree().add(make_dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.volumes, findings.marks.quarantined) == ([make_dataset_name(VOLUME)], [], {})
+    assert (findings.uncommitted_datasets, findings.volumes, findings.marks.quarantined) == (
+        [make_dataset_name(VOLUME)],
+        [],
+        {},
+    )
 
 
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
     findings = Tree().add(make_dataset_name(VOLUME)).add_snapshot(SNAPSHOT, make_dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
+    assert (findings.uncommitted_datasets, findings.leftover_datasets, findings.snapshots) == ([], [], [])
     assert list(findings.marks.quarantined) == [make_dataset_name(VOLUME)] and findings.marks.pending_marks == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
-    tree = Tree().add(make_dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
+    tree = Tree().add(make_dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED_PROPERTY: "yes"})
     tree.add(make_dataset_name(VOLUME), canmount="noauto").add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
     findings = tree.interpret()
-    assert (findings.doomed, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
+    assert (findings.doomed_ids, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
         {VOLUME.id},
         [],
         [],
         {},
     )
-    assert (findings.leftover, findings.uncommitted) == ([], [])
+    assert (findings.leftover_datasets, findings.uncommitted_datasets) == ([], [])
 
 
 def test_damaged_records_are_quarantined() -> None:
     other_volume = Volume(name="other", size_mb=64)
     tree = (
         Tree()
-        .add(make_dataset_name(VOLUME), {HEAD: "{not json"})
+        .add(make_dataset_name(VOLUME), {RECORD_PROPERTY: "{not json"})
         .add_snapshot(SNAPSHOT, make_dataset_name(VOLUME))
         .add(make_dataset_name(VOLUME, 1))
     )
     tree.add(make_dataset_name(other_volume), encode(VOLUME, 1)).add(f"{ROOT}/volumes/odd one")
     findings = tree.interpret()
-    assert findings.unreadable == {VOLUME.id, other_volume.id}
-    assert (findings.volumes, findings.snapshots, findings.uncommitted, findings.leftover) == ([], [], [], [])
+    assert findings.unreadable_ids == {VOLUME.id, other_volume.id}
+    assert (findings.volumes, findings.snapshots, findings.uncommitted_datasets, findings.leftover_datasets) == (
+        [],
+        [],
+        [],
+        [],
+    )
     assert (
         set(findings.marks.quarantined)
         == {make_dataset_name(VOLUME), make_dataset_name(other_volume), f"{ROOT}/volumes/odd one"}
         == set(findings.marks.pending_marks)
     )
-    recovered_findings = Tree().add(make_dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
-    assert (recovered_findings.marks.recovered, [volume.id for volume in recovered_findings.volumes]) == (
+    recovered_findings = (
+        Tree().add(make_dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE_PROPERTY: "not JSON"}).interpret()
+    )
+    assert (recovered_findings.marks.recovered_names, [volume.id for volume in recovered_findings.volumes]) == (
         [make_dataset_name(VOLUME)],
         [VOLUME.id],
     )
@@ -165,14 +181,14 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
 
 
 def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
-    head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":3')
-    findings = Tree().add(make_dataset_name(VOLUME), {HEAD: head}).interpret()
-    assert list(findings.marks.newer) == [make_dataset_name(VOLUME)]
-    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])
-    head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
+    head = encode(VOLUME, 1)[RECORD_PROPERTY].replace('"v":1', '"v":3')
+    findings = Tree().add(make_dataset_name(VOLUME), {RECORD_PROPERTY: head}).interpret()
+    assert list(findings.marks.newer_records) == [make_dataset_name(VOLUME)]
+    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted_datasets) == ({}, [], [])
+    head = encode(SNAPSHOT, 1)[RECORD_PROPERTY].replace('"format":1', '"format":2')
     snapshot_name = f"{make_dataset_name(VOLUME)}@{SNAPSHOT.id}"
     findings = Tree().add_volume(VOLUME).add(snapshot_name, {volume_snapshot_property(SNAPSHOT.id): head}).interpret()
-    assert (list(findings.marks.newer), findings.marks.quarantined) == ([snapshot_name], {})
+    assert (list(findings.marks.newer_records), findings.marks.quarantined) == ([snapshot_name], {})
 
 
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
@@ -183,25 +199,28 @@ def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
     for record in (valid_snapshot, orphaned_snapshot, hidden_snapshot):
         tree.add_snapshot(record, make_dataset_name(VOLUME))
     # A damaged record still counts, because it may be repaired.
-    tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {HEAD: "{not json"})
+    tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {RECORD_PROPERTY: "{not json"})
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
     findings = tree.interpret()
     assert findings.snapshots == [valid_snapshot]
-    assert findings.orphaned == [orphaned_snapshot.id, hidden_snapshot.id]
+    assert findings.orphaned_ids == [orphaned_snapshot.id, hidden_snapshot.id]
 
 
 def test_differences_between_dataset_and_record_are_found() -> None:
     findings = Tree().add_volume(VOLUME, refquota=128 << 20, mounted="no").interpret()
-    assert (findings.unmounted, findings.sizes) == ([make_dataset_name(VOLUME)], {make_dataset_name(VOLUME): 64 << 20})
+    assert (findings.unmounted_datasets, findings.correct_sizes) == (
+        [make_dataset_name(VOLUME)],
+        {make_dataset_name(VOLUME): 64 << 20},
+    )
 
 
 def test_each_snapshot_of_one_command_has_its_own_record() -> None:
     """One `zfs snapshot` command sets all properties on all snapshots that it takes."""
     other_volume = Volume(name="other", size_mb=64)
     records = [SNAPSHOT, VolumeSnapshot(name="more", volume=other_volume.id, size_mb=64)]
-    props = {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
+    props = {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
     tree = Tree().add_volume(VOLUME).add_volume(other_volume)
     for record in records:
         dataset = make_dataset_name(VOLUME if record.volume == VOLUME.id else other_volume)
-        tree.add(f"{dataset}@{record.id}", props | {HEAD: "the record of the sandbox's snapshot"})
+        tree.add(f"{dataset}@{record.id}", props | {RECORD_PROPERTY: "the record of the sandbox's snapshot"})
     assert tree.interpret().snapshots == records

@@ -14,7 +14,7 @@ from zfs_core.outcome import Outcome
 
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from tests.jail_zfs import pools
@@ -193,7 +193,7 @@ INTERRUPTIONS: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]]
     ),
     "while retiring": lambda storage, volume, snapshot: (
         storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id)),
-        zfs_core.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", HEAD),
+        zfs_core.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", RECORD_PROPERTY),
     ),
     "none": roll_back,
 }
@@ -262,7 +262,7 @@ def test_a_scan_finishes_a_removal_interrupted_after_the_newest_dataset_is_destr
 
 def test_sweep_removes_an_uncommitted_volume(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
-    zfs_core.lzc_inherit_prop(volume.host["dataset"], HEAD)
+    zfs_core.lzc_inherit_prop(volume.host["dataset"], RECORD_PROPERTY)
     assert reopen(storage).scan().volumes == []
     assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, because it was never committed"]
     assert list_volume_datasets(storage) == []
@@ -275,8 +275,8 @@ def test_damaged_records_are_quarantined_and_keep_their_data(storage: ZfsStorage
         take_snapshot(storage, intact_volume, "torn"),
     )
     dependent_snapshot = take_snapshot(storage, damaged_volume, "lost")
-    record = zfs_core.local_props(damaged_volume.host["dataset"])[HEAD]
-    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", damaged_volume.host["dataset"])
+    record = zfs_core.local_props(damaged_volume.host["dataset"])[RECORD_PROPERTY]
+    pools.run("zfs", "set", f"{RECORD_PROPERTY}=two\nlines\tlocal\nand more", damaged_volume.host["dataset"])
     pools.run(
         "zfs",
         "set",
@@ -291,13 +291,13 @@ def test_damaged_records_are_quarantined_and_keep_their_data(storage: ZfsStorage
         assert storage.volumes.sweep() == []
         assert list_volume_datasets(storage) == datasets_before
     assert len(scan.repaired) == 3, scan.repaired
-    assert "not JSON" in zfs_core.local_props(damaged_volume.host["dataset"])[QUARANTINE]
+    assert "not JSON" in zfs_core.local_props(damaged_volume.host["dataset"])[QUARANTINE_PROPERTY]
     assert storage.volumes.is_known(damaged_volume.id) is None and storage.volumes.is_known(intact_volume.id) is True
-    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
+    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], RECORD_PROPERTY, record)
     scan = reopen(storage).scan()
     assert {each.id for each in scan.volumes} == {intact_volume.id, damaged_volume.id}
     assert {each.id for each in scan.volume_snapshots} == {intact_snapshot.id, dependent_snapshot.id}
-    assert QUARANTINE not in zfs_core.local_props(damaged_volume.host["dataset"])
+    assert QUARANTINE_PROPERTY not in zfs_core.local_props(damaged_volume.host["dataset"])
 
 
 def test_a_volume_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None:
@@ -325,7 +325,7 @@ def test_foreign_snapshots_are_not_destroyed(storage: ZfsStorage) -> None:
     with pytest.raises(InUseExternally, match="@hourly"):
         storage.volumes.commit_removal(volume.id)
     assert reopen(storage).scan().volumes == [volume]
-    assert DOOMED not in zfs_core.local_props(volume.host["dataset"])
+    assert DOOMED_PROPERTY not in zfs_core.local_props(volume.host["dataset"])
 
 
 def create_sandbox(storage: ZfsStorage) -> Sandbox:
@@ -395,5 +395,5 @@ def test_one_command_takes_several_snapshots(storage: ZfsStorage, monkeypatch: p
     )
     assert [word.partition("=")[0] for word in command[2:-2:2]] == [
         f"sandbox:volume-snapshot.{volume_snapshot.id}",
-        HEAD,
+        RECORD_PROPERTY,
     ]

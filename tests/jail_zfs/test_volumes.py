@@ -18,7 +18,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, Invalid
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, run_shim
@@ -325,9 +325,9 @@ def test_damaged_volume_records_do_not_prevent_startup(
     damaged_volume = create_volume(runner, "torn")
     create_sandbox(runner, "box", ("torn", "/torn"))
     runner.shell("box", "echo kept >/torn/file")
-    record = zfs_core.local_props(damaged_volume.host["dataset"])[HEAD]
+    record = zfs_core.local_props(damaged_volume.host["dataset"])[RECORD_PROPERTY]
     runner.close()
-    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record[:60])
+    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], RECORD_PROPERTY, record[:60])
     runner_after_restart = make_runner(runner.config)
     assert runner_after_restart.engine.volumes.list() == []
     assert runner_after_restart.shell("box", "cat /torn/file").strip() == "kept", (
@@ -335,7 +335,7 @@ def test_damaged_volume_records_do_not_prevent_startup(
     )
     runner_after_restart.do(runner_after_restart.engine.sandboxes.update("box", metadata={"saved": "again"}))
     runner_after_restart.close()
-    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], HEAD, record)
+    zfs_core.lzc_set_prop(damaged_volume.host["dataset"], RECORD_PROPERTY, record)
     runner_after_second_restart = make_runner(runner.config)
     assert [each.name for each in runner_after_second_restart.engine.volumes.list()] == ["torn"]
     assert [each.path for each in runner_after_second_restart.get_sandbox("box").mounts] == ["/torn"]

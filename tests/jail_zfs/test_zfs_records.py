@@ -13,8 +13,8 @@ from zfs_core.parse import Property
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs.storage import sandbox_scan
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    HEAD,
-    QUARANTINE,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     Kind,
     decode,
     encode,
@@ -42,7 +42,7 @@ _kinds: dict[type[Record], Kind] = {
 @given(_sandboxes | _snapshots | _volumes | _volume_snapshots, st.integers(1, 10**9))
 def test_a_record_survives_a_round_trip(record: Record, generation: int) -> None:
     props = encode(record, generation)
-    assert list(props)[-1] == HEAD
+    assert list(props)[-1] == RECORD_PROPERTY
     for prop, value in props.items():
         assert format_property_assignment(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
     assert decode(props, _kinds[type(record)]) == (generation, record, "")
@@ -53,23 +53,28 @@ def test_a_record_survives_a_round_trip(record: Record, generation: int) -> None
 
 
 def test_only_a_long_record_is_split() -> None:
-    assert list(encode(Snapshot(), 1)) == [HEAD]
+    assert list(encode(Snapshot(), 1)) == [RECORD_PROPERTY]
     props = encode(Snapshot(id="0" * 12, recipe={"setup": ["x" * 20_000]}), 7)
-    assert list(props) == [f"{HEAD}.7.0", f"{HEAD}.7.1", f"{HEAD}.7.2", HEAD]
+    assert list(props) == [
+        f"{RECORD_PROPERTY}.7.0",
+        f"{RECORD_PROPERTY}.7.1",
+        f"{RECORD_PROPERTY}.7.2",
+        RECORD_PROPERTY,
+    ]
 
 
 def test_stale_parts_are_ignored_and_missing_parts_are_detected() -> None:
     old_props = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
     new_props = encode(Snapshot(), 8)
-    assert sorted(find_stale_parts(old_props | new_props)) == [f"{HEAD}.7.{n}" for n in range(3)]
-    del old_props[f"{HEAD}.7.1"]
+    assert sorted(find_stale_parts(old_props | new_props)) == [f"{RECORD_PROPERTY}.7.{n}" for n in range(3)]
+    del old_props[f"{RECORD_PROPERTY}.7.1"]
     with pytest.raises(ValueError, match=r"sandbox:record\.7\.1 is missing"):
         decode(old_props, "snapshot")
 
 
 def test_changed_parts_are_detected() -> None:
     props = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 1)
-    props[f"{HEAD}.1.1"] = "y" * 8000
+    props[f"{RECORD_PROPERTY}.1.1"] = "y" * 8000
     with pytest.raises(ValueError, match="checksum"):
         decode(props, "snapshot")
 
@@ -82,11 +87,13 @@ def test_an_environment_is_never_encoded() -> None:
     props = encode(sandbox, 1, file_name)
     assert not any("s3cret" in value or "KEY" in value for value in props.values())
     assert decode(props, "sandbox") == (1, sandbox.model_copy(update={"env": {}}), file_name)
-    assert json.loads(props[HEAD])["v"] == 2, "a release that reads only version 1 would lose the environment"
+    assert json.loads(props[RECORD_PROPERTY])["v"] == 2, (
+        "a release that reads only version 1 would lose the environment"
+    )
     for damaged_name in ("../../etc/passwd", f"{file_name}/", 1, None):
-        damaged_head = json.dumps(json.loads(props[HEAD]) | {"secrets": damaged_name})
+        damaged_head = json.dumps(json.loads(props[RECORD_PROPERTY]) | {"secrets": damaged_name})
         with pytest.raises(ValueError, match="invalid file name"):
-            decode({HEAD: damaged_head}, "sandbox")
+            decode({RECORD_PROPERTY: damaged_head}, "sandbox")
 
 
 def test_an_oversized_record_is_refused_and_a_remedy_is_named() -> None:
@@ -110,17 +117,19 @@ _heads = (
         },
         optional={"record": _json_values, "parts": _json_values, "sha256": _json_values},
     ).map(json.dumps)
-    | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(lambda pair: encode(pair[0], 1)[HEAD][: pair[1]])
+    | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(
+        lambda pair: encode(pair[0], 1)[RECORD_PROPERTY][: pair[1]]
+    )
 )
 
 
 @given(_heads, st.sampled_from(["sandbox", "snapshot"]))
 def test_a_damaged_record_is_reported_as_damaged(head: str, kind: str) -> None:
     try:
-        decode({HEAD: head}, kind)  # type: ignore[arg-type]
+        decode({RECORD_PROPERTY: head}, kind)  # type: ignore[arg-type]
     except (ValueError, NewerFormat) as error:
         assert str(error)
-    find_stale_parts({HEAD: head, f"{HEAD}.1.0": "x"})
+    find_stale_parts({RECORD_PROPERTY: head, f"{RECORD_PROPERTY}.1.0": "x"})
 
 
 _ROOT = "p/r"
@@ -138,7 +147,9 @@ _valid_props = (
     st.builds(Sandbox, id=st.just("a" * 12), name=st.just("n"), instance=st.sampled_from(["0" * 12, "1" * 12]))
     | st.builds(Snapshot, id=st.sampled_from(["b" * 12, "c" * 12]))
 ).flatmap(lambda record: st.integers(1, 3).map(lambda generation: encode(record, generation)))
-_props = _valid_props | st.fixed_dictionaries({}, optional={HEAD: _heads, QUARANTINE: st.text(max_size=20)})
+_props = _valid_props | st.fixed_dictionaries(
+    {}, optional={RECORD_PROPERTY: _heads, QUARANTINE_PROPERTY: st.text(max_size=20)}
+)
 
 
 @settings(max_examples=300)
@@ -155,9 +166,9 @@ def test_damaged_properties_never_prevent_a_scan(local: dict[str, dict[str, str]
     findings = sandbox_scan.interpret_sandboxes(_ROOT, facts, local)
     ids = [record.id for record in (*findings.snapshots, *findings.sandboxes)]
     assert len(ids) == len(set(ids))
-    removed_instances = {*findings.uncommitted, *findings.superseded}
+    removed_instances = {*findings.uncommitted_instances, *findings.superseded_instances}
     assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
-    assert not set(findings.pending_moves) & set(findings.empty)
+    assert not set(findings.pending_moves) & set(findings.empty_datasets)
     for name, reason in findings.marks.pending_marks.items():
-        format_property_assignment(QUARANTINE, reason or "x")
+        format_property_assignment(QUARANTINE_PROPERTY, reason or "x")
         assert name.rpartition("/")[2] not in removed_instances

@@ -13,7 +13,7 @@ import pytest
 import zfs_core
 
 from sandbox_gateway.errors import BackendFailed, Busy, InUseExternally, NoSpace, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
@@ -237,9 +237,14 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     damaged_sandbox = _create_sandbox(storage, base, "bad")
     snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
     duplicate_snapshot = storage.snapshots.capture(intact_sandbox.instance, Snapshot())
-    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(damaged_sandbox.instance))
-    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
-    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(duplicate_snapshot.id))
+    pools.run("zfs", "set", f"{RECORD_PROPERTY}={{not json", storage.instances.dataset(damaged_sandbox.instance))
+    pools.run("zfs", "set", f"{RECORD_PROPERTY}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
+    pools.run(
+        "zfs",
+        "set",
+        f"{RECORD_PROPERTY}={encode(base, 3)[RECORD_PROPERTY]}",
+        storage.snapshots.full_name(duplicate_snapshot.id),
+    )
     pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
         scan = _reopen(storage).scan()
@@ -247,12 +252,12 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     assert len(scan.repaired) == 3
     assert any("is not JSON" in note for note in scan.repaired)
     assert any(f"also has the record of the snapshot {base.id}" in note for note in scan.repaired)
-    assert "not JSON" in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))[QUARANTINE]
+    assert "not JSON" in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))[QUARANTINE_PROPERTY]
     storage.instances.save(damaged_sandbox)
     scan = _reopen(storage).scan()
     assert {sandbox.name for sandbox in scan.sandboxes} == {"good", "bad"}
     assert f"{storage.instances.dataset(damaged_sandbox.instance)}: its record can be read again" in scan.repaired
-    assert QUARANTINE not in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))
+    assert QUARANTINE_PROPERTY not in zfs_core.local_props(storage.instances.dataset(damaged_sandbox.instance))
 
 
 def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage: ZfsStorage) -> None:
@@ -260,14 +265,14 @@ def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage:
     sandbox = _create_sandbox(storage, base)
     storage.instances.clone(base.id, new_id())  # It was never committed, so a scan would remove it.
     dataset = storage.instances.dataset(sandbox.instance)
-    record = zfs_core.local_props(dataset)[HEAD]
+    record = zfs_core.local_props(dataset)[RECORD_PROPERTY]
     newer_record = record.replace('"state":"running"', '"state":"frozen"')
-    pools.run("zfs", "set", f"{HEAD}={newer_record}", dataset)
+    pools.run("zfs", "set", f"{RECORD_PROPERTY}={newer_record}", dataset)
     state_before = (_list_dataset_names(storage), zfs_core.local_tree(storage.root.dataset))
     with pytest.raises(BackendFailed, match=f"{dataset} was written by a newer release .*its state is 'frozen'"):
         _reopen(storage).scan()
     assert (_list_dataset_names(storage), zfs_core.local_tree(storage.root.dataset)) == state_before
-    pools.run("zfs", "set", f"{HEAD}={record}", dataset)
+    pools.run("zfs", "set", f"{RECORD_PROPERTY}={record}", dataset)
     assert _reopen(storage).scan().sandboxes == [sandbox]
 
 
@@ -324,7 +329,7 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
         storage.instances.save(sandbox)
         scan = _reopen(storage).scan()
         assert (scan.sandboxes, scan.repaired) == ([sandbox], [])
-    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [RECORD_PROPERTY]
     big_snapshot = Snapshot(recipe={"setup": ["x" * 100_000]})
     storage.snapshots.capture(sandbox.instance, big_snapshot)
     big_snapshot.names = ["named"]
@@ -337,10 +342,10 @@ def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     sandbox = _create_sandbox(storage, base)
     partial_props = encode(sandbox.model_copy(update={"metadata": {"A": "x" * 30_000}}), 2)
     for prop, value in partial_props.items():
-        if prop != HEAD:
+        if prop != RECORD_PROPERTY:
             zfs_core.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert _reopen(storage).scan().sandboxes == [sandbox]
-    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs_core.local_props(storage.instances.dataset(sandbox.instance))) == [RECORD_PROPERTY]
 
 
 def test_has_diverged_compares_an_instance_with_its_ancestors(storage: ZfsStorage) -> None:
@@ -379,7 +384,7 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
         _set_disk_quota(storage, instance, 8)
     dataset = storage.instances.dataset(instance)
     assert zfs_core.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
-    assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
+    assert 20 << 20 < storage.instances.count_unique_bytes(instance) < 24 << 20
     assert zfs_core.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
     assert sorted(_list_dataset_names(storage, "filesystem")) == sorted(
         [*_DATASETS_OF_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
@@ -453,7 +458,9 @@ def test_an_unusable_root_dataset_is_reported(root: str, lock_directory: Path) -
 def test_a_record_is_one_line_of_readable_json(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    value = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.instances.dataset(sandbox.instance)).stdout
+    value = pools.run(
+        "zfs", "get", "-H", "-o", "value", RECORD_PROPERTY, storage.instances.dataset(sandbox.instance)
+    ).stdout
     assert json.loads(value)["record"]["name"] == "web"
 
 

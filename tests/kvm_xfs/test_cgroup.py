@@ -24,7 +24,7 @@ def groups() -> Iterator[Cgroups]:
     assert groups._hierarchies, "this machine has no cgroup controllers, which these tests need"
     yield groups
     groups.sweep(set())
-    assert not any(root.exists() for root in groups._roots())
+    assert not any(root.exists() for root in groups._list_roots())
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_limit_applies_to_every_available_resource(groups: Cgroups, sleeper: sub
     sleeper.kill()
     sleeper.wait()
     groups.remove(INSTANCE)
-    assert not any((root / INSTANCE).exists() for root in groups._roots())
+    assert not any((root / INSTANCE).exists() for root in groups._list_roots())
 
 
 def test_a_process_over_its_memory_limit_is_killed(groups: Cgroups) -> None:
@@ -90,25 +90,25 @@ def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subpr
     start = time.monotonic()
     groups.remove(INSTANCE)
     assert time.monotonic() - start < 0.5
-    assert any((root / INSTANCE).exists() for root in groups._roots())
+    assert any((root / INSTANCE).exists() for root in groups._list_roots())
     sleeper.kill()
     sleeper.wait()
     groups.remove(OTHER_INSTANCE)
-    assert not any((root / INSTANCE).exists() for root in groups._roots())
+    assert not any((root / INSTANCE).exists() for root in groups._list_roots())
 
 
 def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.limit(INSTANCE, sleeper.pid, memory_mb=64, cpus=1)
-    for root in groups._roots():
+    for root in groups._list_roots():
         (root / OTHER_INSTANCE).mkdir()
         (root / "cccccccccccc").mkdir()
     groups.sweep({OTHER_INSTANCE})
-    names = {path.name for root in groups._roots() for path in root.iterdir() if path.is_dir()}
+    names = {path.name for root in groups._list_roots() for path in root.iterdir() if path.is_dir()}
     assert names == {INSTANCE, OTHER_INSTANCE}
 
 
 def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
-    assert Cgroups(session.allocate_network()["prefix"])._roots().isdisjoint(groups._roots())
+    assert Cgroups(session.allocate_network()["prefix"])._list_roots().isdisjoint(groups._list_roots())
 
 
 def test_missing_controllers_are_logged_once(

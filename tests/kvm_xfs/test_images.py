@@ -125,7 +125,7 @@ def test_a_tree_that_outgrows_the_disk_despite_the_check_is_refused(
     checker = tmp_path / "checker.py"
     checker.write_text("""print('{"problem": ""}')""")
     monkeypatch.setattr(layers.check_layers, "__file__", str(checker))
-    with pytest.raises(Invalid, match=r"unpacks to more than fits on the template's disk of 8 MiB"):
+    with pytest.raises(Invalid, match=r"unpacked image does not fit on the template's disk of 8 MiB"):
         unpack_entries(tmp_path, [make_entry(f"{number}", bytes(6 << 20)) for number in range(4)], disk_mb=8)
 
 
@@ -311,7 +311,7 @@ def test_credentials_are_used_and_are_in_no_command_line(
             KvmXfs(insecure_registries=[registry], registry_auth_file=path)
             for path in (None, tmp_path / "missing", auth_file)
         )
-        check_refused(reference, tmp_path, "refuses access .* let an administrator set", without)
+        check_refused(reference, tmp_path, "refuses access .* ask an administrator to set", without)
         (tmp_path / "2").mkdir()
         check_refused(reference, tmp_path / "2", "missing does not exist on the gateway's host", missing)
         (tmp_path / "3").mkdir()

@@ -168,7 +168,7 @@ def test_captures_to_alternating_file_systems_equal_the_memory(
             image.unlink()
             assert files.last_memory.read_bytes() == machine.memory[:], "the machine does not hold the image"
     instances.remove(files)
-    assert memory_directory.machine_files() == []
+    assert memory_directory.list_machine_files() == []
 
 
 def test_a_new_boot_discards_the_images_of_the_previous_run(

@@ -286,7 +286,7 @@ def list_slot_objects(prefix: str) -> list[str]:
 
 async def wait_for_ready_slots(pool: SlotPool, count: int) -> None:
     for _ in range(2000):
-        if len(pool._ready) >= count:
+        if len(pool._ready_slots) >= count:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"the pool has fewer than {count} ready slots")

@@ -103,11 +103,11 @@ def test_tracker_lists_exactly_the_written_pages(program: Program, tracker: Trac
     tracker.track(ram.pid, ram.areas)
     assert listing.is_tracked(ram)
     program.write(7)
-    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {1, 2, 3, 7}
-    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == set()
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take_marks=True)) == {1, 2, 3, 7}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take_marks=True)) == set()
     program.write(2, 9)
-    assert list_page_numbers(ram, listing.list_written_pages(ram, take=False)) == {2, 9}
-    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {2, 9}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take_marks=False)) == {2, 9}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take_marks=True)) == {2, 9}
     assert list_page_numbers(ram, listing.list_anonymous_pages(ram)) == {1, 2, 3, 7, 9}
 
 
@@ -127,7 +127,7 @@ def test_tracking_outlives_the_tracker(program: Program) -> None:
     client.track(ram.pid, ram.areas)
     client.close()
     program.write(5)
-    assert list_page_numbers(ram, listing.list_written_pages(ram, take=True)) == {5}
+    assert list_page_numbers(ram, listing.list_written_pages(ram, take_marks=True)) == {5}
 
 
 def test_tracker_refuses_other_programs(tracker: TrackerClient) -> None:

@@ -15,7 +15,7 @@ import pytest
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NoSpace
 from sandbox_gateway.hosts import rootfs_common
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_ADDRESS
-from sandbox_gateway.hosts.kvm_xfs.template.apt import host_sources
+from sandbox_gateway.hosts.kvm_xfs.template.apt import read_host_sources
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.recipes import Recipe, Source
@@ -343,14 +343,14 @@ def test_host_sources_returns_only_main_sources_of_the_suite(tmp_path: Path) -> 
         "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
     )
     (tmp_path / "sources.list.d/old.list.save").write_text("deb http://saved.example/debian bookworm main\n")
-    sources = host_sources("bookworm", tmp_path)
+    sources = read_host_sources("bookworm", tmp_path)
     assert re.findall(r"http://(\w+)", sources) == ["list", "deb822"]
     assert "Suites: bookworm-updates\n" in sources
     assert "Signed-By: /k.gpg" in sources
     assert " -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n" in sources
     assert "commented" not in sources
-    assert host_sources("sid", tmp_path) == ""
-    assert host_sources("bookworm", tmp_path / "nowhere") == ""
+    assert read_host_sources("sid", tmp_path) == ""
+    assert read_host_sources("bookworm", tmp_path / "nowhere") == ""
 
 
 def test_run_logged_passes_each_line_to_the_log(tmp_path: Path) -> None:

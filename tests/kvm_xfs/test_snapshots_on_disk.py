@@ -19,7 +19,7 @@ def synced_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files and directories that have been synced."""
     names: list[str] = []
     monkeypatch.setattr(commit_protocol.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
-    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
+    monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
     return names
 
 

@@ -35,7 +35,8 @@ SIZES = {
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshots:
-    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)  # the file system of temporary files may lack FIEMAP
+    # the file system of temporary files may lack FIEMAP
+    monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
     layout = Layout(tmp_path / "state")
     layout.create()
     return Snapshots(layout, Quarantine(tmp_path / "state"))
@@ -121,7 +122,7 @@ def test_memory_requires_the_same_platform_and_cpu(tmp_path: Path, monkeypatch: 
             f"processor\t: 0\nmodel name\t: {name}\ncpu MHz\t\t: {mhz}\n\nprocessor\t: 1\n"
         )
         monkeypatch.setattr(transfer, "_CPU_INFO", tmp_path / "cpuinfo")
-        cpus.append(transfer.portable_platform(host))
+        cpus.append(transfer.make_portable_platform(host))
     assert cpus[0] == cpus[1] != cpus[2]
     assert transfer.find_platform_problem(host, cpus[2]) == ""
     assert "cpu model" in transfer.find_platform_problem(host, cpus[0])

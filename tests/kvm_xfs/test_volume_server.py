@@ -35,10 +35,10 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
     volume_namespace,
 )
-from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
+from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, build_host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
-from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import marker_of, render_configuration
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import derive_marker, render_configuration
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
@@ -202,7 +202,7 @@ def test_configuration_lists_each_client_with_its_access() -> None:
 
 def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
     def make_marker(clients: dict[str, bool]) -> str:
-        return marker_of(ServerSettings("", 0, clients))
+        return derive_marker(ServerSettings("", 0, clients))
 
     markers = {make_marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {make_marker({"10.0.0.6": False})}
     assert len(markers) == 3
@@ -212,12 +212,12 @@ def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
 
 def test_a_guest_has_the_same_mount_on_every_gateway() -> None:
     server_pools = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
-    mount, other_mount = (pool.guest_mount("abc", 22004, "/data", False) for pool in server_pools)
+    mount, other_mount = (pool.make_guest_mount("abc", 22004, "/data", False) for pool in server_pools)
     assert mount == other_mount
     assert (mount.source, mount.type, mount.path, mount.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
     options = mount.options.split(",")
     assert {"vers=3", "proto=tcp", "port=22004", "mountport=22005", "hard", "nolock"} <= set(options)
-    assert server_pools[0].guest_mount("abd", 22006, "/data", True).source != mount.source
+    assert server_pools[0].make_guest_mount("abd", 22006, "/data", True).source != mount.source
 
 
 async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: Path) -> None:
@@ -831,7 +831,7 @@ async def test_a_new_gateway_adopts_the_servers_of_known_volumes(xfs_root: Path)
         await s.crash()
         file = client.create(root, "file")
 
-        await apply_on_host(host_rules(s.network))  # SlotPool.open does this before servers are adopted.
+        await apply_on_host(build_host_rules(s.network))  # SlotPool.open does this before servers are adopted.
         repaired = await s.servers.open({known_volume.id})
         assert repaired == [f"stopped a server for volume {unknown_volume.id} that could not be adopted"]
         assert select.select([unknown_pidfd], [], [], 0)[0]

@@ -192,7 +192,7 @@ def _write_disks(selected_steps: Sequence[Step], directory: Path) -> None:
     job = {
         "repository": str(session.REPOSITORY),
         "state": _GUEST_STATE,
-        "apt_sources": apt.host_sources(image.SUITE),
+        "apt_sources": apt.read_host_sources(image.SUITE),
         "environment": {
             "GROVE_TEST_STATE": _GUEST_STATE,
             "PATH": f"{session.REPOSITORY}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -49,7 +49,7 @@ class Image:
 
 def find_or_build(work_directory: Path, report: Report) -> Image:
     """Return the cached image of this recipe and the current package versions. Builds it if it is missing."""
-    sources = make_zfs_sources(apt.host_sources(SUITE) or _DEBIAN_SOURCES)
+    sources = make_zfs_sources(apt.read_host_sources(SUITE) or _DEBIAN_SOURCES)
     versions = _read_versions(sources, work_directory / "apt")
     image_directory = session.get_cache_dir() / f"openzfs-{_compute_digest(sources, versions)}"
     if not image_directory.is_dir():
@@ -138,7 +138,7 @@ def _build_command(tree: Path, sources_file: Path) -> list[str]:
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=directory"),
         f"--include={','.join(PACKAGES)}",
         *(exclusions),
-        *(f"--aptopt={option}" for option in asyncio.run(apt.apt_options())),
+        *(f"--aptopt={option}" for option in asyncio.run(apt.read_apt_options())),
         f'--setup-hook=install -D -m 644 {FILES}/zfs.preferences "$1"/etc/apt/preferences.d/zfs',
         f"--essential-hook=copy-in {FILES}/initramfs-tools /etc",
         f'--customize-hook=install -D -m 644 {FILES}/zfs.modprobe "$1"/etc/modprobe.d/zfs.conf',

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
-from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
-from sandbox_gateway.hosts.network_policy import allowed_names
+from sandbox_gateway.hosts.kvm_xfs.network.rules import build_policy_rules
+from sandbox_gateway.hosts.network_policy import list_allowed_names
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN_POLICY, world
 from tests.support.gateway import Gateway
@@ -83,7 +83,9 @@ _name_strategy = st.text("aZ09_-.*\n \u212a\u017f", max_size=30)
 
 def build_rules(policy: NetworkPolicy) -> tuple[str, str]:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"])
+    return build_policy_rules(policy, ["9.9.9.9"], SUBNET), build_jail_rules(
+        bridge, bridge.epair(7), policy, ["9.9.9.9"]
+    )
 
 
 @pytest.mark.parametrize("field", ["allow_out", "deny_out"])
@@ -92,14 +94,14 @@ def test_an_invalid_address_is_refused(text: str, field: str) -> None:
     for addresses in ([text], ["192.0.2.1", text], [text, "192.0.2.1"]):
         policy = NetworkPolicy.model_validate({field: addresses})
         for build in (
-            lambda policy=policy: policy_rules(policy, [], SUBNET),
+            lambda policy=policy: build_policy_rules(policy, [], SUBNET),
             lambda policy=policy: build_rules(policy),
         ):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
                 build()
         bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
         with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
-            jail_rules(bridge, bridge.epair(7), policy, [])
+            build_jail_rules(bridge, bridge.epair(7), policy, [])
 
 
 @given(st.lists(_address_strategy, max_size=4), st.lists(_address_strategy, max_size=4), st.booleans())
@@ -124,11 +126,11 @@ def test_accepted_addresses_produce_only_known_rules(
 def test_names_never_occur_in_rules(texts: list[str]) -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=texts)
     try:
-        rules = policy_rules(policy, [], SUBNET)
+        rules = build_policy_rules(policy, [], SUBNET)
     except Invalid:
         return
     assert _NFT_RULES_PATTERN.fullmatch(rules), rules
-    assert all(_NAME_PATTERN.fullmatch(name) for name in allowed_names(policy))
+    assert all(_NAME_PATTERN.fullmatch(name) for name in list_allowed_names(policy))
 
 
 def read_ruleset(slot: Slot) -> str:

@@ -218,7 +218,7 @@ async def test_a_process_with_the_pid_of_an_ended_machine_is_not_killed(
             async with s.restarted_gateway([sandbox]) as (machines, scan):
                 assert [service.pid for service in services] == [pid]
                 assert services[0].poll() is None
-                assert (machines._started, scan.repaired) == ({}, [])
+                assert (machines._started_machines, scan.repaired) == ({}, [])
         finally:
             for service in services:
                 service.kill()

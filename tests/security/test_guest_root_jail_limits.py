@@ -47,9 +47,9 @@ def test_a_jail_cannot_fill_the_state_table(shim: Shim, monkeypatch: pytest.Monk
         name = f"sx-{number}"
         shim.check_ok("jail", "-c", f"name={name}", f"path={shim.root}", "persist", "vnet=new")
         connect_jail(shim, name, number)
-        rules = pf.jail_rules(_BRIDGE, _BRIDGE.epair(number), _POLICY, [])
+        rules = pf.build_jail_rules(_BRIDGE, _BRIDGE.epair(number), _POLICY, [])
         shim.check_ok("pfctl", "-q", "-a", f"sbx/{name}", "-f", "-", input=rules)
-    shim.check_ok("pfctl", "-q", "-a", "sbx/sx", "-f", "-", input=pf.bridge_rules(_BRIDGE, ""))
+    shim.check_ok("pfctl", "-q", "-a", "sbx/sx", "-f", "-", input=pf.build_bridge_rules(_BRIDGE, ""))
     shim.check_ok("pfctl", "-q", "-f", "-", input=MAIN_RULES)
     shim.check_ok("sysctl", "net.inet.ip.forwarding=1", "net.link.bridge.pfil_local_phys=1")
     # The network outside has no machine that responds.

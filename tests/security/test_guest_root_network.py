@@ -20,7 +20,7 @@ import pytest
 
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
@@ -90,7 +90,7 @@ async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: Netw
 @pytest.mark.parametrize("policy", [OPEN_POLICY, ALLOW_ALL, ALLOW_BOTH_HALVES, ALLOW_SURROUNDING_NETWORKS])
 def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    rule_lines = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
+    rule_lines = build_jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     first_pass_index = next(index for index, rule in enumerate(rule_lines) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
         assert rule_lines.index(f"block return in quick on sbx-7a inet from 10.231.0.7 to {network}") < first_pass_index
@@ -99,7 +99,7 @@ def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None
 def test_jail_rules_allow_explicitly_listed_metadata_addresses() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
-    rule_lines = jail_rules(bridge, bridge.epair(7), policy, [AZURE_ADDRESS]).splitlines()
+    rule_lines = build_jail_rules(bridge, bridge.epair(7), policy, [AZURE_ADDRESS]).splitlines()
     condition = "quick on sbx-7a inet"
     state = "keep state (source-track global, max-src-states 4096)"
     block_index = rule_lines.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")

@@ -48,7 +48,7 @@ def test_the_proxy_password_is_not_in_templates_or_command_lines(requires_root: 
 
 async def run_build(work_directory: Path) -> None:
     suite = "bookworm"
-    options = [*await apt.apt_options(), *APT_OPTIONS]
+    options = [*await apt.read_apt_options(), *APT_OPTIONS]
     sources_file = work_directory / "host.sources"
-    sources_file.write_text(apt.host_sources(suite).replace("https://", "http://"))
+    sources_file.write_text(apt.read_host_sources(suite).replace("https://", "http://"))
     await debian.build_tarball(suite, ["ca-certificates"], options, [str(sources_file)], work_directory, print)

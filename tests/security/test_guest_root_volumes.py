@@ -194,9 +194,9 @@ async def test_a_server_cannot_open_the_port_of_another(xfs_root: Path, monkeypa
 FORBIDDEN_CALLS_SCRIPT = """
 import ctypes, os, socket, sys
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
-from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
+from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import build_file_server_filter
 import threading
-launcher._drop_privileges(file_server_filter())
+launcher._drop_privileges(build_file_server_filter())
 libc = ctypes.CDLL(None, use_errno=True)
 def check_refused(what, call):
     try:
@@ -282,18 +282,18 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
         await volume.serve({slot: False})
         backoffs = []
         for _ in range(2):
-            backoffs.append(s.servers._servers[volume.id].backoff_seconds())
+            backoffs.append(s.servers._servers[volume.id].compute_backoff_seconds())
             server = s.servers._servers[volume.id]
             await kill_process(server.pid)
             await asyncio.to_thread(
                 wait_until, lambda ended_server=server: s.servers._servers[volume.id] is not ended_server
             )
         current_server = s.servers._servers[volume.id]
-        backoffs += [current_server.backoff_seconds()]
+        backoffs += [current_server.compute_backoff_seconds()]
         current_server.early_exits = 100
-        backoffs += [current_server.backoff_seconds()]
+        backoffs += [current_server.compute_backoff_seconds()]
         current_server.start_time -= 3600
-        backoffs += [current_server.backoff_seconds()]
+        backoffs += [current_server.compute_backoff_seconds()]
         assert backoffs == [0, 1, 2, 30, 0]
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
 

@@ -109,7 +109,7 @@ def test_a_host_user_cannot_claim_an_unidentified_jail(agent_port: int, headers:
 def test_a_host_user_cannot_claim_an_identified_jail(
     agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    client = send_identity(agent_port, identity.read_gateway_key(run_directory), monkeypatch)
     assert send_request(agent_port, "/identity", FORGED_IDENTITY) == 401
     assert send_request(agent_port, "/mounts", {"mounts": []}) == 401
     assert send_request(agent_port, "/exec", EXEC_REQUEST) == 401
@@ -131,7 +131,7 @@ def test_a_host_user_cannot_run_code_on_the_port_of_the_interpreter(
     agent_port: int, code_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch, is_identified: bool
 ) -> None:
     """Only the token of this sandbox opens the port. The gateway's key does not open it."""
-    key = identity.gateway_key(run_directory)
+    key = identity.read_gateway_key(run_directory)
     derived_token = {"X-Access-Token": token_for_port(TOKEN, CODE_PORT)}
     if is_identified:
         send_identity(agent_port, key, monkeypatch)
@@ -150,7 +150,7 @@ def test_a_host_user_cannot_lock_the_gateway_out(
     agent_ports: tuple[int, int], run_directory: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     agent_port, code_port = agent_ports
-    client = send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    client = send_identity(agent_port, identity.read_gateway_key(run_directory), monkeypatch)
     with contextlib.ExitStack() as stack:
         for port in agent_ports:
             for _ in range(MAX_CONNECTIONS + 8):
@@ -163,7 +163,7 @@ def test_a_host_user_cannot_lock_the_gateway_out(
 def test_a_flood_of_connections_does_not_end_those_of_the_gateway(
     agent_port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send_identity(agent_port, identity.gateway_key(run_directory), monkeypatch)
+    send_identity(agent_port, identity.read_gateway_key(run_directory), monkeypatch)
     connection = http.client.HTTPConnection(ADDRESS, agent_port, timeout=20)
     headers = {"Content-Type": "application/json", "X-Access-Token": TOKEN}
     with contextlib.closing(connection), contextlib.ExitStack() as stack:
@@ -180,9 +180,9 @@ def test_even_the_gateway_needs_the_key(agent_port: int, monkeypatch: pytest.Mon
 
 
 def test_the_key_is_readable_only_by_root_and_changes_at_each_start(run_directory: Path) -> None:
-    first_key = identity.gateway_key(run_directory)
+    first_key = identity.read_gateway_key(run_directory)
     assert len(first_key) == 64
     assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600
     identity.write_gateway_key(run_directory)
-    assert identity.gateway_key(run_directory) not in ("", first_key)
-    assert identity.gateway_key(run_directory / "nowhere") == ""
+    assert identity.read_gateway_key(run_directory) not in ("", first_key)
+    assert identity.read_gateway_key(run_directory / "nowhere") == ""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zfs_core
 
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY, RECORD_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 from tests.jail_zfs import pools
@@ -79,10 +79,12 @@ def encode_as_previous_release(sandbox: Sandbox, generation: int) -> dict[str, s
     text = sandbox.model_dump_json()
     head = {"v": 1, "kind": "sandbox", "generation": generation}
     if len(text) < 7900:
-        return {HEAD: json.dumps(head | {"record": json.loads(text)})}
+        return {RECORD_PROPERTY: json.dumps(head | {"record": json.loads(text)})}
     parts = [text[start : start + 8000] for start in range(0, len(text), 8000)]
     head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: json.dumps(head)}
+    return {f"{RECORD_PROPERTY}.{generation}.{n}": part for n, part in enumerate(parts)} | {
+        RECORD_PROPERTY: json.dumps(head)
+    }
 
 
 def test_a_host_user_cannot_read_environments(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_a_killed_gateway_leaves_no_secrets_behind(
     assert len(list_secret_files(tmp_path)) == (1 if expected_env is None else 2)
     sandboxes, notes = restart(storage)
     assert [sandbox.env for sandbox in sandboxes] == ([] if expected_env is None else [expected_env])
-    assert "to which no record refers" in notes[-1]
+    assert "which no record referred to" in notes[-1]
     assert len(list_secret_files(tmp_path)) == len(sandboxes)
 
 
@@ -258,11 +260,11 @@ def test_files_of_another_dataset_are_kept(
 def test_files_are_kept_while_a_record_is_damaged(storage: ZfsStorage, base: Snapshot, tmp_path: Path) -> None:
     sandbox = create_sandbox(storage, base)
     dataset = storage.instances.dataset(sandbox.instance)
-    head = zfs_core.local_props(dataset)[HEAD]
-    zfs_core.lzc_set_prop(dataset, HEAD, head[:-10])
+    head = zfs_core.local_props(dataset)[RECORD_PROPERTY]
+    zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, head[:-10])
     assert restart(storage)[0] == []
-    assert QUARANTINE in zfs_core.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
-    zfs_core.lzc_set_prop(dataset, HEAD, head)
+    assert QUARANTINE_PROPERTY in zfs_core.local_props(dataset) and len(list_secret_files(tmp_path)) == 1
+    zfs_core.lzc_set_prop(dataset, RECORD_PROPERTY, head)
     assert restart(storage)[0] == [sandbox]
 
 

@@ -105,7 +105,7 @@ class MachineSetup:
             await machines.adopt(scan)
             yield machines, scan
         finally:
-            for machine, _ in machines._started.values():
+            for machine, _ in machines._started_machines.values():
                 await machine.kill()
             await machines.close()
             machines._cgroups.sweep(set())
@@ -163,9 +163,9 @@ async def test_imitated_machines_are_ignored(xfs_root: Path, monkeypatch: pytest
         ]
         s.program.unlink()  # A package upgrade replaces QEMU while machines run.
         async with s.restarted_gateway([running, stopped]) as (machines, scan):
-            assert {each: (machine.pid, slot.number) for each, (machine, slot) in machines._started.items()} == {
-                running.instance: (pid, slot.number)
-            }
+            assert {
+                each: (machine.pid, slot.number) for each, (machine, slot) in machines._started_machines.items()
+            } == {running.instance: (pid, slot.number)}
             assert scan.alive == {running.instance}
             assert scan.repaired == []
             assert all(each.poll() is None for each in imitations)
@@ -180,7 +180,7 @@ async def test_a_machine_that_claims_to_be_another_is_stopped(xfs_root: Path, mo
         attacker_pid = s.start_machine(attacker_slot, s.get_files(attacker).disk, s.get_files(victim))
         monkeypatch.setattr(machines_module, "_DISK_TIMEOUT_SECONDS", 8.0)
         async with s.restarted_gateway([victim, attacker]) as (machines, scan):
-            assert [(machine.pid, slot.number) for machine, slot in machines._started.values()] == [
+            assert [(machine.pid, slot.number) for machine, slot in machines._started_machines.values()] == [
                 (victim_pid, victim_slot.number)
             ]
             assert scan.repaired == [f"stopped the machine {victim.instance}, which belonged to no sandbox"]
@@ -204,7 +204,7 @@ async def test_a_machine_that_does_not_answer_as_qemu_does_is_stopped(
 
         monkeypatch.setattr(Machine, "resume_if_stopped", resume_if_stopped)
         async with s.restarted_gateway([victim, attacker]) as (machines, scan):
-            assert [machine.pid for machine, _ in machines._started.values()] == [victim_pid]
+            assert [machine.pid for machine, _ in machines._started_machines.values()] == [victim_pid]
             assert scan.alive == {victim.instance}
             assert scan.repaired == [f"stopped the machine {attacker.instance}, which did not respond like QEMU"]
             assert not await asyncio.to_thread(Path(f"/proc/{attacker_pid}").exists)
@@ -217,7 +217,7 @@ async def test_a_machine_with_another_program_name_is_adopted(xfs_root: Path, mo
         running, slot = s.create_sandbox("running"), await s.take_slot()
         pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
         async with s.restarted_gateway([running]) as (machines, _):
-            assert [machine.pid for machine, _ in machines._started.values()] == [pid]
+            assert [machine.pid for machine, _ in machines._started_machines.values()] == [pid]
 
 
 async def test_a_machine_is_killed_whatever_its_monitor_sends(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ async def test_a_machine_is_killed_whatever_its_monitor_sends(xfs_root: Path, mo
         pid = s.start_machine(slot, s.get_files(running).disk, s.get_files(running))
         async with s.restarted_gateway([running]) as (machines, _):
             client: Any = SimpleNamespace(disconnect=disconnect)
-            machines._started[running.instance].machine._qmp = client
+            machines._started_machines[running.instance].machine._qmp = client
             await machines.stop(running)
             assert not await asyncio.to_thread(Path(f"/proc/{pid}").exists)
 

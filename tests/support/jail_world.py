@@ -24,7 +24,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
@@ -69,7 +69,7 @@ def run_shim(*argv: str, input: str | None = None, check: bool = True, state: Pa
 
 def get_debian_tarball() -> Path:
     """Return the path of a cached tarball of Debian with Python, which is created on first use."""
-    sources = apt.host_sources(_SUITE)
+    sources = apt.read_host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
     tarball = session.get_cache_dir() / f"jail-{digest}.tar"
     if not tarball.exists():
@@ -79,7 +79,7 @@ def get_debian_tarball() -> Path:
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
         argv += ["mmdebstrap", "--quiet", "--mode=root"]
         argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *exclusions]
-        argv += [f"--aptopt={option}" for option in asyncio.run(apt.apt_options())]
+        argv += [f"--aptopt={option}" for option in asyncio.run(apt.read_apt_options())]
         argv += ["--", _SUITE, str(temporary_tarball), *([str(sources_file)] if sources else [])]
         result = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
@@ -317,17 +317,17 @@ class JailZfsWorld:
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         name = self._find_full_name(config, torn)
-        zfs_core.lzc_set_prop(name, HEAD, zfs_core.local_props(name)[HEAD][:100])
+        zfs_core.lzc_set_prop(name, RECORD_PROPERTY, zfs_core.local_props(name)[RECORD_PROPERTY][:100])
         zfs_core.lzc_set_prop(
-            self._find_full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
+            self._find_full_name(config, short), RECORD_PROPERTY, '{"v":1,"kind":"snapshot","generation":9,"parts":2}'
         )
-        zfs_core.lzc_inherit_prop(self._find_full_name(config, empty), HEAD)
+        zfs_core.lzc_inherit_prop(self._find_full_name(config, empty), RECORD_PROPERTY)
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         name = self._find_full_name(config, snapshot.id)
-        head = json.loads(zfs_core.local_props(name)[HEAD])
+        head = json.loads(zfs_core.local_props(name)[RECORD_PROPERTY])
         head["record"] |= fields
-        zfs_core.lzc_set_prop(name, HEAD, json.dumps(head))
+        zfs_core.lzc_set_prop(name, RECORD_PROPERTY, json.dumps(head))
 
 
 def _is_within(process: Path, directory: Path) -> bool:

@@ -7,18 +7,18 @@ import os
 import pytest
 
 from sandbox_gateway.errors import Unsupported
-from sandbox_gateway.hosts.import_check import require_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin
 
 
 def test_a_disk_of_an_equal_host_is_accepted() -> None:
-    require_origin("jail_zfs", os.uname().machine, kind="jail_zfs")
+    require_compatible_origin("jail_zfs", os.uname().machine, kind="jail_zfs")
 
 
 def test_a_disk_of_another_kind_of_host_is_refused() -> None:
     with pytest.raises(Unsupported, match="from a kvm_xfs host, but this is a jail_zfs host: import it on a kvm_xfs"):
-        require_origin("kvm_xfs", os.uname().machine, kind="jail_zfs")
+        require_compatible_origin("kvm_xfs", os.uname().machine, kind="jail_zfs")
 
 
 def test_a_disk_for_another_architecture_is_refused() -> None:
-    with pytest.raises(Unsupported, match="is of a machine for pdp11"):
-        require_origin("kvm_xfs", "pdp11", kind="kvm_xfs")
+    with pytest.raises(Unsupported, match="requires a host for pdp11"):
+        require_compatible_origin("kvm_xfs", "pdp11", kind="kvm_xfs")

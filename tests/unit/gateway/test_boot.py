@@ -22,7 +22,7 @@ def test_different_kernel_arguments_make_templates_outdated(monkeypatch: pytest.
 
 def run_hook(tmp_path: Path, *modules: str) -> Path:
     """Run the hook on a small initrd tree, for a kernel with these modules. Returns the tree."""
-    for name, text in guest_files.initramfs_files().items():
+    for name, text in guest_files.read_initramfs_files().items():
         file = tmp_path / "initramfs-tools" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

@@ -26,7 +26,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for index in range(first, first + BATCH_SIZE)
         ]
 
-    monkeypatch.setattr(reflink, "_fiemap", fiemap)
+    monkeypatch.setattr(reflink, "_list_extents", fiemap)
     path = tmp_path / "disk"
     path.touch()
     return path
@@ -35,10 +35,10 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("measure", "expected"),
     [
-        (reflink.unique_bytes, BATCH_COUNT * BATCH_SIZE // 2 * BLOCK),
+        (reflink.count_unique_bytes, BATCH_COUNT * BATCH_SIZE // 2 * BLOCK),
         (lambda disk: reflink.has_same_extents(disk, disk), True),
     ],
-    ids=["unique_bytes", "has_same_extents"],
+    ids=["count_unique_bytes", "has_same_extents"],
 )
 def test_a_fragmented_disk_does_not_fill_the_memory(disk: Path, measure: Callable[[Path], int], expected: int) -> None:
     tracemalloc.start()

@@ -55,7 +55,7 @@ def test_a_renamed_file_changes_the_digest(template_directory: Path) -> None:
 
 def test_the_digest_covers_the_constants_of_the_network_script() -> None:
     assert digest_guest(TEMPLATE_DIRECTORY, "address 1") != digest_guest(TEMPLATE_DIRECTORY, "address 2")
-    assert "@" not in guest_files.network_script()
+    assert "@" not in guest_files.render_network_script()
 
 
 def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:

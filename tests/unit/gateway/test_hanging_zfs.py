@@ -205,7 +205,7 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
             release.wait(30)
         return 1
 
-    monkeypatch.setattr(disk_usage, "_used_bytes", read)
+    monkeypatch.setattr(disk_usage, "_read_used_bytes", read)
     usage = DiskUsage()
     paths = {name: tmp_path / name for name in ("a", "hanging", "z")}
 

@@ -230,7 +230,7 @@ async def test_a_program_that_unpacks_more_than_the_check_has_counted_is_killed(
         tree.mkdir(parents=True)
         script = f"cd {tree}; i=0; while true; do {loop}; done"
         program = run_async(["bash", "-c", script], timeout=30)
-        with pytest.raises(Invalid, match="unpacks to more than fits on the template's disk of 1 MiB"):
+        with pytest.raises(Invalid, match="unpacked image does not fit on the template's disk of 1 MiB"):
             await run_measured(program, lambda tree=tree: check_tree_size(tree, 1))
         sizes = [await measuring.measure_file_sizes(tree) + await measuring.count_inodes(tree) for _ in range(2)]
         assert sizes[0] == sizes[1], "the program is still running"
@@ -269,7 +269,7 @@ def test_a_registry_that_sends_an_image_with_a_different_digest_is_refused(skope
     assert asyncio.run(registry.resolve_digest(image, KvmXfs())) == digest
     skopeo_output[0] = other_manifest
     with pytest.raises(
-        Invalid, match=rf"registry\.example sends another image for .*@{digest}, with the digest sha256:"
+        Invalid, match=rf"registry\.example sent a different image for .*@{digest}, with the digest sha256:"
     ):
         asyncio.run(registry.resolve_digest(image, KvmXfs()))
     assert asyncio.run(registry.resolve_digest(IMAGE, KvmXfs())) != digest
@@ -296,11 +296,11 @@ def test_a_registry_that_accepts_and_never_answers_is_named(monkeypatch: pytest.
         raise CommandTimeout("bwrap --die-with-parent did not finish")
 
     monkeypatch.setattr(registry, "run_async_bytes", time_out)
-    with pytest.raises(Invalid, match=r"the registry registry\.example does not respond completely within 60 s"):
+    with pytest.raises(Invalid, match=r"registry\.example did not send a complete response for .* within 60 s"):
         asyncio.run(registry.resolve_digest(IMAGE, KvmXfs()))
     image = parse_image_reference(f"oci:{tmp_path}")
     (tmp_path / "work").mkdir()
-    with pytest.raises(Invalid, match=f"reading the image oci:{tmp_path} takes longer than 3600 s"):
+    with pytest.raises(Invalid, match=f"reading the image oci:{tmp_path} took longer than 3600 s"):
         asyncio.run(registry.copy_image(image, tmp_path / "work", KvmXfs(), 1 << 20, lambda line: None))
 
 

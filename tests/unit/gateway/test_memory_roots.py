@@ -26,7 +26,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a file system that does not list extents, such as tmpfs."""
-    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
+    monkeypatch.setattr(reflink, "count_unique_bytes", lambda path: 0)
 
 
 @pytest.fixture
@@ -354,8 +354,8 @@ def test_a_newer_image_replaces_the_held_one_even_in_another_root(store: Store, 
         image.unlink()
         assert files.last_memory.read_text() == str(number)
     assert not files.last_memory.is_symlink()
-    assert [path.name for path in directory.machine_files()] == ["memory.base"]
-    assert other_directory.machine_files() == [] and list(other_directory.machines.iterdir()) == []
+    assert [path.name for path in directory.list_machine_files()] == ["memory.base"]
+    assert other_directory.list_machine_files() == [] and list(other_directory.machines.iterdir()) == []
 
 
 def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machine(store: Store, root: Path) -> None:

@@ -12,8 +12,8 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules, require_enforceable
-from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, allowed_names, egress_rules, name_servers
+from sandbox_gateway.hosts.jail_zfs.network.pf import build_jail_rules, require_enforceable
+from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, build_egress_rules, list_allowed_names, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
 NO_INTERNET = NetworkPolicy(allow_internet=False)
@@ -21,7 +21,7 @@ NO_INTERNET = NetworkPolicy(allow_internet=False)
 
 def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
     """Return whether the first rule that matches an address and a port allows connections."""
-    for rule in egress_rules(policy, dns):
+    for rule in build_egress_rules(policy, dns):
         is_in_network = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
         if is_in_network and (port == 53 or not rule.dns_only):
             return rule.allow
@@ -67,13 +67,13 @@ def test_a_name_server_at_a_metadata_address_opens_only_its_port() -> None:
     assert can_reach(
         NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server_address, 53, [server_address]
     )
-    assert not any(rule.dns_only for rule in egress_rules(NetworkPolicy(), ["1.1.1.1"]))
+    assert not any(rule.dns_only for rule in build_egress_rules(NetworkPolicy(), ["1.1.1.1"]))
 
 
 def test_overlapping_entries_are_merged() -> None:
     (rule,) = (
         rule
-        for rule in egress_rules(NetworkPolicy(allow_out=["192.0.2.0/25", "192.0.2.128/25", "192.0.2.7"]), [])
+        for rule in build_egress_rules(NetworkPolicy(allow_out=["192.0.2.0/25", "192.0.2.128/25", "192.0.2.7"]), [])
         if rule.allow and ipaddress.IPv4Network("0.0.0.0/0") not in rule.networks
     )
     assert rule.networks == (ipaddress.IPv4Network("192.0.2.0/24"),)
@@ -82,13 +82,13 @@ def test_overlapping_entries_are_merged() -> None:
 def test_errors_name_the_field_and_the_text() -> None:
     for field, text in (("allow_out", "host"), ("deny_out", "host.example")):
         with pytest.raises(Invalid) as error_info:
-            egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", text]}), [])
+            build_egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", text]}), [])
         assert error_info.value.message.startswith(f"{field}: {text!r} is not an IPv4 address or CIDR block. ")
 
 
 def test_names_are_normalized() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", " API.Example.com. ", "*.xn--bcher-kva.example"])
-    assert allowed_names(policy) == ["api.example.com", "*.xn--bcher-kva.example"]
+    assert list_allowed_names(policy) == ["api.example.com", "*.xn--bcher-kva.example"]
     assert can_reach(policy, "1.1.1.1") and not can_reach(policy, "1.1.1.2")
 
 
@@ -103,20 +103,20 @@ def test_names_are_normalized() -> None:
 )
 def test_text_that_is_not_a_name_is_refused(text: str) -> None:
     with pytest.raises(Invalid, match=r"or a domain name such as 'api\.example\.com'"):
-        egress_rules(NetworkPolicy(allow_internet=False, allow_out=[text]), [])
+        build_egress_rules(NetworkPolicy(allow_internet=False, allow_out=[text]), [])
 
 
 def test_names_need_a_policy_that_denies_everything_else() -> None:
     for denied_addresses in ([], ["10.0.0.0/8"], ["0.0.0.0/1", "128.0.0.0/1"]):
         with pytest.raises(Invalid, match="only if all other addresses are denied"):
-            egress_rules(NetworkPolicy(allow_out=["a.example.com"], deny_out=denied_addresses), [])
-    assert allowed_names(NetworkPolicy(allow_out=["a.example.com"], deny_out=["10.0.0.0/8", "0.0.0.0/0"]))
+            build_egress_rules(NetworkPolicy(allow_out=["a.example.com"], deny_out=denied_addresses), [])
+    assert list_allowed_names(NetworkPolicy(allow_out=["a.example.com"], deny_out=["10.0.0.0/8", "0.0.0.0/0"]))
 
 
 def test_jail_hosts_refuse_names() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_internet=False, allow_out=["1.1.1.1", "a.example.com"])
-    for refuse in (require_enforceable, lambda policy: jail_rules(bridge, bridge.epair(7), policy, [])):
+    for refuse in (require_enforceable, lambda policy: build_jail_rules(bridge, bridge.epair(7), policy, [])):
         with pytest.raises(Unsupported, match=r"'a\.example\.com' is a domain name, but hosts of kind jail_zfs"):
             refuse(policy)
 

@@ -34,7 +34,7 @@ def list_page_numbers(page_runs: Runs) -> list[int]:
 def test_runs_cover_exactly_the_pages_of_a_mask(numbers: set[int]) -> None:
     page_runs = make_runs(numbers)
     assert list_page_numbers(page_runs) == sorted(numbers)
-    assert runs.total_bytes(page_runs) == len(numbers) * 4096
+    assert runs.count_bytes(page_runs) == len(numbers) * 4096
     assert all(first[0] + first[1] < second[0] for first, second in itertools.pairwise(page_runs))
 
 
@@ -54,5 +54,5 @@ def test_the_union_of_many_runs_equals_the_union_of_the_sets(parts: list[set[int
 @given(numbers=page_sets, limit=st.integers(1, 9))
 def test_pieces_are_bounded_and_keep_the_order(numbers: set[int], limit: int) -> None:
     pieces = list(runs.split(make_runs(numbers), limit * 4096))
-    assert all(0 < runs.total_bytes(piece) <= limit * 4096 for piece in pieces)
+    assert all(0 < runs.count_bytes(piece) <= limit * 4096 for piece in pieces)
     assert [number for piece in pieces for number in list_page_numbers(piece)] == sorted(numbers)

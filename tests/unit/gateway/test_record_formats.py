@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, Kind, decode, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, Kind, decode, encode
 from sandbox_gateway.hosts.kvm_xfs import record_files
 from sandbox_gateway.records import (
     FORMAT,
@@ -122,7 +122,7 @@ _NEWER_RECORDS: dict[str, tuple[type[Record], dict[str, Any], str]] = {
 
 
 def _make_property(kind: Kind, record: dict[str, Any], version: int = 1) -> dict[str, str]:
-    return {HEAD: json.dumps({"v": version, "kind": kind, "generation": 7, "record": record})}
+    return {RECORD_PROPERTY: json.dumps({"v": version, "kind": kind, "generation": 7, "record": record})}
 
 
 def _write_manifest(directory: Path, record: dict[str, Any]) -> Path:
@@ -143,7 +143,7 @@ def test_a_record_of_the_last_release_is_read_and_saved_in_this_format(kind: typ
     assert json.loads((tmp_path / "manifest.json").read_text()) == expected
     env = expected.pop("env", {})
     secret_file = f"{'0' * 12}.{'0' * 16}" if env else ""
-    assert json.loads(encode(record, 8, secret_file)[HEAD])["record"] == expected
+    assert json.loads(encode(record, 8, secret_file)[RECORD_PROPERTY])["record"] == expected
 
 
 def test_the_former_name_of_the_timeout_is_converted() -> None:

@@ -35,7 +35,7 @@ def test_exit_codes_are_those_of_a_shell(end: dict[str, Any], code: int) -> None
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
 def test_paths_are_quoted_in_the_url(path: str) -> None:
-    url_parts = urlsplit(_stream._files_target(path))
+    url_parts = urlsplit(_stream._make_files_target(path))
     assert url_parts.path == "/files" and not url_parts.fragment
     (decoded_path,) = parse_qs(url_parts.query, strict_parsing=True, errors="surrogateescape")["path"]
     assert decoded_path == path

@@ -32,7 +32,7 @@ def start_run(
     has_callback: bool = True,
 ) -> None:
     """Start a run in which the callback, if it is enabled, has recorded no failure yet."""
-    (_plan_journal.journal_path() / "failures.json").unlink(missing_ok=True)
+    (_plan_journal.make_journal_path() / "failures.json").unlink(missing_ok=True)
     if has_callback:
         _plan_journal.record_failures([])
     monkeypatch.setattr(context, "CLIARGS", ImmutableDict(check=check, args=playbooks))
@@ -140,7 +140,7 @@ def test_an_extra_variable_that_is_not_a_plan_is_refused(
 ) -> None:
     monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _: {"grove_sandbox_plan": value})
     with pytest.raises(_plan_journal.Failure, match=message):
-        _plan_journal.applied_plan()
+        _plan_journal.load_applied_plan()
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -148,4 +148,4 @@ def test_an_extra_variable_can_be_the_plan_or_its_text(monkeypatch: pytest.Monke
     plan = look_up()
     value = json.dumps(plan) if as_text else plan
     monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _: {"grove_sandbox_plan": value})
-    assert _plan_journal.applied_plan() == plan
+    assert _plan_journal.load_applied_plan() == plan

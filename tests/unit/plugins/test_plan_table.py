@@ -192,7 +192,7 @@ def test_long_text_is_shortened(width: int) -> None:
     )
     document = {**make_document(entry), "gateways": {EAST: "https://" + "e" * 200}}
     lines = _plan_table.render(document, width, color=False).splitlines()
-    long_lines = [line for line in lines if _plan_table._width(line) > max(width, 79)]
+    long_lines = [line for line in lines if _plan_table._measure_width(line) > max(width, 79)]
     assert not long_lines
     rows = [line for line in lines if ".yml:12)" in line]
     assert len(rows) == 4, "each place keeps its line number"

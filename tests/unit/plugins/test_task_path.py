@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from ansible import constants as C
-from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import portable_path
+from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import make_portable_path
 
 ROLE_FILE = "tasks/main.yml"
 
@@ -40,24 +40,26 @@ def checkout(tmp_path: Path, shared_directory: Path, request: pytest.FixtureRequ
 def name_role_file(checkout: Path, role: Path, name: str = "") -> str:
     """Return the name of a role's file. Ansible resolves the links in the paths of roles."""
     role_path = role.resolve()
-    return portable_path(
+    return make_portable_path(
         str(role_path / ROLE_FILE), [str(checkout / "plays/site.yml")], name or role.name, str(role_path)
     )
 
 
 def test_names_do_not_depend_on_the_checkout(checkout: Path, shared_directory: Path) -> None:
     playbooks = [str(checkout / "plays/site.yml")]
-    assert portable_path(playbooks[0], playbooks) == "site.yml"
-    assert portable_path(str(checkout / "plays/tasks/a.yml"), playbooks) == "tasks/a.yml"
-    assert portable_path(str((checkout / "plays").resolve() / "tasks/a.yml"), playbooks) == "tasks/a.yml"
-    assert portable_path(str(checkout / "tasks/a.yml"), playbooks) == "../tasks/a.yml"
-    assert portable_path("/etc/plays/a.yml", playbooks) == "/etc/plays/a.yml"
+    assert make_portable_path(playbooks[0], playbooks) == "site.yml"
+    assert make_portable_path(str(checkout / "plays/tasks/a.yml"), playbooks) == "tasks/a.yml"
+    assert make_portable_path(str((checkout / "plays").resolve() / "tasks/a.yml"), playbooks) == "tasks/a.yml"
+    assert make_portable_path(str(checkout / "tasks/a.yml"), playbooks) == "../tasks/a.yml"
+    assert make_portable_path("/etc/plays/a.yml", playbooks) == "/etc/plays/a.yml"
     assert name_role_file(checkout, checkout / "plays/roles/mk") == f"roles/mk/{ROLE_FILE}"
     assert name_role_file(checkout, shared_directory / "roles/mk") == f"role://mk/{ROLE_FILE}"
     assert name_role_file(checkout, shared_directory / "vendor/other") == f"role://other/{ROLE_FILE}"
     assert name_role_file(checkout, shared_directory / "roles/alias") == f"role://alias/{ROLE_FILE}"
     collection_file = shared_directory / "ansible_collections/some/tools/roles/mk/tasks/main.yml"
-    assert portable_path(str(collection_file), playbooks, "mk") == "collection://some.tools/roles/mk/tasks/main.yml"
+    assert (
+        make_portable_path(str(collection_file), playbooks, "mk") == "collection://some.tools/roles/mk/tasks/main.yml"
+    )
 
 
 def test_another_role_of_the_same_name_has_a_different_name(checkout: Path, shared_directory: Path) -> None:
@@ -69,19 +71,19 @@ def test_a_link_to_a_file_has_its_own_name(checkout: Path) -> None:
     """A mounted Kubernetes ConfigMap contains links to files in a directory whose name contains the time."""
     playbook = checkout / "plays/site.yml"
     playbook.symlink_to("tasks/2026_11_25.yml")
-    assert portable_path(str(playbook), [str(playbook)]) == "site.yml"
+    assert make_portable_path(str(playbook), [str(playbook)]) == "site.yml"
 
 
 def test_playbooks_of_one_run_have_different_names(checkout: Path, shared_directory: Path) -> None:
     paths = [str(checkout / name) for name in ("plays/site.yml", "tasks/site.yml")]
-    assert [portable_path(path, paths) for path in paths] == ["plays/site.yml", "tasks/site.yml"]
+    assert [make_portable_path(path, paths) for path in paths] == ["plays/site.yml", "tasks/site.yml"]
     paths = [paths[0], str(shared_directory / "ansible_collections/some/tools/playbooks/site.yml")]
     names = ["site.yml", "collection://some.tools/playbooks/site.yml"]
-    assert [portable_path(path, paths) for path in paths] == names
-    assert portable_path(paths[1], paths[1:]) == "site.yml"
+    assert [make_portable_path(path, paths) for path in paths] == names
+    assert make_portable_path(paths[1], paths[1:]) == "site.yml"
 
 
 def test_paths_can_be_relative(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    assert portable_path(str(checkout / "plays/site.yml"), ["plays/site.yml"]) == "site.yml"
-    assert portable_path(str(checkout / "plays/site.yml"), []) == "plays/site.yml"
+    assert make_portable_path(str(checkout / "plays/site.yml"), ["plays/site.yml"]) == "site.yml"
+    assert make_portable_path(str(checkout / "plays/site.yml"), []) == "plays/site.yml"

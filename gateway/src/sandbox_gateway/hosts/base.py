@@ -55,7 +55,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Usage:
-    """The resource usage of an instance, in bytes: unshared disk blocks, and memory with its share of shared pages."""
+    """An instance's resource usage in bytes: unshared disk blocks, and memory including its share of shared pages."""
 
     disk_bytes: int
     memory_bytes: int
@@ -141,9 +141,10 @@ class Scan:
 
 
 class SnapshotPart(StrEnum):
-    """The parts of a snapshot that is exported, in this order.
+    """The parts of an exported snapshot, in the order of the file.
 
-    A virtual machine has MACHINE_PARTS, and MEMORY_PARTS only together. A jail has only STREAM, a `zfs send` stream.
+    A snapshot of a virtual machine has MACHINE_PARTS and either all or none of MEMORY_PARTS. A snapshot of a jail has
+    only STREAM, a `zfs send` stream.
     """
 
     KERNEL = "kernel"
@@ -178,7 +179,7 @@ class SnapshotSource(Protocol):
         """The size in bytes of each part."""
 
     def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
-        """Yield the (start, end) of the ranges of a part that may contain bytes other than zero."""
+        """Yield the (start, end) of each range of a part that may contain nonzero bytes."""
 
     def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes. Raises GatewayError."""
@@ -191,7 +192,7 @@ class SnapshotTarget(Protocol):
     """The parts of a snapshot that is being imported. It does not exist before ``commit``."""
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
-        """Write to a part, which is zero elsewhere. Blocks. Raises GatewayError."""
+        """Write to a part. Bytes that are never written are zero. Blocks. Raises GatewayError."""
 
     async def commit(self) -> None:
         """Make the parts durable, and commit the snapshot's record, with the data that the host needs."""
@@ -202,18 +203,18 @@ class SnapshotTarget(Protocol):
 
 @dataclass(frozen=True)
 class SlowCommand:
-    """A storage command that should have finished by now. ``since``: in seconds since 1970."""
+    """A storage command that should have finished by now. ``since``: its start, in seconds since 1970."""
 
     command: str
     dataset: str
     since: float
     was_killed: bool
-    """Whether the command was killed and has still not exited, because it hangs in the kernel."""
+    """Whether the command was killed but has not exited yet, because it hangs in the kernel."""
 
 
 @dataclass(frozen=True)
 class StorageCommands:
-    """How the storage commands of a host are doing. ``timeouts``: how many were killed since the gateway started."""
+    """The state of a host's storage commands. ``timeouts``: the number of commands killed since the gateway started."""
 
     slow: Sequence[SlowCommand]
     timeouts: int
@@ -228,7 +229,7 @@ class Host(Protocol):
     """Maximum seconds until the agent of a machine restored from memory answers."""
 
     async def open(self) -> None:
-        """Check the host and lock it for this gateway. Raises GatewayError with a remedy for each missing part."""
+        """Check the host and lock it for this gateway. Raises GatewayError with remedies for what is missing."""
 
     async def close(self) -> None:
         """Release the host; machines keep running."""
@@ -244,7 +245,7 @@ class Host(Protocol):
         """Return the space on the disk that stores this host's state, and the host's memory."""
 
     def storage_commands(self) -> StorageCommands | None:
-        """Return how the host's storage commands are doing, or None if it runs none. Does not block."""
+        """Return the state of the host's storage commands, or None if this kind of host has none. Does not block."""
 
     async def find_stalled(self) -> set[str]:
         """Return the instances whose machines the host stopped because the disk had no space left."""
@@ -261,8 +262,8 @@ class Host(Protocol):
     async def source_digest(self, recipe: Recipe) -> str | None:
         """Return a digest of the directory, tarball or image that ``recipe`` names; "" if it names none.
 
-        None: the caller may not cause the host to read it. Raises Invalid if it cannot be read, and Unsupported if this
-        host cannot build templates from it.
+        Returns None if the caller is not allowed to make the host read it. Raises Invalid if it cannot be read, and
+        Unsupported if this host cannot build templates from it.
         """
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
@@ -334,12 +335,12 @@ class Host(Protocol):
         """Remove a snapshot atomically."""
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
-        """Open a committed snapshot for reading. ``memory``: with its memory, which it has and can restore."""
+        """Open a committed snapshot for reading. ``memory``: include the memory, which must be restorable."""
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         """Return, as a clause, why memory that was captured on ``platform`` cannot be restored, or "" if it can.
 
-        Raises Unsupported if not even a disk from a host of ``host_kind`` for ``architecture`` can be booted.
+        Raises Unsupported if this host cannot boot even a disk from a host of ``host_kind`` and ``architecture``.
         """
 
     async def begin_import(
@@ -402,7 +403,7 @@ class Host(Protocol):
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the instance's console output, or "" if there is none. Its machine may have ended."""
+        """Return the tail of the instance's console output, or "" if there is none, even if its machine has ended."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return, as a clause, why the instance's machine is not running, or "" while it runs."""

@@ -21,7 +21,7 @@ METADATA_NETWORKS = (
 )
 """Networks of the addresses at which clouds serve a machine's credentials.
 
-They are blocked, except for an `allow_out` entry that lies within one of them.
+These addresses are blocked, except those in an `allow_out` entry that lies within one of the networks.
 """
 
 
@@ -45,16 +45,16 @@ class EgressRule:
     dns_only: bool = False
     """The rule matches only port 53, over TCP and UDP."""
     to_names: bool = False
-    """The rule matches the current addresses of ``allowed_names`` instead of ``networks``, which is empty."""
+    """The rule matches the current addresses of the allowed names instead of ``networks``, which is empty."""
 
 
-def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
+def build_egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     """Translate ``policy`` into rules for addresses outside the host. Raises Invalid for an invalid address.
 
     ``dns``: addresses of the name servers. Port 53 of an allowed name server is open even at a metadata address.
     """
     metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
-    names = allowed_names(policy)
+    names = list_allowed_names(policy)
     allowed_networks = _parse_networks("allow_out", (text for text in policy.allow_out if not _is_name(text)))
     denied_networks = denied_networks_of(policy)
     allowed_metadata_networks = [network for network in allowed_networks if _is_within(network, metadata_networks)]
@@ -81,7 +81,7 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     return [rule for rule in rules if rule.networks or rule.to_names]
 
 
-def allowed_names(policy: NetworkPolicy) -> list[str]:
+def list_allowed_names(policy: NetworkPolicy) -> list[str]:
     """Return the domain names in ``allow_out``, in lower case and without a final dot.
 
     ``*.example.com`` stands for all subdomains of example.com, but not for example.com itself. Raises Invalid if the

@@ -133,7 +133,7 @@ class Tree:
         return host_path
 
 
-def python_minor_version(tree: Tree, name: str) -> int | None:
+def find_python_minor_version(tree: Tree, name: str) -> int | None:
     if match := re.fullmatch(r"python3\.(\d+)", name):
         return int(match[1])
     entry_names = [*tree.list_directory("/usr/lib"), *tree.list_directory("/usr/lib64")]
@@ -257,7 +257,7 @@ async def remove_tree(path: Path) -> None:
         raise
 
 
-def file_kind(path: Path) -> str:
+def find_file_kind(path: Path) -> str:
     return "directory" if path.is_dir() else "file" if path.is_file() else ""
 
 

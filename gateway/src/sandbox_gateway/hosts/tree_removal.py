@@ -21,7 +21,7 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     directory to the top before it empties the directory. Therefore the depth of a tree does not matter.
     """
     errors: list[OSError] = []
-    with _collecting(errors):
+    with _errors_collected(errors):
         with _opened(str(directory)) as top:
             _empty(top, errors)
         directory.rmdir()
@@ -30,15 +30,15 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
 
 def _empty(top: int, errors: list[OSError]) -> None:
-    prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can have predicted these names, so they are free.
+    prefix = f".removed-{secrets.token_hex(8)}-"  # Nobody can predict these names, so they are not taken.
     moved_count = 0
     pending = _remove_files(top, errors)
     while pending:
         name = pending.pop()
-        with _collecting(errors):
+        with _errors_collected(errors):
             with _opened(name, top) as directory:
                 for child in _remove_files(directory, errors):
-                    with _collecting(errors):
+                    with _errors_collected(errors):
                         moved_count += 1
                         os.rename(child, f"{prefix}{moved_count}", src_dir_fd=directory, dst_dir_fd=top)
                         pending.append(f"{prefix}{moved_count}")
@@ -54,7 +54,7 @@ def _remove_files(directory: int, errors: list[OSError]) -> list[str]:
         if entry.is_dir(follow_symlinks=False):
             subdirectories.append(entry.name)
         else:
-            with _collecting(errors):
+            with _errors_collected(errors):
                 os.unlink(entry.name, dir_fd=directory)
     return subdirectories
 
@@ -72,7 +72,7 @@ def _opened(name: str, parent: int | None = None) -> Iterator[int]:
 
 
 @contextmanager
-def _collecting(errors: list[OSError]) -> Iterator[None]:
+def _errors_collected(errors: list[OSError]) -> Iterator[None]:
     """Add the first error to ``errors``, unless the entry does not exist any more."""
     try:
         yield

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="forkd", description="Serve sandboxes of a gateway to forkd's Python client.", epilog=_ENVIRONMENT
+        prog="forkd", description="Serve a gateway's sandboxes to forkd's Python client.", epilog=_ENVIRONMENT
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -68,7 +68,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description=f"Creates sandboxes from a snapshot or template and serves the port of the first. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
-    fork.add_argument("--tag", required=True, help="the snapshot or template")
+    fork.add_argument("--tag", required=True, help="id or name of the snapshot or template")
     fork.add_argument("-n", type=_parse_count, default=1, metavar="N", help="number of sandboxes (default 1)")
     fork.add_argument(
         "--settle-secs", type=_parse_seconds, metavar="S", help="exit after S seconds (default: run until stopped)"
@@ -81,7 +81,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description=f"Serves the port of an existing sandbox, which remains when this command exits. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
-    attach.add_argument("sandbox", metavar="SANDBOX", help="its id or name")
+    attach.add_argument("sandbox", metavar="SANDBOX", help="id or name of the sandbox")
     attach.set_defaults(run=_attach)
     return parser
 
@@ -110,7 +110,7 @@ def _open_gateway() -> Gateway:
 
 async def _fork(options: argparse.Namespace) -> None:
     stop = _make_stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+    with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             sandboxes = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
             if sandboxes is None:
@@ -167,7 +167,7 @@ async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
 
 async def _attach(options: argparse.Namespace) -> None:
     stop = _make_stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+    with contextlib.closing(bind(options.listen, allow_remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
             ping = gateway.call_sandbox(options.sandbox, "ping", seconds=EXIT_TIMEOUT_SECONDS)
             if await _run_unless_stopped(stop, ping) is None:
@@ -188,7 +188,7 @@ def _make_stop_event() -> asyncio.Event:
 
 
 async def _run_unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Return the result of ``work``; None if ``stop`` was set first and ``work`` could still be cancelled."""
+    """Return the result of ``work``, or None if ``work`` was cancelled because ``stop`` was set first."""
     worker, stop_task = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({worker, stop_task}, return_when=asyncio.FIRST_COMPLETED)
     stop_task.cancel()

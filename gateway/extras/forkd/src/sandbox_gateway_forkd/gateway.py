@@ -11,14 +11,14 @@ import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8889"
 """The URL that forkd's own client uses by default."""
-CONNECT_SECONDS = 10.0
-CALL_SECONDS = 30.0
-SPAWN_SECONDS = 600.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+CALL_TIMEOUT_SECONDS = 30.0
+SPAWN_TIMEOUT_SECONDS = 600.0
 _MAX_CONCURRENT_REQUESTS = 16
 
 
 class Failure(Exception):
-    """An error to show to the user. ``status``: the HTTP status of the gateway's response; 0 without a response."""
+    """An error to show to the user. ``status``: the HTTP status of the gateway's response, or 0 if there was none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Failure(Exception):
 
 
 class Gateway:
-    """A client of a gateway.
+    """A client for a gateway.
 
     Requests return parsed JSON or raise Failure. ``url``: unix:///path, http:// or https://.
     """
@@ -51,10 +51,10 @@ class Gateway:
         await self._http.aclose()
 
     async def call(
-        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_TIMEOUT_SECONDS
     ) -> Any:
         """Send a request. Returns the JSON of the response; None if it is empty."""
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS, pool=None)
+        timeout = httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_SECONDS, pool=None)
         try:
             response = await self._http.request(method, route, json=body, timeout=timeout)
             data = response.json() if response.content else None
@@ -72,12 +72,12 @@ class Gateway:
             ) from None
         if response.is_success:
             return data
-        raise Failure(_error_message(response.status_code, data), response.status_code)
+        raise Failure(_find_error_message(response.status_code, data), response.status_code)
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
-        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
+        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_TIMEOUT_SECONDS)
         try:
             ids = [str(sandbox["id"]) for sandbox in created]
         except (KeyError, TypeError):
@@ -113,7 +113,7 @@ class Gateway:
         return [failure for failure in await asyncio.gather(*map(call_for, sandboxes)) if failure]
 
 
-def _error_message(status: int, body: Any) -> str:
+def _find_error_message(status: int, body: Any) -> str:
     if isinstance(body, dict) and isinstance(body.get("error"), str):
         sentence: str = body["error"]
         return f"{sentence} (set FORKD_TOKEN)" if status == 401 else sentence

@@ -20,7 +20,7 @@ DEFAULT_TARGET = "10.42.0.2:8888"
 """The address that forkd's client connects to by default."""
 MAX_LINE_BYTES = 2 << 20
 MAX_CONNECTIONS = 32
-IDLE_SECONDS = 30.0
+IDLE_TIMEOUT_SECONDS = 30.0
 """How long a client may take to send a request or to read a response."""
 DEFAULT_TIMEOUT_SECONDS = 30.0
 _MARGIN_SECONDS = 35.0
@@ -28,10 +28,10 @@ _MARGIN_SECONDS = 35.0
 _MAX_TIMEOUT_SECONDS = 604_800.0
 
 
-def bind(target: str, *, remote: bool) -> socket.socket:
+def bind(target: str, *, allow_remote: bool) -> socket.socket:
     """Bind a socket to an address, but do not listen yet. Raises Failure.
 
-    ``remote``: allow an address that other machines can reach.
+    ``allow_remote``: allow an address that other machines can reach.
     """
     try:
         parts = urlsplit(f"//{target}")
@@ -50,7 +50,7 @@ def bind(target: str, *, remote: bool) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        if not remote and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        if not allow_remote and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise Failure(
                 f"other machines can reach {target}, and this port has no authentication: set "
                 "FORKD_TARGET=127.0.0.1:8888, or allow it with --remote or FORKD_REMOTE=1"
@@ -105,7 +105,7 @@ class Port:
     async def _serve_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             try:
-                async with asyncio.timeout(IDLE_SECONDS):
+                async with asyncio.timeout(IDLE_TIMEOUT_SECONDS):
                     line = await reader.readuntil()
             except asyncio.IncompleteReadError as end:
                 line = end.partial
@@ -151,7 +151,7 @@ class Port:
         if action == "exec":
             seconds = request.get("timeout", DEFAULT_TIMEOUT_SECONDS)
             body = {"args": request.get("args"), "timeout_secs": seconds}
-            return dict(await self._call_sandbox("exec", body, _timeout_of(seconds)))
+            return dict(await self._call_sandbox("exec", body, _compute_timeout(seconds)))
         if action == "eval":
             evaluation = await self._call_sandbox("eval", {"code": request.get("code")}, DEFAULT_TIMEOUT_SECONDS)
             if evaluation["error"] is not None:
@@ -163,7 +163,7 @@ class Port:
         return await self._gateway.call_sandbox(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
 
 
-def _timeout_of(seconds: object) -> float:
+def _compute_timeout(seconds: object) -> float:
     """Return how long to wait for a command. The gateway rejects invalid timeouts."""
     if isinstance(seconds, int | float) and 0 < seconds <= _MAX_TIMEOUT_SECONDS:
         return float(seconds)
@@ -180,5 +180,5 @@ def _make_error(message: str) -> dict[str, Any]:
 
 async def _send_response(writer: asyncio.StreamWriter, response: dict[str, Any]) -> None:
     writer.write(json.dumps(response).encode() + b"\n")
-    async with asyncio.timeout(IDLE_SECONDS):
+    async with asyncio.timeout(IDLE_TIMEOUT_SECONDS):
         await writer.drain()

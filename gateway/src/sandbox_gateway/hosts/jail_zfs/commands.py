@@ -24,8 +24,8 @@ class CommandRunner:
         ``silent``: do not raise if the command fails without a message, which means that it found nothing.
         """
         result = await self._run(argv, input=input, check=not silent)
-        if result.returncode != 0 and _error_message(result):
-            raise _command_error(argv, result)
+        if result.returncode != 0 and _find_error_message(result):
+            raise _make_command_error(argv, result)
         return result.stdout
 
     async def run_removal(self, *argv: str, absent_messages: tuple[str, ...]) -> bool:
@@ -36,20 +36,20 @@ class CommandRunner:
         result = await self._run(argv, input=None, check=False)
         if result.returncode == 0:
             return True
-        if any(text in _error_message(result) for text in absent_messages):
+        if any(text in _find_error_message(result) for text in absent_messages):
             return False
-        raise _command_error(argv, result)
+        raise _make_command_error(argv, result)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
         coroutine = run_async(argv, timeout=TIMEOUT_SECONDS, input=input, check=check, env=self._environment)
         return await finish_despite_cancellation(coroutine)
 
 
-def _error_message(result: CompletedProcess[str]) -> str:
+def _find_error_message(result: CompletedProcess[str]) -> str:
     return result.stderr.strip() or result.stdout.strip()
 
 
-def _command_error(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
+def _make_command_error(argv: tuple[str, ...], result: CompletedProcess[str]) -> BackendFailed:
     return BackendFailed(
-        f"{' '.join(argv)} failed ({result.returncode}): {_error_message(result)[-1000:] or 'no message'}"
+        f"{' '.join(argv)} failed ({result.returncode}): {_find_error_message(result)[-1000:] or 'no message'}"
     )

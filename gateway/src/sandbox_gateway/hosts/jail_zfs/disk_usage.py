@@ -17,19 +17,19 @@ class DiskUsage:
     """Reads the usage of mounted ZFS file systems with a system call, which has no timeout."""
 
     def __init__(self) -> None:
-        self._being_read: set[Path] = set()
+        self._paths_being_read: set[Path] = set()
         """Later calls skip these, so that a file system that hangs blocks only one thread."""
 
     async def read(self, mount_points: Mapping[str, Path]) -> dict[str, int | None]:
-        """Return the number of bytes that each file system references, or None if it cannot be read soon."""
-        paths = [path for path in mount_points.values() if path not in self._being_read]
+        """Return the number of bytes that each file system references, or None if reading it takes too long."""
+        paths = [path for path in mount_points.values() if path not in self._paths_being_read]
         results: dict[Path, int | None] = {}
 
         def read_all() -> None:
             for path in paths:
-                self._being_read.add(path)
-                results[path] = _used_bytes(path)
-                self._being_read.discard(path)
+                self._paths_being_read.add(path)
+                results[path] = _read_used_bytes(path)
+                self._paths_being_read.discard(path)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TIMEOUT_SECONDS):
@@ -37,7 +37,7 @@ class DiskUsage:
         return {key: results.get(path) for key, path in mount_points.items()}
 
 
-def _used_bytes(mount_point: Path) -> int | None:
+def _read_used_bytes(mount_point: Path) -> int | None:
     try:
         status = os.statvfs(mount_point)
     except OSError:

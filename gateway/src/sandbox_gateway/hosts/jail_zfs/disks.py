@@ -128,7 +128,7 @@ class Disks:
         capture = self._storage.snapshots.capture
         await finish_despite_cancellation(run_in_thread(capture, sandbox.instance, snapshot, volumes))
 
-    def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
+    def predict_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the full ZFS name that a new snapshot of the sandbox will have."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 
@@ -156,6 +156,6 @@ class Disks:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await run_in_thread(self._storage.instances.has_diverged, sandbox.instance, head.id)
 
-    async def unique_bytes(self, sandbox: Sandbox) -> int:
+    async def count_unique_bytes(self, sandbox: Sandbox) -> int:
         """Return the number of bytes that only this sandbox uses."""
-        return await run_in_thread(self._storage.instances.unique_bytes, sandbox.instance)
+        return await run_in_thread(self._storage.instances.count_unique_bytes, sandbox.instance)

@@ -31,7 +31,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.import_check import require_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin
 from sandbox_gateway.hosts.jail_zfs import transfer
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
@@ -39,7 +39,7 @@ from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.host_memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
-from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
+from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, read_gateway_key
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
@@ -86,8 +86,8 @@ class JailZfsHost:
         self._config = config
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
         state_root, prefix = config.host.state_root, config.network.prefix
-        self._opened = False
-        self._scanned = False
+        self._is_open = False
+        self._has_scanned = False
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, state_root=state_root)
@@ -133,15 +133,15 @@ class JailZfsHost:
         except BaseException:
             await run_in_thread(self._storage.close)
             raise
-        self._opened = True
+        self._is_open = True
 
     async def close(self) -> None:
-        if not self._opened:
+        if not self._is_open:
             return
-        self._opened = False
+        self._is_open = False
         await self._background.cancel()
         try:
-            if self._scanned and not self._register:  # Before the scan, unregistered jails may be running.
+            if self._has_scanned and not self._register:  # Before the scan, unregistered jails may be running.
                 await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
@@ -150,7 +150,7 @@ class JailZfsHost:
 
     async def scan(self) -> Scan:
         scan = await self._recovery.scan()
-        self._scanned = True
+        self._has_scanned = True
         self._background.start(self._watcher.run())
         return scan
 
@@ -212,7 +212,7 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._reserve(sandbox, self._names.default_name(sandbox.instance))
+        machine = self._reserve(sandbox, self._names.make_default_name(sandbox.instance))
         try:
             await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
@@ -262,7 +262,7 @@ class JailZfsHost:
         self._register.require_running(sandbox)
         snapshot.memory = MemoryMode.NONE
         snapshot.resources = sandbox.resources
-        snapshot.host = {"zfsSnapshot": self._disks.expected_name(sandbox, snapshot)}
+        snapshot.host = {"zfsSnapshot": self._disks.predict_name(sandbox, snapshot)}
         async with self._volumes.paused_writers(sandbox, volumes):
             await self._disks.capture(sandbox, snapshot, volumes)
         self._disks.add_snapshot(snapshot)
@@ -288,7 +288,7 @@ class JailZfsHost:
         )
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
-        require_origin(host_kind, architecture, kind=self.kind)
+        require_compatible_origin(host_kind, architecture, kind=self.kind)
         return ""
 
     async def begin_import(
@@ -353,14 +353,14 @@ class JailZfsHost:
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         address = self._register.require_running(sandbox).epair.address
-        return Endpoint(address, key=gateway_key(self._identities.path(sandbox.instance)))
+        return Endpoint(address, key=read_gateway_key(self._identities.path(sandbox.instance)))
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        disk_bytes = await self._disks.unique_bytes(sandbox)
+        disk_bytes = await self._disks.count_unique_bytes(sandbox)
         machine = self._register.get(sandbox.instance)
-        return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
+        return Usage(disk_bytes, await self._limits.read_memory_bytes(machine.jail) if machine else 0)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
@@ -368,7 +368,7 @@ class JailZfsHost:
             for sandbox in sandboxes
             if (machine := self._register.get(sandbox.instance)) and not machine.has_ended
         }
-        usages = await self._limits.usages([machine.jail for machine in machines.values()])
+        usages = await self._limits.read_usages([machine.jail for machine in machines.values()])
         disk_bytes = await self._disk_usage.read({each: self._disks.path(each) for each in machines})
         return {
             instance: Load(

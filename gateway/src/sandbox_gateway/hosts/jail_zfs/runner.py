@@ -61,7 +61,7 @@ class JailRunner:
     async def _prepare(self, machine: Machine, sandbox: Sandbox) -> None:
         """Write the identity and set up the network and the limits: the steps that do not need the file system."""
         directory = self._identities.path(sandbox.instance)
-        write_identity(directory, sandbox, self._network.visible_name_servers(sandbox.network))
+        write_identity(directory, sandbox, self._network.list_visible_name_servers(sandbox.network))
         write_gateway_key(directory)
         await finish_despite_cancellation(
             wait_for_all(
@@ -112,7 +112,7 @@ class JailRunner:
         machine = self._register.require_running(sandbox)
         await self._network.change_policy(machine.jail, machine.epair, policy)
         directory = self._identities.path(sandbox.instance)
-        write_identity(directory, sandbox, self._network.visible_name_servers(policy))
+        write_identity(directory, sandbox, self._network.list_visible_name_servers(policy))
 
     # -- stop -------------------------------------------------------------------------------------------------------
 

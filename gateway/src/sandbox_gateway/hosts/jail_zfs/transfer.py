@@ -1,7 +1,7 @@
 """Export snapshots of jails as ZFS streams, and import them.
 
-The head of a file states the size of each part, and the file is only authentic at its end. Both directions therefore
-store the whole stream in a temporary file without a name, which no crash leaves behind.
+The header of a file states the size of each part, and a file can be authenticated only after its end has been read.
+Therefore, exports and imports store the whole stream in an unnamed temporary file, which a crash cannot leave behind.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class StreamSource:
 
 
 def open_source(streams: SnapshotStreams, snapshot: Snapshot, directory: Path, reserve_bytes: int) -> StreamSource:
-    """Send a snapshot to a temporary file in ``directory``, of which ``reserve_bytes`` stay free. Blocks.
+    """Send a snapshot to a temporary file in ``directory``, on whose disk ``reserve_bytes`` stay free. Blocks.
 
     Raises GatewayError.
     """
-    # The stream can be larger, if the dataset is compressed. Then, sending it fails.
+    # If the dataset is compressed, the stream can be larger. Sending it then fails.
     _require_room(directory, streams.measure(snapshot.id) + reserve_bytes, "export the snapshot")
     file = _create_file(directory)
     try:
@@ -109,7 +109,7 @@ class StreamTarget:
 
 
 def _create_file(directory: Path) -> BinaryIO:
-    # Not in the pool: zfs-fuse could wait for itself.
+    # Not in the pool, because zfs-fuse could deadlock.
     return tempfile.TemporaryFile(dir=directory, prefix="stream-")
 
 

@@ -85,7 +85,7 @@ class JailVolumes:
             )
 
     def _create_mount_filter(self, volume_id: str) -> MountFilter:
-        return lambda mount: self._volume_storage.id_at(mount.special) == volume_id
+        return lambda mount: self._volume_storage.find_id(mount.special) == volume_id
 
     # -- capture with a sandbox -------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class JailVolumes:
         writers = [
             machine.jail
             for machine, mount in await self._list_mounts()
-            if not mount.read_only and self._volume_storage.id_at(mount.special) in volume_ids
+            if not mount.read_only and self._volume_storage.find_id(mount.special) in volume_ids
         ]
         return [self._register.require_running(sandbox).jail, *writers]
 
@@ -249,7 +249,7 @@ class JailVolumes:
         return notes
 
     def _is_correct(self, existing: MountEntry, expected: Mount | None) -> bool:
-        volume_id = self._volume_storage.id_at(existing.special)
+        volume_id = self._volume_storage.find_id(existing.special)
         is_known = self._volume_storage.is_known(volume_id)
         if is_known is None:
             return True

@@ -13,7 +13,7 @@ from sandbox_gateway.log import Logger
 
 _INTERVAL_SECONDS = 1.0
 _CHECKS_PER_PROBE = 5
-"""Agents are probed at every fifth check."""
+"""Agents are probed on every fifth check."""
 _MAX_CONCURRENT_PROBES = 32
 _PROBE_TIMEOUT_SECONDS = 2.0
 

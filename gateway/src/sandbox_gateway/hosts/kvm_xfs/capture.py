@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import InstanceFiles, SnapshotFi
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, total_bytes
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import WriteTracking
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import MemoryMode
@@ -90,7 +90,7 @@ class Capture:
 
     def _prepare_memory(self, tracking: WriteTracking) -> None:
         self._ram = Ram(self._machine.pid, self._files.memory)
-        self._dirty_bytes = total_bytes(tracking.begin(self._ram))
+        self._dirty_bytes = count_bytes(tracking.begin(self._ram))
         self.mode = tracking.mode
         image, base = self._partial.memory, None
         if tracking.base is None:
@@ -108,7 +108,7 @@ class Capture:
         self.mode = MemoryMode.LIVE
         while self._rounds < _MAX_ROUNDS:
             runs = await self._take_pages(tracking)
-            copied_bytes = total_bytes(runs)
+            copied_bytes = count_bytes(runs)
             self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, tracking)
             if not MAX_SINGLE_STOP_BYTES < self._dirty_bytes < copied_bytes * _MAX_DIRTY_RATIO:
                 break
@@ -119,7 +119,7 @@ class Capture:
         # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return total_bytes(tracking.list_since_last_take(self._ram))
+        return count_bytes(tracking.list_since_last_take(self._ram))
 
     async def _take_pages(self, tracking: WriteTracking) -> Runs:
         only_new, self._rounds = self._rounds > 0, self._rounds + 1
@@ -149,7 +149,7 @@ class Capture:
     async def _buffer_pages(self, tracking: WriteTracking) -> None:
         runs = tracking.take(self._ram, only_new=self._rounds > 0)
         # Switching to a thread costs more than copying a few pages; copying many would block the event loop.
-        if total_bytes(runs) <= _MAX_INLINE_BYTES:
+        if count_bytes(runs) <= _MAX_INLINE_BYTES:
             self._copier.buffer(runs)
         else:
             await asyncio.to_thread(self._copier.buffer, runs)

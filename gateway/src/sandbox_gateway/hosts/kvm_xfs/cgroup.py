@@ -42,8 +42,8 @@ class Cgroups:
     def __init__(self, prefix: str, kind: str = "sandboxes", *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
         self._kind = kind
         self._name = f"{prefix}-{kind}"
-        self._hierarchies = _hierarchies(mountinfo)
-        self._warned: set[str] = set()
+        self._hierarchies = _find_hierarchies(mountinfo)
+        self._warned_controllers: set[str] = set()
         self._busy_instances: set[str] = set()
         for controller in CONTROLLERS:
             if controller not in self._hierarchies:
@@ -57,7 +57,7 @@ class Cgroups:
                 self._prepare_root(controller, hierarchy)
                 group = hierarchy.mount / self._name / instance
                 group.mkdir(exist_ok=True)
-                for file, value in _limits(controller, hierarchy.version, memory_mb, cpus).items():
+                for file, value in _format_limits(controller, hierarchy.version, memory_mb, cpus).items():
                     (group / file).write_text(value)
                 (group / "cgroup.procs").write_text(str(pid))
             except ProcessLookupError:
@@ -76,7 +76,7 @@ class Cgroups:
         """Remove the groups of machines that are not in ``keep``. Groups that contain processes remain."""
         unknown_instances = {
             group.name
-            for root in self._roots()
+            for root in self._list_roots()
             if root.is_dir()
             for group in root.iterdir()
             if group.is_dir() and group.name not in keep
@@ -107,11 +107,11 @@ class Cgroups:
                 if controller not in control_file.read_text().split():
                     control_file.write_text(f"+{controller}")
 
-    def _roots(self) -> set[Path]:
+    def _list_roots(self) -> set[Path]:
         return {hierarchy.mount / self._name for hierarchy in self._hierarchies.values()}
 
     def _remove_empty_roots(self) -> None:
-        for root in self._roots():
+        for root in self._list_roots():
             with contextlib.suppress(OSError):
                 root.rmdir()
 
@@ -124,7 +124,7 @@ class Cgroups:
 
         Retries until ``deadline``, because a process leaves its group only some time after it has ended.
         """
-        remaining = {root / instance for root in self._roots()}
+        remaining = {root / instance for root in self._list_roots()}
         while True:
             remaining = {group for group in remaining if not _remove_group(group)}
             if not remaining or time.monotonic() >= deadline:
@@ -132,8 +132,8 @@ class Cgroups:
             time.sleep(0.005)
 
     def _warn_once(self, controller: str, reason: str) -> None:
-        if controller not in self._warned:
-            self._warned.add(controller)
+        if controller not in self._warned_controllers:
+            self._warned_controllers.add(controller)
             log.warning(f"{self._kind} run without the limits of the controller {controller}", reason=reason)
 
 
@@ -147,7 +147,7 @@ def _remove_group(group: Path) -> bool:
     return True
 
 
-def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
+def _format_limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
     """Return the contents of the files that set a controller's limits, in the order in which to write them."""
     quota = str(int((cpus + _OVERHEAD_CPUS) * _PERIOD_US))
     if controller == "memory":
@@ -159,7 +159,7 @@ def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[
     return {"pids.max": str(_MAX_PIDS)}
 
 
-def _hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:
+def _find_hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:
     """Return the hierarchy of each available controller. If a controller has two, version 1 takes precedence."""
     version_1: dict[str, _Hierarchy] = {}
     version_2: dict[str, _Hierarchy] = {}

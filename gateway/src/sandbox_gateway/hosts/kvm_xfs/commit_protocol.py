@@ -41,7 +41,7 @@ def undo(final: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory if it exists. If the process crashes meanwhile, the next sweep removes the rest."""
+    """Remove a directory if it exists. If the process crashes before the end, the next sweep removes the rest."""
     if not directory.exists():
         return
     partial = partial_of(directory) if not directory.name.startswith(PARTIAL_PREFIX) else directory

@@ -30,7 +30,7 @@ from sandbox_gateway.hosts.base import (
     Usage,
     VolumeState,
 )
-from sandbox_gateway.hosts.import_check import require_origin
+from sandbox_gateway.hosts.import_check import require_compatible_origin
 from sandbox_gateway.hosts.kvm_xfs import record_files, transfer
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.host_lock import HostLock
@@ -44,7 +44,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.memory.write_tracking import MODES_BEST_FIRST, WriteTrackingRegistry
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
@@ -144,7 +144,7 @@ class KvmXfsHost:
         return await self._recovery.scan()
 
     async def room(self) -> Room:
-        with explaining_os_errors():
+        with translated_os_errors():
             return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
     def storage_commands(self) -> None:
@@ -214,7 +214,7 @@ class KvmXfsHost:
             memory_directory.record_in(snapshot)
             location += f" or in the memory root {memory_directory.root}"
         capture = Capture(machine, files, self._snapshots.partial_files(snapshot), tracking)
-        with explaining_os_errors(location):
+        with translated_os_errors(location):
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
                     await capture.run(pending.clone_images if volumes else None)
@@ -250,11 +250,11 @@ class KvmXfsHost:
             logger.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(self._snapshots.save, snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(self._snapshots.remove, snapshot)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
@@ -266,13 +266,13 @@ class KvmXfsHost:
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
         if memory:
             await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
-        with explaining_os_errors():
+        with translated_os_errors():
             return await asyncio.to_thread(
                 transfer.SnapshotFileSource, self._snapshots.files(snapshot), snapshot, memory=memory
             )
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
-        require_origin(host_kind, architecture, kind=self.kind)
+        require_compatible_origin(host_kind, architecture, kind=self.kind)
         return transfer.find_platform_problem(asdict(self.platform), platform)
 
     async def begin_import(
@@ -298,7 +298,7 @@ class KvmXfsHost:
         if with_memory:
             self._machines.check_platform(snapshot)
             await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
-        with explaining_os_errors():
+        with translated_os_errors():
             try:
                 # Wait for the thread even if cancelled: it must not write after the files have been removed.
                 await finish_despite_cancellation(
@@ -314,11 +314,11 @@ class KvmXfsHost:
                 raise
 
     async def flush_fork(self, fork: Sandbox) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(instances.sync, self._layout.instance(fork))
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             try:
                 await self._machines.claim(fork, sandbox)
             except BaseException:
@@ -333,7 +333,7 @@ class KvmXfsHost:
         await self._machines.launch(sandbox, files, None)
 
     async def save(self, sandbox: Sandbox) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
             await asyncio.to_thread(record_files.write_record, self._layout.sandbox(sandbox), sandbox)
 
@@ -342,26 +342,26 @@ class KvmXfsHost:
 
     async def discard(self, sandbox: Sandbox) -> None:
         await self._machines.stop(sandbox)
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
 
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(record_files.unlink_record, directory)
             await self._machines.stop(sandbox)
             await asyncio.to_thread(instances.remove_all, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
-        with _explaining_removal(sandbox):
+        with _removal_explained(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        with _explaining_removal(sandbox):
+        with _removal_explained(sandbox):
             files = self._layout.instance(sandbox)
-            disk_bytes = await asyncio.to_thread(reflink.unique_bytes, files.disk)
-            image_bytes = await asyncio.to_thread(instances.image_bytes, files)
+            disk_bytes = await asyncio.to_thread(reflink.count_unique_bytes, files.disk)
+            image_bytes = await asyncio.to_thread(instances.measure_image, files)
         started_machine = self._machines.find(sandbox)
         memory_bytes = await asyncio.to_thread(started_machine.machine.memory_bytes) if started_machine else 0
         return Usage(disk_bytes=disk_bytes, memory_bytes=memory_bytes, image_bytes=image_bytes)
@@ -443,7 +443,7 @@ def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
 
 
 @contextlib.contextmanager
-def _explaining_removal(sandbox: Sandbox) -> Iterator[None]:
+def _removal_explained(sandbox: Sandbox) -> Iterator[None]:
     """Raise Conflict if a file disappears inside this context, which can happen because readers do not take a lock."""
     try:
         yield

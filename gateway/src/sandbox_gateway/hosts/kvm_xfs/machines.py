@@ -33,7 +33,7 @@ from sandbox_gateway.records import Sandbox, Snapshot
 _OLD_LOG_INTERVAL_SECONDS = 2.0
 _MAX_CONCURRENT_QUERIES = 16
 _DISK_TIMEOUT_SECONDS = 5.0
-"""Time for machines that the earlier gateway has just started to open their disks."""
+"""How long to wait until machines that the earlier gateway has just started open their disks."""
 _DISK_INTERVAL_SECONDS = 0.01
 _KILL_TIMEOUT_SECONDS = 10.0
 
@@ -56,7 +56,7 @@ class Machines:
         self._network_slots = slots
         self._volumes = volumes
         self._cgroups = Cgroups(config.network.prefix)
-        self._started: dict[str, StartedMachine] = {}
+        self._started_machines: dict[str, StartedMachine] = {}
         """Machines by instance, until they are stopped."""
         self._limit_tasks: dict[str, asyncio.Task[None]] = {}
         self._old_logs: asyncio.Task[None] | None = None
@@ -79,16 +79,16 @@ class Machines:
             self._old_logs.cancel()
         if self._limit_tasks:
             await asyncio.wait(self._limit_tasks.values())
-        for started_machine in self._started.values():
+        for started_machine in self._started_machines.values():
             await started_machine.machine.detach()
             started_machine.machine.forget()
-        self._started.clear()
+        self._started_machines.clear()
 
     # -- started machines -------------------------------------------------------------------------------------------
 
     def find(self, sandbox: Sandbox) -> StartedMachine | None:
         """Return the machine of ``sandbox.instance``, which may have ended, or None if none was started."""
-        return self._started.get(sandbox.instance)
+        return self._started_machines.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> StartedMachine:
         """Return the running machine of ``sandbox.instance``. Raises Conflict if there is none."""
@@ -107,13 +107,15 @@ class Machines:
                     return not machine.has_ended and await machine.is_stalled()
             return False
 
-        machines = {instance: started_machine.machine for instance, started_machine in self._started.items()}
+        machines = {instance: started_machine.machine for instance, started_machine in self._started_machines.items()}
         answers = await asyncio.gather(*map(is_stalled, machines.values()))
         return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
     def addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""
-        return {instance: started_machine.slot.host_address for instance, started_machine in self._started.items()}
+        return {
+            instance: started_machine.slot.host_address for instance, started_machine in self._started_machines.items()
+        }
 
     async def adopt(self, scan: Scan) -> None:
         """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
@@ -166,7 +168,9 @@ class Machines:
             if was_stopped:
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
-        if old := {each for each in scan.alive if bounded_log.has_old_log(self._started[each].machine.files.directory)}:
+        if old := {
+            each for each in scan.alive if bounded_log.has_old_log(self._started_machines[each].machine.files.directory)
+        }:
             self._old_logs = asyncio.create_task(self._empty_old_logs(old))
 
     # -- starting and ending ----------------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Machines:
         """
         slot = await self._network_slots.take(sandbox.network)
         try:
-            if mounts := self._volumes.available_mounts(sandbox):
+            if mounts := self._volumes.list_available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
             machine = await Machine.spawn(self._make_machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:
@@ -209,7 +213,7 @@ class Machines:
 
     async def stop(self, sandbox: Sandbox) -> None:
         """Stop the machine of ``sandbox.instance``, if there is one, and release its slot."""
-        started_machine = self._started.pop(sandbox.instance, None)
+        started_machine = self._started_machines.pop(sandbox.instance, None)
         if started_machine is None:
             return
         if limit_task := self._limit_tasks.pop(sandbox.instance, None):
@@ -217,7 +221,7 @@ class Machines:
         try:
             await started_machine.machine.kill()
         except BaseException:
-            self._started.setdefault(sandbox.instance, started_machine)  # so that it can be stopped again
+            self._started_machines.setdefault(sandbox.instance, started_machine)  # so that it can be stopped again
             raise
         self._cgroups.remove(sandbox.instance)
         await self._release_slot(sandbox.instance, started_machine.slot)
@@ -261,11 +265,11 @@ class Machines:
         )
 
     def _watch(self, instance: str, machine: Machine, slot: Slot) -> None:
-        self._started[instance] = StartedMachine(machine, slot)
+        self._started_machines[instance] = StartedMachine(machine, slot)
         machine.on_end(lambda: self._report_end(instance))
 
     def _report_end(self, instance: str) -> None:
-        if instance in self._started:
+        if instance in self._started_machines:
             self.on_exit(instance)
 
     async def _empty_old_logs(self, instances: set[str]) -> None:
@@ -273,10 +277,10 @@ class Machines:
 
         Guests can make these files grow without limit.
         """
-        while remaining := instances & self._started.keys():
+        while remaining := instances & self._started_machines.keys():
             for instance in remaining:
                 with contextlib.suppress(OSError):
-                    bounded_log.empty_old_log(self._started[instance].machine.files.directory)
+                    bounded_log.empty_old_log(self._started_machines[instance].machine.files.directory)
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 

@@ -14,19 +14,19 @@ def is_out_of_space(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def no_space_error(where: str = "the state file system") -> NoSpace:
-    return NoSpace(f"no space left on {where}: remove snapshots or sandboxes, or enlarge the file system")
+def no_space_error(location: str = "the state file system") -> NoSpace:
+    return NoSpace(f"no space left on {location}: remove snapshots or sandboxes, or enlarge the file system")
 
 
 @contextlib.contextmanager
-def explaining_os_errors(where: str = "the state file system") -> Iterator[None]:
+def translated_os_errors(location: str = "the state file system") -> Iterator[None]:
     """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user.
 
-    ``where``: the file system that the message names if no space is left.
+    ``location``: the file system that the message names if no space is left.
     """
     try:
         yield
     except OSError as error:
         if is_out_of_space(error):
-            raise no_space_error(where) from None
+            raise no_space_error(location) from None
         raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -3,10 +3,11 @@
 Any user of the host can start a process with any command line. A guest that has taken over a process of the gateway can
 change or erase the command line, close files, and end threads, even the main thread. But it cannot leave its network
 namespace: that requires unshare(2), setns(2) or a new process, which the seccomp filters of QEMU and of volume servers
-refuse. Its user cannot change either, but all machines may run as root, and a range of user ids may be misconfigured. A
-control group may be missing, because the host lacks the controllers or the gateway died before it set the limits.
+refuse. Its user id cannot change either, but all machines may run as root, and a range of user ids may be
+misconfigured. A control group may be missing, because the host lacks the controllers or the gateway died before it set
+the limits.
 
-A pid can be reused at any time, except that of a child that has not been waited for. So processes are identified
+A pid can be reused at any time, unless it belongs to a child that has not been waited for. So processes are identified
 with an open pidfd (`find_processes`) and signalled only through it (`send_signal`). Functions that take a pid raise
 OSError if the process has ended.
 """
@@ -72,16 +73,16 @@ def identify_namespace(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
+def read_network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
     """Return the identity of a process's network namespace, even if the main thread has ended."""
-    namespace = _namespace_of_threads(pid)
+    namespace = _read_namespace_of_threads(pid)
     if namespace is None and not wait_until_ended(pidfd, 0):
-        # All listed threads have ended, but there are new ones. Stop the process, so that it cannot repeat this.
+        # All listed threads have ended, but new ones exist. Stop the process, so that it cannot create any more.
         send_signal(pidfd, signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
         try:
             while namespace is None and not wait_until_ended(pidfd, 0) and time.monotonic() < deadline:
-                namespace = _namespace_of_threads(pid)
+                namespace = _read_namespace_of_threads(pid)
         finally:
             send_signal(pidfd, signal.SIGCONT)
     if namespace is None:
@@ -89,7 +90,7 @@ def network_namespace(pid: int, pidfd: int) -> tuple[int, int]:
     return namespace
 
 
-def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
+def _read_namespace_of_threads(pid: int) -> tuple[int, int] | None:
     """Return the identity of the network namespace of the first thread that has not ended, or None if all have ended.
 
     Raises PermissionError if the gateway lacks the permission to find out, which a guest cannot cause.
@@ -100,7 +101,7 @@ def _namespace_of_threads(pid: int) -> tuple[int, int] | None:
     return None
 
 
-def program_name(pid: int) -> str:
+def read_program_name(pid: int) -> str:
     """Return the file name of the program that a process runs. It ends with " (deleted)" after an upgrade."""
     return Path(f"/proc/{pid}/exe").readlink().name
 
@@ -110,10 +111,10 @@ def read_arguments(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
-def runs_as_gateway_user(pid: int) -> bool:
+def is_run_by_gateway_user(pid: int) -> bool:
     """Return whether the real, effective and saved user ids of a process are the gateway's.
 
-    The owner of /proc/PID does not show this: it is root if the process disables core dumps, whoever runs it.
+    The owner of /proc/PID does not show this: it is root if the process disables core dumps, regardless of who runs it.
     """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     user_ids = next(line.split()[1:4] for line in lines if line.startswith("Uid:"))

@@ -28,7 +28,7 @@ class Quarantine:
         return target
 
     @contextlib.contextmanager
-    def quarantine_if_damaged(self, directory: Path, repaired: list[str]) -> Iterator[None]:
+    def quarantined_if_damaged(self, directory: Path, repaired: list[str]) -> Iterator[None]:
         """Quarantine ``directory`` if the code in this context raises ValueError because the record is damaged.
 
         An empty directory is removed instead. Appends a sentence about the change to ``repaired``.

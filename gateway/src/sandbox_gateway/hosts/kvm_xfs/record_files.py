@@ -41,7 +41,7 @@ def _parse_json(text: bytes) -> Any:
     try:
         return from_json(text, cache_strings="all")
     except ValueError:
-        return json.loads(text)  # It accepts slightly more, and its messages are more detailed.
+        return json.loads(text)  # This parser is slightly more lenient, and its messages are more detailed.
 
 
 class RecordReader:
@@ -68,7 +68,7 @@ class RecordReader:
                 reasons[f"{directory}/{MANIFEST}"] = str(error)
                 continue
             except ValueError as error:
-                # It is damaged or was never committed, which concerns only the scan.
+                # The record is damaged or was never committed, which `read` reports to the scan.
                 result = error.with_traceback(None)
             self._results[str(directory), kind] = result
         return reasons

@@ -44,7 +44,7 @@ class KvmRecovery:
         for directory in commit_protocol.list_directories(self._layout.sandboxes):
             if not record_files.has_record(directory):
                 continue  # It was never committed. _remove_orphaned_files removes it once its machine is stopped.
-            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
+            with self._quarantine.quarantined_if_damaged(directory, scan.repaired):
                 scan.sandboxes.append(reader.read(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
         await self._volumes.find(scan, reader)

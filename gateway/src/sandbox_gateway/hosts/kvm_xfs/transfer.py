@@ -1,6 +1,7 @@
-"""Read the files of a snapshot for an export, and write those of one that is being imported.
+"""Read the files of a snapshot for an export, and write the files of an imported snapshot.
 
-The names of all files come from the layout. Data from outside is only compared, or written into these files.
+All file names come from the layout. Data from outside never names a file: it is only compared, or written to these
+files.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts.base import MEMORY_PARTS, SnapshotPart
 from sandbox_gateway.hosts.kvm_xfs import commit_protocol
 from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
-from sandbox_gateway.hosts.kvm_xfs.image.reflink import data_ranges
+from sandbox_gateway.hosts.kvm_xfs.image.reflink import list_data_ranges
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import compute_check
-from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import MemoryMode, Snapshot
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _CPU_FIELDS = frozenset({"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "features"})
-"""The lines of /proc/cpuinfo that tell CPUs apart. The speed and the numbers of cores differ at each read."""
+"""The lines of /proc/cpuinfo that distinguish CPU models. Others, such as the clock speed, can differ at each read."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 log = Logger("kvm_xfs")
 
 
-def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
-    """Return the recorded platform of a machine in a form that is comparable between hosts.
+def make_portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
+    """Return the recorded platform of a machine in a form that can be compared across hosts.
 
-    The CPU model `host` means another CPU on another host. It is therefore followed by a digest of this host's CPU.
+    The CPU model `host` can mean a different CPU on each host. It is therefore followed by a digest of this
+    host's CPU.
     """
     if platform.get("cpu_model") != "host":
         return dict(platform)
@@ -46,7 +48,7 @@ def portable_platform(platform: Mapping[str, str]) -> dict[str, str]:
 
 def find_platform_problem(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Return, as a clause, why memory captured on the platform ``other`` cannot be restored on ``own``, or ""."""
-    for key, value in portable_platform(own).items():
+    for key, value in make_portable_platform(own).items():
         if other.get(key) != value:
             return f"it was captured with {key.replace('_', ' ')} {other.get(key)!r}, but this host has {value!r}"
     return ""
@@ -56,31 +58,31 @@ class SnapshotFileSource:
     """The open files of a snapshot: an implementation of hosts.base.SnapshotSource."""
 
     def __init__(self, files: SnapshotFiles, snapshot: Snapshot, *, memory: bool) -> None:
-        """Open the files. Raises Conflict if they have been removed, and OSError."""
+        """Open the files. Raises Conflict if they have been removed, or OSError."""
         self.architecture = os.uname().machine
-        self.platform = portable_platform(snapshot.host["platform"]) if memory else {}
+        self.platform = make_portable_platform(snapshot.host["platform"]) if memory else {}
         self.line = memory and bool(snapshot.host.get("line"))
         self._descriptors: dict[SnapshotPart, int] = {}
         with ExitStack() as stack:
-            for part, path in _paths(files, memory=memory).items():
+            for part, path in _list_paths(files, memory=memory).items():
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
-                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another one") from None
+                    raise Conflict(f"snapshot {snapshot.id} is being removed: export another snapshot") from None
                 stack.callback(os.close, descriptor)
                 self._descriptors[part] = descriptor
             self.sizes = {part: os.fstat(descriptor).st_size for part, descriptor in self._descriptors.items()}
             self._stack = stack.pop_all()
 
     def extents(self, part: SnapshotPart) -> Iterator[tuple[int, int]]:
-        with explaining_os_errors():
-            yield from data_ranges(self._descriptors[part])
+        with translated_os_errors():
+            yield from list_data_ranges(self._descriptors[part])
 
     def read(self, part: SnapshotPart, offset: int, length: int) -> bytes:
-        with explaining_os_errors():
+        with translated_os_errors():
             data = os.pread(self._descriptors[part], length, offset)
         if len(data) != length:
-            raise BackendFailed(f"the {part} of the snapshot was truncated while it was being exported: export another")
+            raise BackendFailed(f"the {part} of the snapshot was truncated during the export: export another snapshot")
         return data
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class SnapshotFileTarget:
     """The files of a snapshot in its partial directory: an implementation of hosts.base.SnapshotTarget."""
 
     def __init__(self, snapshots: Snapshots, snapshot: Snapshot, platform: Mapping[str, str], *, line: bool) -> None:
-        """``platform``: that of this host, to which the platform of the memory is equal."""
+        """``platform``: this host's platform, which equals the platform of the memory."""
         self._snapshots = snapshots
         self._snapshot = snapshot
         self._files = snapshots.partial_files(snapshot)
@@ -105,10 +107,10 @@ class SnapshotFileTarget:
         self._stack = ExitStack()
 
     def create(self, sizes: Mapping[SnapshotPart, int]) -> None:
-        """Create the files, which are one hole each. Raises GatewayError."""
-        with explaining_os_errors(self._location):
+        """Create the files, each of which is a single hole. Raises GatewayError."""
+        with translated_os_errors(self._location):
             self._files.directory.mkdir(mode=0o700)
-            for part, path in _paths(self._files, memory=self._has_memory).items():
+            for part, path in _list_paths(self._files, memory=self._has_memory).items():
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 self._stack.callback(os.close, descriptor)
                 os.ftruncate(descriptor, sizes[part])
@@ -116,13 +118,13 @@ class SnapshotFileTarget:
 
     def write(self, part: SnapshotPart, offset: int, data: bytes) -> None:
         view = memoryview(data)
-        with explaining_os_errors(self._location):
+        with translated_os_errors(self._location):
             while view:
                 written_bytes = os.pwrite(self._descriptors[part], view, offset)
                 view, offset = view[written_bytes:], offset + written_bytes
 
     async def commit(self) -> None:
-        with explaining_os_errors(self._location):
+        with translated_os_errors(self._location):
             await finish_despite_cancellation(asyncio.to_thread(self._commit))
 
     def _commit(self) -> None:
@@ -138,7 +140,7 @@ class SnapshotFileTarget:
         await clean_up(log, asyncio.to_thread(self._snapshots.undo, self._snapshot))
 
 
-def _paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
+def _list_paths(files: SnapshotFiles, *, memory: bool) -> dict[SnapshotPart, Path]:
     paths = {
         SnapshotPart.KERNEL: files.kernel,
         SnapshotPart.INITRD: files.initrd,

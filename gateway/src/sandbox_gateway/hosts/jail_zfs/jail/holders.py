@@ -78,4 +78,4 @@ def parse_fstat(text: str, root: Path) -> list[str]:
 
 
 def _replace_unprintable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:32]
+    return "".join(character if character.isprintable() else "?" for character in text)[:32]

@@ -66,7 +66,7 @@ def write_gateway_key(directory: Path) -> None:
         file.write(secrets.token_hex(32))
 
 
-def gateway_key(directory: Path) -> str:
+def read_gateway_key(directory: Path) -> str:
     """Return the gateway key, or "" for a jail that was started without one."""
     try:
         return (directory / _KEY_FILE_NAME).read_text()

@@ -95,5 +95,5 @@ class Jails:
         try:
             await self._run("pkill", f"-{signal}", "-j", name, silent=True)
         except BackendFailed as error:
-            if not any(words in error.message for words in _ABSENT_MESSAGES):
+            if not any(text in error.message for text in _ABSENT_MESSAGES):
                 raise

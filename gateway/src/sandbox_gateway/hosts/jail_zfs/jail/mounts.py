@@ -30,7 +30,7 @@ log = Logger("volumes")
 class _StuckMount:
     mount: MountEntry
     reason: str
-    unmounted: asyncio.Event = field(default_factory=asyncio.Event)
+    unmount_event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class JailMounts:
@@ -82,7 +82,7 @@ class JailMounts:
                 raise Invalid(
                     f"something is already mounted on {mount.path}: choose another path, or unmount it first"
                 ) from None
-            if any(words in error.message for words in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
+            if any(text in error.message for text in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
                 raise Invalid(
                     f"a volume cannot be mounted on {mount.path}, because the sandbox removed the path during the "
                     "mount: try again"
@@ -166,7 +166,7 @@ class JailMounts:
 
     async def _retry(self, stuck_mount: _StuckMount) -> None:
         delay = _FIRST_RETRY_SECONDS
-        while not stuck_mount.unmounted.is_set():
+        while not stuck_mount.unmount_event.is_set():
             await asyncio.sleep(delay)
             delay = min(delay * 2, _MAX_RETRY_SECONDS)
             try:
@@ -176,7 +176,7 @@ class JailMounts:
                 continue
             log.info("a volume was unmounted after retries", node=stuck_mount.mount.node)
             del self._stuck_mounts[stuck_mount.mount.handle]
-            stuck_mount.unmounted.set()
+            stuck_mount.unmount_event.set()
 
     def describe_stuck_mounts(self, matches: MountFilter) -> list[str]:
         """Return a sentence for each matching mount that cannot be unmounted yet."""
@@ -190,7 +190,7 @@ class JailMounts:
         """Wait until the last stuck mount that matches has been unmounted."""
         for each in list(self._stuck_mounts.values()):
             if matches(each.mount):
-                await each.unmounted.wait()
+                await each.unmount_event.wait()
 
 
 def _is_below(path: str, directory: Path) -> bool:

@@ -19,7 +19,7 @@ class JailNames:
         self._prefix = prefix
         self._dying_seconds = dying_seconds
 
-    def default_name(self, instance: str) -> str:
+    def make_default_name(self, instance: str) -> str:
         """Return the name that an instance's jail usually has."""
         return f"{self._prefix}-{instance}"
 
@@ -28,7 +28,7 @@ class JailNames:
 
         ``root``: the root directory of the instance's jails.
         """
-        name = self.default_name(instance)
+        name = self.make_default_name(instance)
         deadline = asyncio.get_running_loop().time() + self._dying_seconds
         while True:
             names_in_use = {jail.name for jail in await self._jails.list_all() if Path(jail.path) == root}

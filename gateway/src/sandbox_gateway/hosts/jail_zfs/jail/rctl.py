@@ -11,7 +11,7 @@ from sandbox_gateway.records import Resources
 
 _JAILS_PER_COMMAND = 200
 _THREADS_PER_PROCESS = 4
-_JAILS_THAT_FILL_THE_FILE_TABLE = 4
+_FILE_TABLE_SHARES = 4
 _ABSENT_MESSAGES = ("No such process",)
 
 log = Logger("rctl")
@@ -27,7 +27,7 @@ def format_rules(jail: str, resources: Resources, processes: int, max_files: int
     limits = {
         "maxproc": str(processes),
         "nthr": str(processes * _THREADS_PER_PROCESS),
-        "openfiles": str(max_files // _JAILS_THAT_FILL_THE_FILE_TABLE),
+        "openfiles": str(max_files // _FILE_TABLE_SHARES),
         "vmemoryuse": str(resources.memory_mb << 20),
         "pcpu": str(resources.cpus * 100),
     }
@@ -89,13 +89,13 @@ class Limits:
         if self.is_enabled:
             await self._run.run_removal("rctl", "-r", f"jail:{jail}", absent_messages=_ABSENT_MESSAGES)
 
-    async def memory_bytes(self, jail: str) -> int:
+    async def read_memory_bytes(self, jail: str) -> int:
         """Return the resident memory of a jail, in bytes, or 0 if the kernel does not measure it."""
         if not self.is_enabled:
             return 0
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
 
-    async def usages(self, jails: Sequence[str]) -> dict[str, dict[str, int]]:
+    async def read_usages(self, jails: Sequence[str]) -> dict[str, dict[str, int]]:
         """Return the resource usage of each jail, or an empty mapping if the kernel does not measure it."""
         usages: list[dict[str, int]] = []
         for start in range(0, len(jails) if self.is_enabled else 0, _JAILS_PER_COMMAND):

@@ -21,11 +21,11 @@ from sandbox_gateway.hosts.rootfs_common import (
     add_user,
     compile_agent_in_foreign_tree,
     create_home,
-    file_kind,
     find_agent_package,
+    find_file_kind,
     find_free_uid,
+    find_python_minor_version,
     install_agent,
-    python_minor_version,
     run_logged,
     to_gateway_error,
 )
@@ -44,7 +44,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise Unsupported if only another kind of host can build the recipe."""
     if recipe.source is Source.IMAGE:
         raise Unsupported(
-            "a jail host cannot build templates from images, because their programs are made for Linux: use a host "
+            "a jail host cannot build templates from images, because their programs are built for Linux: use a host "
             "with virtual machines (kvm_xfs), or 'from: rootfs' with a FreeBSD file system"
         )
     if recipe.source is not Source.ROOTFS:
@@ -80,7 +80,7 @@ async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
 
 
 async def _unpack(source: Path, root: Path, log: Log) -> None:
-    kind = await run_in_thread(file_kind, source)
+    kind = await run_in_thread(find_file_kind, source)
     if kind == "directory":
         if await run_in_thread(lambda: root.resolve().is_relative_to(source.resolve())):
             raise Invalid(
@@ -127,7 +127,7 @@ def _check_tree(tree: Tree) -> int:
             f"the root file system has no {' or '.join(_PYTHON_PATHS)}: install Python 3.{_MIN_MINOR_VERSION} or "
             "later in it for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
         )
-    minor_version = python_minor_version(tree, python_paths[0].name)
+    minor_version = find_python_minor_version(tree, python_paths[0].name)
     if minor_version is None or minor_version < _MIN_MINOR_VERSION:
         version = "of an unknown version" if minor_version is None else f"Python 3.{minor_version}"
         raise Invalid(
@@ -146,7 +146,7 @@ async def _add_user(root: Path) -> None:
     if not await run_in_thread(tree.is_file, _USER_FILE):
         await run_in_thread(add_user, tree)
         return
-    await run_in_thread(_refuse_links_to_accounts, tree)
+    await run_in_thread(_refuse_linked_account_files, tree)
     uid = await run_in_thread(find_free_uid, tree, _USER_FILE)
     if uid is None:
         return
@@ -156,9 +156,9 @@ async def _add_user(root: Path) -> None:
     await run_in_thread(create_home, tree, uid, "/usr/share/skel")
 
 
-def _refuse_links_to_accounts(tree: Tree) -> None:
-    """Raise Invalid if `pw`, which follows links as on the host, could change files outside of the tree."""
+def _refuse_linked_account_files(tree: Tree) -> None:
+    """Raise Invalid if `pw`, which resolves links from the host's root, could change files outside the tree."""
     names = [name for name in tree.list_directory("/etc") if re.match(r"(master\.passwd|passwd|group|s?pwd)\b", name)]
     for path in ("/etc", *(f"/etc/{name}" for name in names)):
         if (tree.root / path.lstrip("/")).is_symlink():
-            raise Invalid(f"the root file system's {path} is a symbolic link: replace it with what it refers to")
+            raise Invalid(f"the root file system's {path} is a symbolic link: replace it with a copy of its target")

@@ -39,7 +39,7 @@ class JailNetwork:
     def name_servers(self) -> list[str]:
         return name_servers(self._config.network)
 
-    def visible_name_servers(self, policy: NetworkPolicy) -> list[str]:
+    def list_visible_name_servers(self, policy: NetworkPolicy) -> list[str]:
         """Return the name servers for the resolv.conf of a jail with this policy."""
         return self.name_servers() if policy.allows_egress else []
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from sandbox_gateway.errors import BackendFailed, Unsupported
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
-from sandbox_gateway.hosts.network_policy import allowed_names, egress_rules
+from sandbox_gateway.hosts.network_policy import build_egress_rules, list_allowed_names
 from sandbox_gateway.records import NetworkPolicy
 
 _ANCHOR_ROOT = "sbx"
@@ -32,7 +32,7 @@ _MULTICAST_NETWORKS = ("224.0.0.0/4", "255.255.255.255")
 """Multicast and broadcast addresses: packets to them also reach the host."""
 
 
-def bridge_rules(bridge: Bridge, egress: str) -> str:
+def build_bridge_rules(bridge: Bridge, egress: str) -> str:
     """Return the rules of the bridge. ``egress``: the interface to the internet, or "" to omit address translation."""
     nat_rule = f"nat on {egress} inet from {bridge.subnet} to any -> ({egress})\n" if egress else ""
     return f"{nat_rule}block drop on {bridge.name} all\n"
@@ -40,15 +40,15 @@ def bridge_rules(bridge: Bridge, egress: str) -> str:
 
 def require_enforceable(policy: NetworkPolicy) -> None:
     """Raise Invalid if the policy contains a malformed address, and Unsupported if it contains a domain name."""
-    egress_rules(policy, [])
-    if names := allowed_names(policy):
+    build_egress_rules(policy, [])
+    if names := list_allowed_names(policy):
         raise Unsupported(
             f"allow_out: {names[0]!r} is a domain name, but hosts of kind jail_zfs allow only addresses: list IPv4 "
             "addresses or CIDR blocks"
         )
 
 
-def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
+def build_jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
     """Return the rules of one jail. Raises the same errors as ``require_enforceable``."""
     require_enforceable(policy)
     scope = f"quick on {epair.outer} inet"
@@ -64,7 +64,7 @@ def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequenc
         f"block return in {scope} {from_clause} to {target}"
         for target in ("(self)", str(bridge.subnet), *_MULTICAST_NETWORKS)
     ]
-    for rule in egress_rules(policy, dns):
+    for rule in build_egress_rules(policy, dns):
         for network in rule.networks:
             target = "any" if network.prefixlen == 0 else str(network)
             if rule.dns_only:
@@ -88,7 +88,10 @@ class Pf:
         self._prefix = prefix
 
     async def open(self, egress: str) -> None:
-        """Check the main ruleset, and load the bridge's rules. ``egress``: "" means that of the default route."""
+        """Check the main ruleset, and load the bridge's rules.
+
+        ``egress``: "" means the interface of the default route.
+        """
         try:
             status = await self._run("pfctl", "-s", "info")
             filter_rules = await self._run("pfctl", "-s", "rules")
@@ -100,7 +103,7 @@ class Pf:
         for kind, text in (("anchor", filter_rules), ("nat-anchor", translation_rules)):
             if not any(line.startswith(f'{kind} "{_ANCHOR_ROOT}/*"') for line in text.splitlines()):
                 raise BackendFailed(f'pf\'s main ruleset has no `{kind} "{_ANCHOR_ROOT}/*"`: {_REMEDY}')
-        await self._load(self._prefix, bridge_rules(self._bridge, egress or await self._find_default_egress()))
+        await self._load(self._prefix, build_bridge_rules(self._bridge, egress or await self._find_default_egress()))
 
     async def close(self) -> None:
         await self.flush(self._prefix)
@@ -117,7 +120,7 @@ class Pf:
 
     async def apply(self, jail: str, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> None:
         """Replace a jail's rules atomically. Open connections stay open."""
-        await self._load(jail, jail_rules(self._bridge, epair, policy, dns))
+        await self._load(jail, build_jail_rules(self._bridge, epair, policy, dns))
 
     async def kill_states(self, epair: Epair) -> None:
         """Remove pf's states for a jail's address, so that the rules also apply to open connections."""

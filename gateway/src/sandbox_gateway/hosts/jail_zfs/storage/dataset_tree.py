@@ -10,7 +10,7 @@ import zfs_core
 
 from sandbox_gateway.hosts.jail_zfs.storage import marks
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 
@@ -46,8 +46,8 @@ class DatasetTree:
 
     @staticmethod
     def is_retired(dataset: str) -> bool:
-        props = zfs_core.get_props([dataset], ["canmount", HEAD])[dataset]
-        return marks.is_retired(props["canmount"], props[HEAD].is_local)
+        props = zfs_core.get_props([dataset], ["canmount", RECORD_PROPERTY])[dataset]
+        return marks.is_retired(props["canmount"], props[RECORD_PROPERTY].is_local)
 
     def destroy_or_retire(self, dataset: str) -> bool:
         """Destroy a dataset and return True. If it has snapshots, retire it and return False.

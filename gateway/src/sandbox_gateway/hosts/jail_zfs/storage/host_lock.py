@@ -68,7 +68,7 @@ class HostLock:
     def _lock(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Every user who can open the file can lock it, and so keep the gateway from starting.
+            # Any user who can open the file can lock it, and thereby keep the gateway from starting.
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
             self._path.chmod(0o600)
         except OSError as error:

@@ -15,7 +15,7 @@ import zfs_core
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE_PREFIX, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
@@ -97,7 +97,7 @@ class InstanceStorage:
             return True
 
     @translate_errors
-    def unique_bytes(self, instance: str) -> int:
+    def count_unique_bytes(self, instance: str) -> int:
         """Return the number of bytes that would be freed if this instance were destroyed."""
         return zfs_core.used_bytes(self.dataset(instance))
 
@@ -167,16 +167,16 @@ class InstanceStorage:
         """Remove the instances and datasets that ``findings`` lists for removal. Returns a sentence for each.
 
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. The caller must
-        be in ``tree_locked``.
+        hold the tree lock (``tree_locked``).
         """
-        notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded.items()]
-        # query again, for each dataset alone, so that no value on another dataset can hide a record
+        notes = [self._remove(instance, reason, teardown) for instance, reason in findings.superseded_instances.items()]
+        # query each dataset again on its own, because values of other datasets in the scan could hide a record
         notes += [
             self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
-            for instance in findings.uncommitted
-            if HEAD not in zfs_core.local_props(self.dataset(instance))
+            for instance in findings.uncommitted_instances
+            if RECORD_PROPERTY not in zfs_core.local_props(self.dataset(instance))
         ]
-        for name in findings.empty:
+        for name in findings.empty_datasets:
             self.tree.destroy_if_unused(name)
             notes.append(f"{name}: removed, because it no longer had snapshots")
         return notes + [note for name in findings.pending_moves if (note := self._retry_move(name))]

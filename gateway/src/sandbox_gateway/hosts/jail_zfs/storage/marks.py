@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zfs_core.parse import Property
 
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE_PROPERTY
 
 SCAN_PROPERTIES = ("createtxg", "defer_destroy", "canmount")
 """The native properties that a scan reads from every dataset and snapshot."""
@@ -23,30 +23,30 @@ def is_retired(canmount: Property, has_record: bool) -> bool:
 
 @dataclass
 class Marks:
-    newer: dict[str, str] = field(default_factory=dict)
+    newer_records: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records only a newer release can read, with the reason."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     pending_marks: dict[str, str] = field(default_factory=dict)
-    """Quarantined datasets and snapshots that are not marked with their reason yet, with this reason."""
-    recovered: list[str] = field(default_factory=list)
+    """Quarantined datasets and snapshots that are not marked with their reason yet, with the reason."""
+    recovered_names: list[str] = field(default_factory=list)
     """Datasets and snapshots that are marked as quarantined, but can be read again."""
-    stale: list[tuple[str, str]] = field(default_factory=list)
+    stale_parts: list[tuple[str, str]] = field(default_factory=list)
     """Parts of uncommitted records, as ``(dataset or snapshot, property)``."""
 
     def quarantine(self, name: str, props: Mapping[str, str], reason: str) -> None:
         ascii_reason = "".join(c if " " <= c <= "~" else " " for c in reason.encode("ascii", "replace").decode())
         text = " ".join(ascii_reason.split())[:500] or "damaged"
         self.quarantined[name] = text
-        if props.get(QUARANTINE) != text:
+        if props.get(QUARANTINE_PROPERTY) != text:
             self.pending_marks[name] = text
 
     def note_readable(self, name: str, props: Mapping[str, str]) -> None:
         """Note that the record of a dataset or snapshot can be read."""
-        if QUARANTINE in props:
-            self.recovered.append(name)
+        if QUARANTINE_PROPERTY in props:
+            self.recovered_names.append(name)
 
     def list_notes(self) -> list[str]:
         """Return a sentence for each quarantined or recovered dataset and snapshot."""
         notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantined.items()]
-        return notes + [f"{name}: its record can be read again" for name in self.recovered]
+        return notes + [f"{name}: its record can be read again" for name in self.recovered_names]

@@ -27,11 +27,11 @@ from sandbox_gateway.validation import explain
 
 _VERSION, _VERSION_WITH_SECRETS = 1, 2
 """The versions of the encoding, ``v``. The format of the record itself is ``records.FORMAT``."""
-HEAD = "sandbox:record"
+RECORD_PROPERTY = "sandbox:record"
 """The property that contains a record, or describes its parts."""
-QUARANTINE = "sandbox:quarantine"
+QUARANTINE_PROPERTY = "sandbox:quarantine"
 """The property that records why the gateway does not touch a dataset or snapshot."""
-DOOMED = "sandbox:doomed"
+DOOMED_PROPERTY = "sandbox:doomed"
 """The property that marks the datasets of a volume whose removal is committed."""
 
 _SECRET_FILE_PATTERN = re.compile(r"[0-9a-f]{12}\.[0-9a-f]{16}")
@@ -65,7 +65,7 @@ class StoredRecord(NamedTuple):
 def encode(record: Record, generation: int, secret_file: str = "") -> dict[str, str]:
     """Return the properties that store ``record``, ending with ``sandbox:record``.
 
-    ``secret_file``: the name of the file with the environment, if the record is that of a sandbox with an environment.
+    ``secret_file``: the name of the file with the environment, if ``record`` is a sandbox with an environment.
     Raises Invalid if the record is too long.
     """
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
@@ -82,10 +82,12 @@ def encode(record: Record, generation: int, secret_file: str = "") -> dict[str, 
     if secret_file:
         head |= {"v": _VERSION_WITH_SECRETS, "secrets": secret_file}
     if len(text) <= _MAX_INLINE_BYTES:
-        return {HEAD: f'{_to_json(head)[:-1]},"record":{text}}}'}
+        return {RECORD_PROPERTY: f'{_to_json(head)[:-1]},"record":{text}}}'}
     parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
     head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _to_json(head)}
+    return {f"{RECORD_PROPERTY}.{generation}.{n}": part for n, part in enumerate(parts)} | {
+        RECORD_PROPERTY: _to_json(head)
+    }
 
 
 def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
@@ -94,9 +96,9 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
     Raises ValueError with a description of the defect if the properties are invalid, and NewerFormat if a newer release
     wrote them.
     """
-    if HEAD not in props:
-        raise ValueError(f"the property {HEAD} is missing")
-    head = _parse_object(props[HEAD], HEAD)
+    if RECORD_PROPERTY not in props:
+        raise ValueError(f"the property {RECORD_PROPERTY} is missing")
+    head = _parse_object(props[RECORD_PROPERTY], RECORD_PROPERTY)
     generation = head.get("generation")
     version = head.get("v")
     if isinstance(version, int) and version > _VERSION_WITH_SECRETS:
@@ -109,12 +111,12 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         or isinstance(generation, bool)
         or generation < 0
     ):
-        raise ValueError(f"the property {HEAD} has an unknown version or an invalid generation")
+        raise ValueError(f"the property {RECORD_PROPERTY} has an unknown version or an invalid generation")
     if head.get("kind") != kind:
         raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
     secret_file = head.get("secrets", "")
     if not isinstance(secret_file, str) or (secret_file and not _SECRET_FILE_PATTERN.fullmatch(secret_file)):
-        raise ValueError(f"the property {HEAD} contains an invalid file name")
+        raise ValueError(f"the property {RECORD_PROPERTY} contains an invalid file name")
     data = (
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its record")
     )
@@ -135,7 +137,7 @@ def volume_snapshot_property(snapshot_id: str) -> str:
 def find_stale_parts(props: Mapping[str, str]) -> list[str]:
     """Return the names of properties that contain parts of superseded or uncommitted records."""
     try:
-        generation = _parse_object(props[HEAD], HEAD).get("generation")
+        generation = _parse_object(props[RECORD_PROPERTY], RECORD_PROPERTY).get("generation")
     except (KeyError, ValueError):
         generation = None
     return [name for name in props if (match := _PART_PATTERN.fullmatch(name)) and int(match[1]) != generation]
@@ -144,8 +146,8 @@ def find_stale_parts(props: Mapping[str, str]) -> list[str]:
 def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: int) -> str:
     count = head["parts"]
     if not isinstance(count, int) or not 0 < count <= _MAX_RECORD_BYTES // _PART_BYTES + 1:
-        raise ValueError(f"the property {HEAD} has an invalid number of parts")
-    names = [f"{HEAD}.{generation}.{n}" for n in range(count)]
+        raise ValueError(f"the property {RECORD_PROPERTY} has an invalid number of parts")
+    names = [f"{RECORD_PROPERTY}.{generation}.{n}" for n in range(count)]
     if missing := [name for name in names if name not in props]:
         raise ValueError(f"the property {missing[0]} is missing")
     text = "".join(props[name] for name in names)

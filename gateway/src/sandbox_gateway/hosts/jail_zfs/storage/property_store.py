@@ -10,7 +10,12 @@ import zfs_core
 
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, find_stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
+    encode,
+    find_stale_parts,
+)
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.secret_files import SecretFiles
 from sandbox_gateway.records import Record, Sandbox
@@ -23,13 +28,13 @@ class PropertyStore:
         self._secret_files = secret_files
         self._generations: dict[str, int] = {}
         """The generation of each object's newest record, keyed by the object's id."""
-        self._multipart: set[str] = set()
+        self._multipart_names: set[str] = set()
         """Datasets and snapshots that have, or may have, parts of records."""
 
     def load(self, generations: Mapping[str, int], multipart: set[str]) -> None:
         """Replace the state with the result of a scan."""
         with self._lock:
-            self._generations, self._multipart = dict(generations), multipart
+            self._generations, self._multipart_names = dict(generations), multipart
 
     def add_generations(self, generations: Mapping[str, int]) -> None:
         with self._lock:
@@ -37,12 +42,12 @@ class PropertyStore:
 
     def note_multipart(self, name: str) -> None:
         with self._lock:
-            self._multipart.add(name)
+            self._multipart_names.add(name)
 
     def forget(self, record_id: str, name: str) -> None:
         with self._lock:
             self._generations.pop(record_id, None)
-            self._multipart.discard(name)
+            self._multipart_names.discard(name)
 
     def write(self, name: str, record: Record) -> None:
         """Commit a new version of the record on the dataset or snapshot ``name``."""
@@ -53,10 +58,10 @@ class PropertyStore:
         for prop, value in props.items():
             self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, name, prop, value))
         self._secret_files.remove_superseded(record.id)
-        if name in self._multipart:
+        if name in self._multipart_names:
             self._remove_stale_parts(name)
         if len(props) > 1:
-            self._multipart.add(name)
+            self._multipart_names.add(name)
 
     @staticmethod
     def _remove_stale_parts(name: str) -> None:
@@ -67,15 +72,15 @@ class PropertyStore:
 
     def remove(self, dataset: str) -> None:
         """Remove the record of a dataset, if it has one."""
-        if HEAD in zfs_core.local_props(dataset):
-            self._ballast.run_even_if_full(lambda: zfs_core.lzc_inherit_prop(dataset, HEAD))
+        if RECORD_PROPERTY in zfs_core.local_props(dataset):
+            self._ballast.run_even_if_full(lambda: zfs_core.lzc_inherit_prop(dataset, RECORD_PROPERTY))
 
     def mark(self, marks: Marks) -> None:
         """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
         with suppress(zfs_core.exceptions.ZFSError):
             for name, reason in marks.pending_marks.items():
-                zfs_core.lzc_set_prop(name, QUARANTINE, reason)
-            for name in marks.recovered:
-                zfs_core.lzc_inherit_prop(name, QUARANTINE)
-            for name, prop in marks.stale:
+                zfs_core.lzc_set_prop(name, QUARANTINE_PROPERTY, reason)
+            for name in marks.recovered_names:
+                zfs_core.lzc_inherit_prop(name, QUARANTINE_PROPERTY)
+            for name, prop in marks.stale_parts:
                 zfs_core.lzc_inherit_prop(name, prop)

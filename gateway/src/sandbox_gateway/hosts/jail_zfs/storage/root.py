@@ -60,9 +60,9 @@ class RootDataset:
 
     @contextlib.contextmanager
     def tree_locked(self) -> Iterator[None]:
-        """Prevent that others move or remove datasets on which datasets may depend.
+        """Prevent other threads from moving or removing datasets that other datasets may depend on.
 
-        Raises Busy as soon as the lock's owner waits for a command that hangs.
+        Raises Busy if the thread that holds the lock waits for a command that hangs.
         """
         while not self._tree_lock.acquire(timeout=_LOCK_POLL_SECONDS):
             if commands := list_slow_commands(thread=self._tree_lock_owner):
@@ -112,6 +112,6 @@ class RootDataset:
 
     def _ensure_container(self, name: str) -> None:
         if not zfs_core.lzc_exists(name):
-            # exclude instances from tools that snapshot all datasets, because such snapshots prevent their destruction
+            # exclude instances from tools that snapshot all datasets, because snapshots would prevent their removal
             zfs_core.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"}, mounted=True)
         zfs_core.mount(name)

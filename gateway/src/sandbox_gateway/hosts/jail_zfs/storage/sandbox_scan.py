@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    HEAD,
-    QUARANTINE,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     StoredRecord,
     decode,
     find_stale_parts,
@@ -35,14 +35,14 @@ class SandboxFindings:
     generations: dict[str, int] = field(default_factory=dict)
     """The generation of each record, keyed by the id of the sandbox or snapshot."""
     secret_files: dict[str, str] = field(default_factory=dict)
-    """The name of the file with the environment of each sandbox that has such a file, keyed by the sandbox's id."""
-    multipart: set[str] = field(default_factory=set)
+    """The name of each sandbox's environment file, keyed by the sandbox's id. Omits sandboxes without such a file."""
+    multipart_names: set[str] = field(default_factory=set)
     """Datasets and snapshots that have parts of records."""
-    uncommitted: list[str] = field(default_factory=list)
+    uncommitted_instances: list[str] = field(default_factory=list)
     """Instances without a record, to be removed."""
-    superseded: dict[str, str] = field(default_factory=dict)
+    superseded_instances: dict[str, str] = field(default_factory=dict)
     """Instances whose sandbox has a newer instance, with the reason for removing them."""
-    empty: list[str] = field(default_factory=list)
+    empty_datasets: list[str] = field(default_factory=list)
     """Retired datasets and datasets of templates that have no snapshots."""
     unfinished_imports: list[str] = field(default_factory=list)
     """Datasets of imports that were interrupted, to be destroyed with their snapshots."""
@@ -97,7 +97,7 @@ class _Reader:
         names = (
             name
             for name, facts in self._facts.items()
-            if "@" in name and not facts["defer_destroy"].is_on and HEAD in self._props(name)
+            if "@" in name and not facts["defer_destroy"].is_on and RECORD_PROPERTY in self._props(name)
             if not name.startswith((f"{self._root}/{VOLUMES}/", self._import_prefix))
         )
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
@@ -122,7 +122,7 @@ class _Reader:
             instance = name.removeprefix(prefix)
             if not name.startswith(prefix) or "@" in name or "/" in instance:
                 continue
-            if HEAD not in self._props(name):
+            if RECORD_PROPERTY not in self._props(name):
                 self._read_unrecorded_instance(name, instance)
             elif (stored_record := self._decode(name, "sandbox")) and isinstance(
                 record := stored_record.record, Sandbox
@@ -138,12 +138,12 @@ class _Reader:
         return claims
 
     def _read_unrecorded_instance(self, name: str, instance: str) -> None:
-        if QUARANTINE in self._props(name):
-            self._quarantine(name, self._props(name)[QUARANTINE])
+        if QUARANTINE_PROPERTY in self._props(name):
+            self._quarantine(name, self._props(name)[QUARANTINE_PROPERTY])
         elif is_retired(self._facts[name]["canmount"], has_record=False):
             self._retired_in_place.add(name)
         else:
-            self.findings.uncommitted.append(instance)
+            self.findings.uncommitted_instances.append(instance)
 
     def resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
         """Choose the instance of each sandbox: if several have a record of it, the newest record wins."""
@@ -154,7 +154,7 @@ class _Reader:
             if newest.secret_file:
                 self.findings.secret_files[sandbox_id] = newest.secret_file
             for claim in older:
-                self.findings.superseded[claim.instance] = (
+                self.findings.superseded_instances[claim.instance] = (
                     f"the instance of sandbox {sandbox_id} is now {newest.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
@@ -163,7 +163,7 @@ class _Reader:
         try:
             return decode(self._props(name), kind)
         except NewerFormat as error:
-            self.findings.marks.newer[name] = str(error)
+            self.findings.marks.newer_records[name] = str(error)
             return None
         except ValueError as error:
             self._quarantine(name, str(error))
@@ -178,7 +178,7 @@ class _Reader:
     def find_parts(self) -> None:
         """Find the parts of records, and determine which of them are stale.
 
-        Parts of quarantined records are kept, because they may help to repair the records. Parts of retired instances
+        Parts of quarantined records are kept, because they may help repair the records. Parts of retired instances
         are stale, and those of older releases may contain the environments of sandboxes.
         """
         retired_prefix = f"{self._root}/{RETIRED}/"
@@ -189,10 +189,10 @@ class _Reader:
             *self._retired_in_place,
         }
         for name, props in self._local.items():
-            if any(prop.startswith(f"{HEAD}.") for prop in props):
-                self.findings.multipart.add(name)
+            if any(prop.startswith(f"{RECORD_PROPERTY}.") for prop in props):
+                self.findings.multipart_names.add(name)
             if name in readable_names:
-                self.findings.marks.stale += [(name, prop) for prop in find_stale_parts(props)]
+                self.findings.marks.stale_parts += [(name, prop) for prop in find_stale_parts(props)]
 
     def find_empty_datasets(self) -> None:
         prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE_PREFIX}")
@@ -202,5 +202,5 @@ class _Reader:
             name for name in disposable_datasets if name.startswith(self._import_prefix)
         )
         disposable_datasets -= {*self.findings.unfinished_imports}
-        self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
+        self.findings.empty_datasets = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
         self.findings.pending_moves = sorted(self._retired_in_place & datasets_with_snapshots)

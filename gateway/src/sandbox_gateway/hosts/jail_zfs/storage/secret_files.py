@@ -114,13 +114,13 @@ class SecretFiles:
         return env
 
     def sweep(self) -> list[str]:
-        """Remove the files to which no record refers, such as that of an interrupted creation. Returns notes."""
+        """Remove files that no record refers to, such as after an interrupted creation. Returns a sentence for each."""
         names_in_use = {name for name, _ in self._current.values()}
         files = (path for path in self._directory.iterdir() if path.is_file())
         stray_names = sorted(path.name for path in files if path.name not in names_in_use)
         for name in stray_names:
             (self._directory / name).unlink()
-        return [f"removed the file {self._directory / name}, to which no record refers" for name in stray_names]
+        return [f"removed the file {self._directory / name}, which no record referred to" for name in stray_names]
 
 
 def _raise_gateway_error(error: OSError, path: Path) -> NoReturn:

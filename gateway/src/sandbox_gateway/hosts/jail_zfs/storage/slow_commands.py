@@ -1,4 +1,4 @@
-"""Find the commands of ZFS that hang, or run for so long that they probably do."""
+"""Find ZFS commands that hang, or that have run for so long that they probably do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 import zfs_core
 
 SLOW_FRACTION = 1 / 6
-"""A command is slow after this part of its timeout: 10 s for most commands, 10 minutes for the transfer of a stream."""
+"""A command is slow after this fraction of its timeout: 10 s for most commands, 10 minutes for a stream transfer."""
 
 
 def list_slow_commands(*, thread: int | None = None) -> list[zfs_core.RunningCommand]:
-    """Return the slow commands, oldest first. With ``thread``: only those that this thread waits for."""
+    """Return the slow commands, oldest first. With ``thread``, return only those that this thread waits for."""
     now = time.time()
     return [
         command

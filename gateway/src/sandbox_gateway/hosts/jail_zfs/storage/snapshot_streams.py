@@ -17,7 +17,7 @@ from sandbox_gateway.records import Snapshot, SnapshotKind
 
 
 class SnapshotStreams:
-    """Methods block, are thread-safe, and raise GatewayError."""
+    """Sends and receives snapshots. Methods block, are thread-safe, and raise GatewayError."""
 
     def __init__(
         self, root: RootDataset, records: PropertyStore, names: SnapshotNames, snapshots: SnapshotStorage
@@ -49,13 +49,13 @@ class SnapshotStreams:
 
     @translate_errors
     def receive(self, record: Snapshot, file: int) -> None:
-        """Create a snapshot from the stream in the file ``file``, at its current position.
+        """Create a snapshot from the stream at the current position of ``file``.
 
-        The dataset gets its name last. The next scan removes a dataset that was not renamed.
+        The dataset gets its final name last. The next scan removes a dataset that was not renamed.
         """
         _check_stream(file)
         dataset, _, short_name = self.full_name(record).partition("@")
-        partial_dataset = self._partial_dataset(record)
+        partial_dataset = self._make_partial_name(record)
         partial_name, name = f"{partial_dataset}@{short_name}", f"{dataset}@{short_name}"
         try:
             zfs_core.lzc_receive(partial_name, file)
@@ -75,12 +75,12 @@ class SnapshotStreams:
 
     @translate_errors
     def discard(self, record: Snapshot) -> None:
-        """Remove a received snapshot, and what a failed ``receive`` left."""
+        """Remove a received snapshot, and anything that a failed ``receive`` left behind."""
         with suppress(NotFound):
             self._snapshots.destroy(record.id)
-        destroy_partial_dataset(self._partial_dataset(record))
+        destroy_partial_dataset(self._make_partial_name(record))
 
-    def _partial_dataset(self, record: Snapshot) -> str:
+    def _make_partial_name(self, record: Snapshot) -> str:
         return self._root.child(RETIRED, f"{IMPORT_PREFIX}{record.id}")
 
     def sweep(self, datasets: list[str]) -> list[str]:
@@ -105,10 +105,10 @@ def destroy_partial_dataset(dataset: str) -> None:
 
 
 def _check_stream(file: int) -> None:
-    """Raise Invalid unless the file contains the whole of one snapshot of a file system, and nothing else."""
+    """Raise Invalid unless the stream contains exactly one complete snapshot of a file system."""
     record = peek_begin_record(file)
     if record is None:
-        problem = "does not begin like a ZFS stream"
+        problem = "does not begin with the header of a ZFS stream"
     elif record.is_package:
         problem = "is a package of several snapshots"
     elif record.is_incremental or record.is_clone or record.is_resuming:
@@ -116,7 +116,7 @@ def _check_stream(file: int) -> None:
     elif record.is_raw:
         problem = "is encrypted"
     elif not record.is_filesystem:
-        problem = "is not that of a file system"
+        problem = "does not contain a file system"
     else:
         return
     raise Invalid(f"the ZFS stream in the snapshot file {problem}: export the snapshot again")

@@ -120,10 +120,10 @@ class ZfsStorage:
             facts, local = zfs_core.get_tree(root_dataset, VOLUME_SCAN_PROPERTIES), zfs_core.local_tree(root_dataset)
             findings = interpret_sandboxes(root_dataset, facts, local)
             volume_findings = interpret_volumes(root_dataset, facts, local)
-            refuse_newer_records(findings.marks.newer | volume_findings.marks.newer)
+            refuse_newer_records(findings.marks.newer_records | volume_findings.marks.newer_records)
             with self.root.index_lock:
                 self._names.load(findings.snapshot_names)
-                self._records.load(findings.generations, findings.multipart)
+                self._records.load(findings.generations, findings.multipart_names)
             self._records.mark(findings.marks)
             notes = self.volumes.load(volume_findings)
             notes += findings.marks.list_notes()

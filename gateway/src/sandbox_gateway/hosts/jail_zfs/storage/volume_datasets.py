@@ -9,7 +9,7 @@ import zfs_core
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.records import Volume
@@ -59,7 +59,7 @@ class VolumeDatasets:
                 numbered_datasets.append((key[1], dataset))
         return [dataset for _, dataset in sorted(numbered_datasets, reverse=True)]
 
-    def owner_id(self, dataset: str) -> str:
+    def find_owner(self, dataset: str) -> str:
         """Return the id of the volume that a dataset belongs to, or the dataset's name if it belongs to no volume."""
         parent, _, name = dataset.rpartition("/")
         key = parse_volume_key(name)
@@ -70,7 +70,7 @@ class VolumeDatasets:
 
         If the clone belongs to no volume, both values are the name of the clone.
         """
-        volume_id = self.owner_id(clone)
+        volume_id = self.find_owner(clone)
         try:
             record = decode(zfs_core.local_props(self._current.get(volume_id, clone)), "volume").record
         except (ValueError, zfs_core.exceptions.DatasetNotFound):
@@ -88,6 +88,6 @@ class VolumeDatasets:
 
         Returns False for datasets of doomed volumes: ``VolumeStorage.finish_removal`` destroys them.
         """
-        if self.owner_id(dataset) == dataset:
+        if self.find_owner(dataset) == dataset:
             return False
-        return self.tree.is_retired(dataset) and DOOMED not in zfs_core.local_props(dataset)
+        return self.tree.is_retired(dataset) and DOOMED_PROPERTY not in zfs_core.local_props(dataset)

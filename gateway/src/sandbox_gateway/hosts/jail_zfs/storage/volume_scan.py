@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import SCAN_PROPERTIES, Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
-    DOOMED,
-    HEAD,
-    QUARANTINE,
+    DOOMED_PROPERTY,
+    QUARANTINE_PROPERTY,
+    RECORD_PROPERTY,
     decode,
     volume_snapshot_property,
 )
@@ -32,19 +32,19 @@ class VolumeFindings:
     """The full name of each snapshot, keyed by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """The generation of each volume's record, keyed by the volume's id."""
-    unmounted: list[str] = field(default_factory=list)
+    unmounted_datasets: list[str] = field(default_factory=list)
     """Current datasets of volumes that are not mounted."""
-    sizes: dict[str, int] = field(default_factory=dict)
+    correct_sizes: dict[str, int] = field(default_factory=dict)
     """Datasets whose quota differs from the size in their record, with this size in bytes."""
-    unreadable: set[str] = field(default_factory=set)
+    unreadable_ids: set[str] = field(default_factory=set)
     """Ids of volumes whose records cannot be read."""
-    doomed: set[str] = field(default_factory=set)
+    doomed_ids: set[str] = field(default_factory=set)
     """Ids of volumes whose removal is committed, but not finished."""
-    leftover: list[str] = field(default_factory=list)
+    leftover_datasets: list[str] = field(default_factory=list)
     """Datasets that a rollback replaced, or that an uncommitted rollback created, to be retired or removed."""
-    uncommitted: list[str] = field(default_factory=list)
+    uncommitted_datasets: list[str] = field(default_factory=list)
     """Datasets of volumes that were never committed."""
-    orphaned: list[str] = field(default_factory=list)
+    orphaned_ids: list[str] = field(default_factory=list)
     """Ids of snapshots that were taken with a sandbox's snapshot that no longer exists."""
 
 
@@ -92,7 +92,7 @@ class _Reader:
         for name in self._facts:
             if name.startswith(self._prefix) and "@" not in name:
                 self._read_dataset(name, claims, unrecorded)
-        for volume_id in self.findings.doomed:
+        for volume_id in self.findings.doomed_ids:
             claims.pop(volume_id, None)
             unrecorded.pop(volume_id, None)
         return claims, unrecorded
@@ -101,9 +101,9 @@ class _Reader:
         key, props = parse_volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
             self.findings.marks.quarantine(name, props, "its name is not the name of a volume")
-        elif DOOMED in props:
-            self.findings.doomed.add(key[0])
-        elif HEAD in props:
+        elif DOOMED_PROPERTY in props:
+            self.findings.doomed_ids.add(key[0])
+        elif RECORD_PROPERTY in props:
             try:
                 stored_record = decode(props, "volume")
                 record = stored_record.record
@@ -111,35 +111,35 @@ class _Reader:
                 if record.id != key[0]:
                     raise ValueError(f"its record belongs to the volume {record.id}")
             except NewerFormat as error:
-                self.findings.marks.newer[name] = str(error)
+                self.findings.marks.newer_records[name] = str(error)
                 return
             except ValueError as error:
                 self._quarantine(name, key[0], str(error))
                 return
             claims.setdefault(key[0], []).append(_Claim(stored_record.generation, key[1], name, record))
             self.findings.marks.note_readable(name, props)
-        elif QUARANTINE in props:
-            self._quarantine(name, key[0], props[QUARANTINE])
+        elif QUARANTINE_PROPERTY in props:
+            self._quarantine(name, key[0], props[QUARANTINE_PROPERTY])
         else:
             unrecorded.setdefault(key[0], []).append(name)
 
     def _quarantine(self, name: str, volume_id: str, reason: str) -> None:
         self.findings.marks.quarantine(name, self._local.get(name, {}), reason)
-        self.findings.unreadable.add(volume_id)
+        self.findings.unreadable_ids.add(volume_id)
 
     def resolve_claims(self, volume_id: str, volume_claims: list[_Claim]) -> None:
         *older, newest = sorted(volume_claims, key=lambda claim: claim[:2])
         findings, facts, dataset = self.findings, self._facts[newest.dataset], newest.dataset
-        findings.unreadable.discard(volume_id)
+        findings.unreadable_ids.discard(volume_id)
         newest.record.host = {"dataset": dataset}
         findings.volumes.append(newest.record)
         findings.volumes.sort(key=lambda volume: volume.created_at.isoformat())
         findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest.generation
         if not facts["mounted"].is_on:
-            findings.unmounted.append(dataset)
+            findings.unmounted_datasets.append(dataset)
         if facts["refquota"].number != newest.record.size_mb << 20:
-            findings.sizes[dataset] = newest.record.size_mb << 20
-        findings.leftover += [claim.dataset for claim in older]
+            findings.correct_sizes[dataset] = newest.record.size_mb << 20
+        findings.leftover_datasets += [claim.dataset for claim in older]
 
     def read_unrecorded_datasets(self, volume_id: str, names: list[str]) -> None:
         for name in names:
@@ -147,15 +147,15 @@ class _Reader:
             has_snapshots = any(each.startswith(f"{name}@") for each in self._facts)
             if volume_id in self.findings.datasets:
                 is_needed = has_snapshots and is_retired(canmount, has_record=False)
-                self.findings.leftover += [] if is_needed else [name]
-            elif volume_id in self.findings.unreadable:
+                self.findings.leftover_datasets += [] if is_needed else [name]
+            elif volume_id in self.findings.unreadable_ids:
                 continue
             elif has_snapshots:
                 # Do not mark the dataset: an administrator may restore its volume (`zfs rename`, `zfs receive`).
                 reason = f"it has snapshots of the volume {volume_id}, which does not exist"
                 self.findings.marks.quarantined[name] = reason
             else:
-                self.findings.uncommitted.append(name)
+                self.findings.uncommitted_datasets.append(name)
 
     def read_snapshots(self) -> None:
         """Read snapshots, oldest first.
@@ -177,12 +177,12 @@ class _Reader:
             if self._facts[name]["defer_destroy"].is_on:
                 continue
             try:
-                record = decode({HEAD: record_text}, "volume-snapshot").record
+                record = decode({RECORD_PROPERTY: record_text}, "volume-snapshot").record
                 assert isinstance(record, VolumeSnapshot)
                 if (record.id, record.volume) != (snapshot_id, key[0]):
                     raise ValueError(f"its record belongs to the snapshot {record.id} of the volume {record.volume}")
             except NewerFormat as error:
-                self.findings.marks.newer[name] = str(error)
+                self.findings.marks.newer_records[name] = str(error)
                 continue
             except ValueError as error:
                 self.findings.marks.quarantine(name, props, str(error))
@@ -190,6 +190,6 @@ class _Reader:
             self.findings.marks.note_readable(name, props)
             self.findings.snapshot_names[snapshot_id] = name
             if record.sandbox_snapshot and record.sandbox_snapshot not in sandbox_snapshot_ids:
-                self.findings.orphaned.append(snapshot_id)
+                self.findings.orphaned_ids.append(snapshot_id)
             else:
                 self.findings.snapshots.append(record)

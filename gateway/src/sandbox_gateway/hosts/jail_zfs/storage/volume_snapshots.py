@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import zfs_core
 
 from sandbox_gateway.errors import InUseExternally
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_property
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode, volume_snapshot_property
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
@@ -40,7 +40,7 @@ class VolumeSnapshots:
     def describe(self, records: Sequence[VolumeSnapshot]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the names and properties of new snapshots, as ``({id: full name}, {property: value})``."""
         names = {record.id: f"{self._datasets.get_current(record.volume)}@{record.id}" for record in records}
-        return names, {volume_snapshot_property(record.id): encode(record, 1)[HEAD] for record in records}
+        return names, {volume_snapshot_property(record.id): encode(record, 1)[RECORD_PROPERTY] for record in records}
 
     # ---- removing ----
 
@@ -71,7 +71,9 @@ class VolumeSnapshots:
         facts = zfs_core.get_props(zfs_core.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
         for clone, props in facts.items():
             origin = props["origin"].value
-            if origin in names and self._datasets.owner_id(clone) != self._datasets.owner_id(origin.partition("@")[0]):
+            if origin in names and self._datasets.find_owner(clone) != self._datasets.find_owner(
+                origin.partition("@")[0]
+            ):
                 clones.update([self._datasets.identify(clone)])
         if clones:
             raise InUseExternally({"ZFS clone": clones}, "Remove them first.")

@@ -22,7 +22,7 @@ import zfs_core
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import DOOMED_PROPERTY, encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset, parse_volume_key
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
@@ -64,7 +64,7 @@ class VolumeStorage:
         """Return the current dataset of a volume. Raises NotFound."""
         return self._datasets.get_current(volume_id)
 
-    def id_at(self, path: str) -> str:
+    def find_id(self, path: str) -> str:
         """Return the id of the volume whose current or former dataset is mounted at ``path``, or "" if none is."""
         parent, _, name = path.rpartition("/")
         key = parse_volume_key(name)
@@ -73,7 +73,7 @@ class VolumeStorage:
     def is_known(self, volume_id: str) -> bool | None:
         """Return whether a volume exists, or None if its record cannot be read."""
         with self._root.index_lock:
-            return None if volume_id in self._findings.unreadable else self._datasets.is_known(volume_id)
+            return None if volume_id in self._findings.unreadable_ids else self._datasets.is_known(volume_id)
 
     @translate_errors
     def mount(self, volume_id: str) -> Path:
@@ -191,7 +191,7 @@ class VolumeStorage:
             self._snapshots.check_no_cloned_volumes(names)
             self._snapshots.check_only_own_snapshots(names)
             if datasets:
-                self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, datasets[0], DOOMED, "yes"))
+                self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, datasets[0], DOOMED_PROPERTY, "yes"))
             with self._root.index_lock:
                 self._datasets.remove(volume_id)
                 self._snapshots.names.remove_names(names)
@@ -203,8 +203,8 @@ class VolumeStorage:
             datasets = self._datasets.list_all(volume_id)
             # Mark the other datasets before the newest one, which depends on them, is destroyed.
             for dataset in reversed(datasets):
-                if DOOMED not in zfs_core.local_props(dataset):
-                    self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, dataset, DOOMED, "yes"))
+                if DOOMED_PROPERTY not in zfs_core.local_props(dataset):
+                    self._ballast.run_even_if_full(partial(zfs_core.lzc_set_prop, dataset, DOOMED_PROPERTY, "yes"))
             for dataset in datasets:
                 zfs_core.lzc_destroy_snaps(zfs_core.list_snapshots(dataset), False)
                 self._datasets.tree.destroy(dataset)
@@ -220,12 +220,13 @@ class VolumeStorage:
             self._findings = findings
         self._records.mark(findings.marks)
         notes = findings.marks.list_notes()
-        for dataset, size in findings.sizes.items():
+        for dataset, size in findings.correct_sizes.items():
             set_quota = partial(zfs_core.lzc_set_prop, dataset, "refquota", size)
             action = "reset to the size in its record"
             notes.append(_attempt(dataset, action, "because its quota was different", set_quota))
         mount_notes = [
-            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset)) for dataset in findings.unmounted
+            _attempt(dataset, "mounted", "", partial(zfs_core.mount, dataset))
+            for dataset in findings.unmounted_datasets
         ]
         return [note for note in notes + mount_notes if note]
 
@@ -233,19 +234,19 @@ class VolumeStorage:
         """Remove leftovers that the last scan found, unless a jail has them mounted. Returns a sentence for each."""
         findings = self._findings
         notes = []
-        for snapshot_id in findings.orphaned:
+        for snapshot_id in findings.orphaned_ids:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
             reason = "because the sandbox's snapshot that it belonged to does not exist"
             notes.append(_attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
         with self._root.tree_locked():
             tree = self._datasets.tree
-            for dataset in findings.leftover:
+            for dataset in findings.leftover_datasets:
                 reason = "because a rollback replaced it or was not completed"
                 notes.append(_attempt(dataset, "retired", reason, partial(tree.destroy_or_retire, dataset)))
-            for dataset in findings.uncommitted:
+            for dataset in findings.uncommitted_datasets:
                 reason = "because it was never committed"
                 notes.append(_attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
-        for volume_id in findings.doomed:
+        for volume_id in findings.doomed_ids:
             name = self._root.child(VOLUMES, volume_id)
             notes.append(_attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))
         return notes

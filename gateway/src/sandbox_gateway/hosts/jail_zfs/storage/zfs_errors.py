@@ -69,7 +69,7 @@ def to_gateway_error(error: zfs_core.exceptions.ZFSError) -> GatewayError:
             | zfs_core.exceptions.NameTooLong()
             | zfs_core.exceptions.PropertyInvalid()
         ):
-            return Invalid(f"ZFS rejected{name_suffix}: {error.details or error.message}")
+            return Invalid(f"ZFS rejected{name_suffix or ' the request'}: {error.details or error.message}")
         case zfs_core.exceptions.ZFSGenericError(errno=errno.ETIMEDOUT):
             return Timeout(
                 f"{error.message}{name_suffix and f' on{name_suffix}'}: the change may or may not have been made. Run "

@@ -25,7 +25,7 @@ def hold(image: Path, link: Path, memory_directory: MemoryDirectory | None) -> N
 
 def prepare(image: Path, link: Path, memory_directory: MemoryDirectory | None) -> Path:
     """Create a hard link to ``image`` for a later call to ``replace``, and return its path."""
-    hard_link = link if memory_directory is None else memory_directory.machine_file(link)
+    hard_link = link if memory_directory is None else memory_directory.find_machine_file(link)
     hard_link.parent.mkdir(mode=0o700, exist_ok=True)
     fresh_link = hard_link.with_name(hard_link.name + _FRESH_SUFFIX)
     fresh_link.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def release(link: Path) -> None:
 
 
 def list_targets_below(directory: Path) -> list[Path]:
-    """Return the hard links in memory roots to which symbolic links in a machine's directory refer."""
+    """Return the hard links in memory roots that symbolic links in a machine's directory refer to."""
     return list_targets(directory.glob("memory.*"))
 
 

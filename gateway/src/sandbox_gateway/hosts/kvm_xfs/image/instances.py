@@ -78,7 +78,7 @@ def remove_all(sandbox: Path) -> None:
     held_images.remove_targets(hard_links)
 
 
-def image_bytes(files: InstanceFiles) -> int:
+def measure_image(files: InstanceFiles) -> int:
     """Return the allocated size, in bytes, of the larger of the images that a capture can use as its base."""
     block_counts = [path.stat().st_blocks for path in (files.memory, files.last_memory) if path.exists()]
     return max(block_counts, default=0) * 512

@@ -129,17 +129,17 @@ class MemoryDirectory:
     def snapshot(self, id: str) -> Path:
         return self.snapshots / f"{id}{_IMAGE_SUFFIX}"
 
-    def snapshot_images(self) -> dict[str, Path]:
+    def list_snapshot_images(self) -> dict[str, Path]:
         """Return the memory images of snapshots, keyed by the id of the snapshot."""
         images = sorted(self.snapshots.glob(f"*{_IMAGE_SUFFIX}"))
         return {image.name.removesuffix(_IMAGE_SUFFIX): image for image in images}
 
-    def machine_files(self) -> list[Path]:
+    def list_machine_files(self) -> list[Path]:
         """Return the hard links of all machines."""
         return sorted(self.machines.glob("*/*"))
 
-    def machine_file(self, link: Path) -> Path:
-        """Return the file to which ``link``, a symbolic link in the directory of a machine, refers."""
+    def find_machine_file(self, link: Path) -> Path:
+        """Return the file that ``link``, a symbolic link in the directory of a machine, refers to."""
         return self.machines / link.parent.name / link.name
 
 
@@ -160,7 +160,7 @@ class SnapshotFiles:
         self.device_state = directory / "device.state"
         self.kernel = directory / _KERNEL
         self.initrd = directory / _INITRD
-        self.unsynced = directory / "unsynced"
+        self.unsynced_marker = directory / "unsynced"
         """Exists while data may not be on the device yet. Contains the id of the host's boot."""
 
 

@@ -102,16 +102,16 @@ class MemoryRoots:
         Skips roots that are not mounted. Keeps the images of objects in quarantine.
         """
         known_roots = self._read_known_roots()
-        held_files = {*self._held_files(quarantine)} if known_roots.roots else set()
+        held_files = {*self._list_held_files(quarantine)} if known_roots.roots else set()
         for root in known_roots.roots:
             directory = MemoryDirectory(root, known_roots.gateway)
             if _find_problem(directory):
                 continue
-            for id, image in directory.snapshot_images().items():
+            for id, image in directory.list_snapshot_images().items():
                 if not self._has_snapshot(id) and not quarantine.contains(id):
                     image.unlink()
                     repaired.append(f"removed the memory image {image}, which belonged to no snapshot")
-            for file in directory.machine_files():
+            for file in directory.list_machine_files():
                 if file not in held_files:
                     held_images.remove_targets([file])
                     repaired.append(f"removed the memory image {file}, which belonged to no machine")
@@ -134,7 +134,7 @@ class MemoryRoots:
     def _has_snapshot(self, id: str) -> bool:
         return any((parent / id).exists() for parent in (self._layout.templates, self._layout.snapshots))
 
-    def _held_files(self, quarantine: Quarantine) -> Iterator[Path]:
+    def _list_held_files(self, quarantine: Quarantine) -> Iterator[Path]:
         """Yield the files in memory roots that machines use, including those of sandboxes in quarantine."""
         for directory in [*self._layout.instances(), *quarantine.list_subdirectories()]:
             yield from held_images.list_targets_below(directory)

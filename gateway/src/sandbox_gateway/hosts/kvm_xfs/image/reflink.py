@@ -87,7 +87,7 @@ def _copy_data(source: int, target: int) -> None:
     """Copy the data of a file, but not its holes, to an empty file."""
     os.ftruncate(target, os.fstat(source).st_size)
     buffer = memoryview(bytearray(_COPY_CHUNK_BYTES))
-    for start, end in data_ranges(source):
+    for start, end in list_data_ranges(source):
         while start < end:
             length = os.preadv(source, [buffer[: min(_COPY_CHUNK_BYTES, end - start)]], start)
             if length == 0:
@@ -98,7 +98,7 @@ def _copy_data(source: int, target: int) -> None:
                 data, start = data[written_bytes:], start + written_bytes
 
 
-def data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
+def list_data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of each part of a file that is not a hole. Raises OSError."""
     size, end = os.fstat(descriptor).st_size, 0
     while end < size:
@@ -115,11 +115,11 @@ def data_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
 def walk_extents(path: Path) -> Iterator[Extent]:
     """Flush dirty data, then yield the file's extents in order.
 
-    A guest can fragment its disk into millions of extents, so they are not in memory at the same time.
+    A guest can fragment its disk into millions of extents, so they are never all in memory at the same time.
     """
     start = 0
     with path.open("rb") as file:
-        while batch := _fiemap(path, file.fileno(), start):
+        while batch := _list_extents(path, file.fileno(), start):
             for extent, _ in batch:
                 yield extent
             last_extent, is_last_of_file = batch[-1]
@@ -128,7 +128,7 @@ def walk_extents(path: Path) -> Iterator[Extent]:
             start = last_extent.logical + last_extent.length
 
 
-def _fiemap(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]]:
+def _list_extents(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]]:
     """Return up to _BATCH_EXTENT_COUNT extents from the offset ``start``. A flag marks the last extent of the file."""
     buffer = bytearray(_FIEMAP_HEADER.size + _BATCH_EXTENT_COUNT * _FIEMAP_EXTENT.size)
     _FIEMAP_HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENT_COUNT, 0)
@@ -147,7 +147,7 @@ def _fiemap(path: Path, descriptor: int, start: int) -> list[tuple[Extent, bool]
     return batch
 
 
-def unique_bytes(path: Path) -> int:
+def count_unique_bytes(path: Path) -> int:
     """Return the number of bytes that the file does not share with other files. Removing the file would free them."""
     return sum(extent.length for extent in walk_extents(path) if not extent.is_shared)
 
@@ -157,10 +157,10 @@ def has_same_extents(one: Path, other: Path) -> bool:
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
-    return all(a == b for a, b in zip_longest(_merged_extents(one), _merged_extents(other)))
+    return all(a == b for a, b in zip_longest(_walk_merged_extents(one), _walk_merged_extents(other)))
 
 
-def _merged_extents(path: Path) -> Iterator[tuple[int, int, int]]:
+def _walk_merged_extents(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
     logical = physical = length = 0
     for extent in walk_extents(path):

@@ -41,7 +41,7 @@ class Snapshots:
                         f"removed the transient snapshot {directory.name}, which was not synced before the host stopped"
                     )
                     continue
-                with self._quarantine.quarantine_if_damaged(directory, repaired):
+                with self._quarantine.quarantined_if_damaged(directory, repaired):
                     snapshot = reader.read(directory, Snapshot)
                     if memory_directory := MemoryDirectory.of_snapshot(snapshot):
                         files = SnapshotFiles(directory, memory_directory)
@@ -58,7 +58,7 @@ class Snapshots:
         files = self.files(snapshot)
         return SnapshotFiles(commit_protocol.partial_of(files.directory), files.memory_directory)
 
-    def _directory(self, snapshot: Snapshot) -> Path:
+    def _find_directory(self, snapshot: Snapshot) -> Path:
         return self.files(snapshot).directory
 
     def commit(self, snapshot: Snapshot) -> None:
@@ -72,10 +72,10 @@ class Snapshots:
             commit_protocol.sync_files(_find_existing_images(partial_files))
             sync_image_directory(partial_files)
         else:
-            partial_files.unsynced.write_text(_BOOT_ID_FILE.read_text())
-        snapshot.disk_bytes_unique = reflink.unique_bytes(partial_files.disk)
+            partial_files.unsynced_marker.write_text(_BOOT_ID_FILE.read_text())
+        snapshot.disk_bytes_unique = reflink.count_unique_bytes(partial_files.disk)
         record_files.write_record(partial_files.directory, snapshot, durable=is_durable)
-        commit_protocol.commit(self._directory(snapshot), durable=is_durable)
+        commit_protocol.commit(self._find_directory(snapshot), durable=is_durable)
 
     def sync(self, snapshot: Snapshot) -> None:
         """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
@@ -84,11 +84,11 @@ class Snapshots:
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
-        record_files.write_record(self._directory(snapshot), snapshot)
+        record_files.write_record(self._find_directory(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
-        commit_protocol.undo(self._directory(snapshot))
+        commit_protocol.undo(self._find_directory(snapshot))
         _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
@@ -120,13 +120,13 @@ def _sync(files: SnapshotFiles) -> None:
     sync_image_directory(files)
     commit_protocol.sync_directory(directory)
     commit_protocol.sync_directory(directory.parent)
-    files.unsynced.unlink()
+    files.unsynced_marker.unlink()
 
 
 def _read_unsynced_boot_id(files: SnapshotFiles) -> str | None:
     """Return the id of the host's boot in which an unsynced snapshot was taken, or None if it has been synced."""
     try:
-        with open(files.unsynced) as file:  # noqa: PTH123 - faster for thousands of snapshots
+        with open(files.unsynced_marker) as file:  # noqa: PTH123 - faster for thousands of snapshots
             return file.read()
     except FileNotFoundError:
         return None
@@ -142,7 +142,7 @@ def _remove_external_image(files: SnapshotFiles) -> None:
         log.warning("memory image not removed", path=str(files.memory), reason=error.strerror)
 
 
-def _size(path: Path) -> int:
+def _read_size(path: Path) -> int:
     """Return the size of a file in bytes, or -1 if it does not exist."""
     try:
         return os.stat(path).st_size  # noqa: PTH116 - faster for thousands of snapshots
@@ -160,6 +160,6 @@ def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
         if files.memory_directory is None:  # An image in a memory root may be unavailable without being damaged.
             min_sizes[files.memory] = snapshot.resources.memory_mb << 20
     for path, size in min_sizes.items():
-        if _size(path) < size:
+        if _read_size(path) < size:
             raise ValueError(f"{path.name} is missing or too short")
     return snapshot

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE_BYTES, Ram
-from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, from_mask, split, total_bytes
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, count_bytes, from_mask, split
 
 MAX_BUFFERED_BYTES = 256 << 20
 """Maximum bytes to buffer until the machine resumes. Any further bytes are written while the machine is stopped."""
@@ -27,10 +27,10 @@ class Copier:
         self._ram = ram
         self._image = image
         self._base = base
-        self._written_before = np.zeros(ram.end // PAGE_BYTES, dtype=np.bool_)
+        self._written_pages = np.zeros(ram.end // PAGE_BYTES, dtype=np.bool_)
         """The pages of the image that this capture has written, and that may therefore differ from the base."""
         self._buffer = np.empty(0, dtype=np.uint8)
-        self._buffered: list[tuple[Runs, NDArray[np.uint8]]] = []
+        self._buffered_runs: list[tuple[Runs, NDArray[np.uint8]]] = []
         self.written_bytes = 0
 
     def reserve(self, size: int) -> None:
@@ -44,7 +44,7 @@ class Copier:
         """
         buffered_bytes = 0
         for piece in split(runs, MAX_BUFFERED_BYTES):
-            size = total_bytes(piece)
+            size = count_bytes(piece)
             if buffered_bytes + size > MAX_BUFFERED_BYTES:
                 self.write_buffered()
                 buffered_bytes = 0
@@ -52,19 +52,19 @@ class Copier:
             if len(data) < size:
                 data = np.empty(size, dtype=np.uint8)
             self._ram.read(piece, data)
-            self._buffered.append((piece, data))
+            self._buffered_runs.append((piece, data))
             buffered_bytes += size
 
     def write_buffered(self) -> None:
-        buffered, self._buffered = self._buffered, []
-        for runs, data in buffered:
+        buffered_runs, self._buffered_runs = self._buffered_runs, []
+        for runs, data in buffered_runs:
             self._write(runs, data)
 
     def copy(self, runs: Runs) -> None:
-        """Copy pages in chunks, to limit memory use. If the machine is running, call this again for later writes."""
-        buffer = np.empty(min(total_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
+        """Copy pages in chunks, to limit memory use. Call this again for pages that a running machine writes later."""
+        buffer = np.empty(min(count_bytes(runs), _PIECE_BYTES), dtype=np.uint8)
         for piece in split(runs, _PIECE_BYTES):
-            data = buffer[: total_bytes(piece)]
+            data = buffer[: count_bytes(piece)]
             self._ram.read(piece, data)
             self._write(piece, data)
 
@@ -76,9 +76,9 @@ class Copier:
             first_page = offset // PAGE_BYTES
             is_changed = (
                 self._differs_from_base(contents, offset)
-                | self._written_before[first_page : first_page + length // PAGE_BYTES]
+                | self._written_pages[first_page : first_page + length // PAGE_BYTES]
             )
-            self._written_before[first_page : first_page + length // PAGE_BYTES] = is_changed
+            self._written_pages[first_page : first_page + length // PAGE_BYTES] = is_changed
             for start, size in from_mask(is_changed, 0, PAGE_BYTES).tolist():
                 _write_all(self._image, contents[start : start + size].data, offset + start)
                 self.written_bytes += size

@@ -80,7 +80,7 @@ def _find_syscall_instruction(pid: int) -> int:
     """Return the address of a system call instruction in the vDSO of a process."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if line.endswith("[vdso]"):
-            start, end = (int(edge, 16) for edge in line.split(maxsplit=1)[0].split("-"))
+            start, end = (int(bound, 16) for bound in line.split(maxsplit=1)[0].split("-"))
             with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
                 memory.seek(start)
                 position = memory.read(end - start).find(_SYSCALL_INSTRUCTION)
@@ -114,7 +114,7 @@ def _run_system_call(pid: int, pidfd: int, instruction_address: int, number: int
 def _stopped(pid: int, pidfd: int) -> Iterator[list[int]]:
     """Stop the main thread of ``pid`` inside this context. Delivers the signals in the yielded list afterwards."""
     signals: list[int] = []
-    _ptrace(_SEIZE, pid)  # From now on, the pid is not reused before the process has been waited for.
+    _ptrace(_SEIZE, pid)  # From now on, the pid is not reused until the process has been waited for.
     try:
         if wait_until_ended(pidfd, 0):
             raise ProcessLookupError(errno.ESRCH, f"process {pid} ended")

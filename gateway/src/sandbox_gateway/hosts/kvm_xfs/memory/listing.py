@@ -53,19 +53,19 @@ def is_tracked(ram: Ram) -> bool:
     return True
 
 
-def list_written_pages(ram: Ram, *, take: bool) -> Runs:
+def list_written_pages(ram: Ram, *, take_marks: bool) -> Runs:
     """Return the pages written since the marks were last taken, or since the machine's start if none were taken.
 
-    ``take``: also take the marks, in the same atomic step. Raises OSError if the kernel does not track the memory.
+    ``take_marks``: also take the marks in the same atomic step. Raises OSError if the kernel does not track the memory.
     """
-    flags = _REQUIRE_TRACKING | (_PROTECT_MATCHING if take else 0)
+    flags = _REQUIRE_TRACKING | (_PROTECT_MATCHING if take_marks else 0)
     return concatenate(_scan(ram.pid, area, flags, _IS_WRITTEN) for area in ram.areas)
 
 
-def list_soft_dirty_pages(ram: Ram, *, take: bool) -> Runs:
+def list_soft_dirty_pages(ram: Ram, *, take_marks: bool) -> Runs:
     """Return the same pages as ``list_written_pages``, based on soft-dirty bits. Taking the marks is not atomic."""
     runs = concatenate(_list_matching_pages(ram.pid, area, _is_soft_dirty) for area in ram.areas)
-    if take:
+    if take_marks:
         descriptor = os.open(f"/proc/{ram.pid}/clear_refs", os.O_WRONLY)
         try:
             os.write(descriptor, _CLEAR_SOFT_DIRTY)

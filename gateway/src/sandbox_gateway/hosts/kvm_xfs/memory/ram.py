@@ -91,7 +91,7 @@ def _find_areas(pid: int, image: Path) -> list[Area]:
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         span, _, offset, mapped_device, inode = line.split(maxsplit=5)[:5]
         if mapped_device == device and int(inode) == status.st_ino:
-            start, end = (int(edge, 16) for edge in span.split("-"))
+            start, end = (int(bound, 16) for bound in span.split("-"))
             areas.append(Area(start, end, int(offset, 16)))
     if not areas:
         raise BackendFailed(f"process {pid} does not map {image}")

@@ -26,7 +26,7 @@ def from_mask(mask: NDArray[np.bool_], start: int, page_bytes: int) -> Runs:
     return np.stack([starts, lengths], axis=1).astype(np.uint64)
 
 
-def total_bytes(runs: Runs) -> int:
+def count_bytes(runs: Runs) -> int:
     """Return the total length of the runs in bytes."""
     return int(runs[:, 1].sum())
 

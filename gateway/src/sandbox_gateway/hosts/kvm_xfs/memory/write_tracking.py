@@ -37,39 +37,39 @@ _LISTERS = {MemoryMode.WRITTEN: listing.list_written_pages, MemoryMode.SOFT_DIRT
 
 
 class WriteTrackingRegistry:
-    """Manages the write tracking of all running machines. ``best`` is the best mode that captures may use."""
+    """Manages the write tracking of all running machines. ``best_mode`` is the best mode that captures may use."""
 
-    def __init__(self, tracker: TrackerClient, best: MemoryMode) -> None:
+    def __init__(self, tracker: TrackerClient, best_mode: MemoryMode) -> None:
         self._tracker = tracker
-        self._best = best
+        self._best_mode = best_mode
         self._machines: WeakKeyDictionary[Machine, WriteTracking] = WeakKeyDictionary()
 
     def get(self, machine: Machine, boot_check: ImageCheck | None) -> WriteTracking:
         if machine not in self._machines:
-            self._machines[machine] = WriteTracking(machine.files, self._tracker, self._best, boot_check)
+            self._machines[machine] = WriteTracking(machine.files, self._tracker, self._best_mode, boot_check)
         return self._machines[machine]
 
 
 class WriteTracking:
     """Manages the marks of one machine while this gateway watches it. Captures of the machine must not overlap.
 
-    ``best`` is the best mode that captures may use. ``boot_check`` is the check data of the image that the machine was
-    started from, if it is known.
+    ``best_mode`` is the best mode that captures may use. ``boot_check`` is the check data of the image that the machine
+    was started from, if it is known.
     """
 
     def __init__(
-        self, files: InstanceFiles, tracker: TrackerClient, best: MemoryMode, boot_check: ImageCheck | None
+        self, files: InstanceFiles, tracker: TrackerClient, best_mode: MemoryMode, boot_check: ImageCheck | None
     ) -> None:
-        self._boot = files.memory
-        self._last = files.last_memory
+        self._boot_image = files.memory
+        self._last_image = files.last_memory
         self._last_check = files.last_memory_check
         self._taken_marker = files.taken_marker
         self._tracker = tracker
-        self._best = best
+        self._best_mode = best_mode
         self._boot_check = boot_check
         self._marks_are_complete = not self._taken_marker.exists()
-        """Whether the marks and ``_unsaved`` cover every page that differs from the latest image."""
-        self._unsaved = make_empty_runs()
+        """Whether the marks and ``_unsaved_pages`` cover every page that differs from the latest image."""
+        self._unsaved_pages = make_empty_runs()
         """Pages whose marks were taken by a capture that has not completed."""
         self._marks: MemoryMode | None = None
         """The kind of mark in use."""
@@ -93,7 +93,7 @@ class WriteTracking:
         self._can_trust_marks = self._marks is not None and base_is_latest and self._marks_are_complete
         if self._marks is not None and self._can_trust_marks:
             self.mode = self._marks
-        elif self.base == self._last:
+        elif self.base == self._last_image:
             self.mode = MemoryMode.COMPARE
         elif self.base is not None and self._is_allowed(MemoryMode.INCREMENTAL):
             self.mode = MemoryMode.INCREMENTAL
@@ -102,7 +102,7 @@ class WriteTracking:
         if self._marks is not None and not self._marks_are_complete:
             self._set_reason("an earlier capture was interrupted")
         try:
-            return self._list_pages(ram, take=False)
+            return self._list_pages(ram, take_marks=False)
         except OSError as error:
             self._set_reason(f"the kernel does not report the written pages ({error.strerror})")
             self.mode, self.base, self._marks, self._can_trust_marks = MemoryMode.FULL, None, None, False
@@ -127,19 +127,19 @@ class WriteTracking:
         ``only_new``: return only the pages written since this capture's previous call. This requires marks.
         """
         if self._marks is None:
-            return self._list_pages(ram, take=False)
+            return self._list_pages(ram, take_marks=False)
         # If this process ends before the capture completes, the list of taken pages is lost.
         self._taken_marker.touch(mode=0o600)
         if only_new:
             self._can_trust_marks = True
-        runs = self._list_pages(ram, take=True)
-        self._unsaved = union(self._unsaved, runs)
-        return runs if only_new else self._unsaved
+        runs = self._list_pages(ram, take_marks=True)
+        self._unsaved_pages = union(self._unsaved_pages, runs)
+        return runs if only_new else self._unsaved_pages
 
     def list_since_last_take(self, ram: Ram) -> Runs:
         """Return the pages written since the last ``take``, without taking their marks. This requires marks."""
         assert self._marks is not None
-        return _LISTERS[self._marks](ram, take=False)
+        return _LISTERS[self._marks](ram, take_marks=False)
 
     def complete(self, image: Path, memory_directory: MemoryDirectory | None = None) -> ImageCheck:
         """Finish a capture whose memory is in ``image``. Return the check data of the image.
@@ -147,17 +147,17 @@ class WriteTracking:
         ``memory_directory``: the directory of the image, if it is in a memory root.
         """
         check = image_check.compute_check(image)
-        new_link = held_images.prepare(image, self._last, memory_directory)
+        new_link = held_images.prepare(image, self._last_image, memory_directory)
         self._last_check.unlink(missing_ok=True)
-        held_images.replace(new_link, self._last)
+        held_images.replace(new_link, self._last_image)
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
-        self._unsaved, self._marks_are_complete = make_empty_runs(), True
+        self._unsaved_pages, self._marks_are_complete = make_empty_runs(), True
         return check
 
     def _is_allowed(self, mode: MemoryMode) -> bool:
-        return MODES_BEST_FIRST.index(mode) >= MODES_BEST_FIRST.index(self._best)
+        return MODES_BEST_FIRST.index(mode) >= MODES_BEST_FIRST.index(self._best_mode)
 
     def _set_reason(self, reason: str) -> None:
         self.reason = self.reason or reason
@@ -189,20 +189,20 @@ class WriteTracking:
             )
 
     def _has_capture(self) -> bool:
-        return self._last.exists() or self._last_check.exists()
+        return self._last_image.exists() or self._last_check.exists()
 
     def _choose_base(self) -> bool:
         """Set ``base`` to an intact image, or None. Return whether it is the latest image, to which the marks refer."""
         if self._is_allowed(MemoryMode.COMPARE) and self._has_capture():
             damage = self._find_damage_in_last_image()
             if not damage:
-                self.base = self._last
+                self.base = self._last_image
                 return True
             self._set_reason(damage)
-        damage = image_check.find_damage(self._boot, self._boot_check) if self._boot_check else ""
+        damage = image_check.find_damage(self._boot_image, self._boot_check) if self._boot_check else ""
         if damage:
             self._set_reason(damage)
-        self.base = None if damage else self._boot
+        self.base = None if damage else self._boot_image
         return not damage and not self._has_capture()
 
     def _find_damage_in_last_image(self) -> str:
@@ -210,12 +210,12 @@ class WriteTracking:
             check = ImageCheck.model_validate_json(self._last_check.read_bytes())
         except (OSError, ValidationError):
             return f"{self._last_check.name} is missing or damaged"
-        return image_check.find_damage(self._last, check)
+        return image_check.find_damage(self._last_image, check)
 
-    def _list_pages(self, ram: Ram, *, take: bool) -> Runs:
+    def _list_pages(self, ram: Ram, *, take_marks: bool) -> Runs:
         marked_runs = make_empty_runs()
-        if self._marks is not None and (take or self._can_trust_marks):
-            marked_runs = _LISTERS[self._marks](ram, take=take)
+        if self._marks is not None and (take_marks or self._can_trust_marks):
+            marked_runs = _LISTERS[self._marks](ram, take_marks=take_marks)
         if self._can_trust_marks:
             return marked_runs
         # List pages only after the marks were taken, so that a page written in between is listed or marked again.

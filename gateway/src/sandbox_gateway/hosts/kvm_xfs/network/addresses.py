@@ -42,11 +42,11 @@ class Slot:
     veth: str
     """Name of the host's end of the veth."""
     uid: int
-    """The user who may open the tap in addition to root; 0 means only root."""
+    """The id of the user who may open the tap in addition to root; 0 means only root."""
     tap: str = TAP_NAME
 
 
-def slot_capacity(network: Network) -> int:
+def count_slots(network: Network) -> int:
     """Return the number of slots for which the subnet has addresses. Volume servers use its last four addresses."""
     return ipaddress.IPv4Network(network.subnet).num_addresses // 4 - 1
 

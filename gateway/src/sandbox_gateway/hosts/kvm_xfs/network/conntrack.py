@@ -60,7 +60,7 @@ def _list_entries(netlink: socket.socket) -> Iterator[bytes]:
                 error_number = -struct.unpack_from("=i", data, 16)[0]
                 raise OSError(error_number, "the kernel cannot list its tracked connections")
             size, attribute = struct.unpack_from("=HH", data, _ATTRIBUTES_OFFSET)
-            if attribute == _TUPLE_ORIG | _NESTED:  # This attribute is always the first.
+            if attribute == _TUPLE_ORIG | _NESTED:  # This attribute always comes first.
                 yield data[_ATTRIBUTES_OFFSET : _ATTRIBUTES_OFFSET + size]
             data = data[(length + 3) & ~3 :]
 

@@ -128,7 +128,7 @@ def create_volume_namespace(network: Network) -> None:
 
 
 def remove_volume_namespace(network: Network) -> None:
-    """Remove the volume servers' namespace. Servers that still run in it lose their connection."""
+    """Remove the volume servers' namespace. Servers that still run in it lose their connections."""
     _remove_links(volume_link(network))
     remove_namespace(volume_namespace(network))
 

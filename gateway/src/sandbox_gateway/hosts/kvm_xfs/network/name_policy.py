@@ -6,7 +6,12 @@ import ipaddress
 
 import dns.name
 
-from sandbox_gateway.hosts.network_policy import METADATA_NETWORKS, allowed_names, denied_networks_of, egress_rules
+from sandbox_gateway.hosts.network_policy import (
+    METADATA_NETWORKS,
+    build_egress_rules,
+    denied_networks_of,
+    list_allowed_names,
+)
 from sandbox_gateway.records import NetworkPolicy
 
 
@@ -15,13 +20,13 @@ class NamePolicy:
 
     def __init__(self, policy: NetworkPolicy, subnet: ipaddress.IPv4Network) -> None:
         """``subnet``: the addresses of sandboxes."""
-        names = allowed_names(policy)
+        names = list_allowed_names(policy)
         self._names = {dns.name.from_text(name) for name in names if not name.startswith("*.")}
         self._parents = {dns.name.from_text(name[2:]) for name in names if name.startswith("*.")}
-        self._rules = [rule for rule in egress_rules(policy, []) if not rule.to_names]
+        self._rules = [rule for rule in build_egress_rules(policy, []) if not rule.to_names]
         metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
         specific_networks = [network for network in denied_networks_of(policy) if network.prefixlen > 0]
-        self._closed = [subnet, *metadata_networks, *specific_networks]
+        self._closed_networks = [subnet, *metadata_networks, *specific_networks]
         self._subnet = subnet
 
     def __bool__(self) -> bool:
@@ -48,8 +53,8 @@ class NamePolicy:
         """Return whether ``address`` becomes reachable if an allowed name resolves to it.
 
         The owner of a name can point it to any address. Therefore, names open only addresses of the public internet
-        that ``deny_out`` does not contain. ``0.0.0.0/0`` in ``deny_out`` covers only addresses to which no allowed name
-        resolves.
+        that ``deny_out`` does not contain. ``0.0.0.0/0`` in ``deny_out`` covers only addresses that no allowed name
+        resolves to.
         """
         is_public = address.is_global and not address.is_multicast
-        return is_public and not any(address in network for network in self._closed)
+        return is_public and not any(address in network for network in self._closed_networks)

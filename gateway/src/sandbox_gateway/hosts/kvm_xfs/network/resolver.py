@@ -38,7 +38,7 @@ MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 60, 3600
 _GRACE_SECONDS = 30
 """The minimum time, in seconds, that an address stays open after the TTL in a reply has expired."""
 _MAX_OUTSTANDING = 16
-"""Maximum number of queries of a sandbox that wait for an answer. Others are dropped, and the guest repeats them."""
+"""Maximum number of a sandbox's queries that wait for an answer. Others are dropped, and the guest resends them."""
 _RECEIVE_BUFFER_BYTES = 64 << 10
 
 log = Logger("resolver")
@@ -72,7 +72,7 @@ class Resolver:
         self._policy = policy
         self._upstream = upstream
         self._open_addresses = open_addresses
-        self._open_until: dict[ipaddress.IPv4Address, float] = {}
+        self._expiry_times: dict[ipaddress.IPv4Address, float] = {}
         self._has_failed = False
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Resolver:
         async with self._lock:
             yield
             self._policy = policy
-            self._open_until.clear()
+            self._expiry_times.clear()
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -134,21 +134,21 @@ class Resolver:
         now = time.monotonic()
         ttl = min(ttl, MAX_OPEN_SECONDS)
         open_seconds = max(ttl, MIN_OPEN_SECONDS) + 2 * _GRACE_SECONDS
-        self._open_until = {address: end for address, end in self._open_until.items() if end > now}
-        # Shorten the TTL of addresses that are open, so that not every query needs a change of the rules.
-        new = [each for each in addresses if self._open_until.get(each, now) < now + 2 * _GRACE_SECONDS]
-        if len(self._open_until.keys() | set(new)) > MAX_NAME_ADDRESSES:
+        self._expiry_times = {address: end for address, end in self._expiry_times.items() if end > now}
+        # Shorten the TTL of addresses that are open, so that most queries do not change the rules.
+        new_addresses = [each for each in addresses if self._expiry_times.get(each, now) < now + 2 * _GRACE_SECONDS]
+        if len(self._expiry_times.keys() | set(new_addresses)) > MAX_NAME_ADDRESSES:
             return None
-        if new:
+        if new_addresses:
             try:
-                await self._open_addresses({str(address): open_seconds for address in new})
+                await self._open_addresses({str(address): open_seconds for address in new_addresses})
             except BackendFailed as error:
                 if not self._has_failed:  # A guest could make this happen often.
                     log.warning("the addresses of a domain name could not be opened", reason=error.message)
                     self._has_failed = True
                 return None
-            self._open_until.update(dict.fromkeys(new, now + open_seconds))
-        return min([ttl, *(int(self._open_until[each] - now) - _GRACE_SECONDS for each in addresses)])
+            self._expiry_times.update(dict.fromkeys(new_addresses, now + open_seconds))
+        return min([ttl, *(int(self._expiry_times[each] - now) - _GRACE_SECONDS for each in addresses)])
 
     def _send(self, data: bytes, receiver: Any) -> None:
         # Drop the reply if the guest does not read, instead of storing it.

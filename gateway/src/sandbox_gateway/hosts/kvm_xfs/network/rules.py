@@ -15,12 +15,12 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     TAP_NAME,
     VOLUME_PORTS,
     Slot,
+    count_slots,
     host_table,
-    slot_capacity,
     volume_address,
     volume_link,
 )
-from sandbox_gateway.hosts.network_policy import allowed_names, egress_rules
+from sandbox_gateway.hosts.network_policy import build_egress_rules, list_allowed_names
 from sandbox_gateway.records import NetworkPolicy
 
 VOLUME_ACCESS = "volume_access"
@@ -58,7 +58,7 @@ async def apply_in_slot(slot: Slot, rules: str) -> None:
     await run_async(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_TIMEOUT_SECONDS, input=rules)
 
 
-def host_rules(network: Network) -> str:
+def build_host_rules(network: Network) -> str:
     """Return nft commands that create the host's table, which restricts what slots can reach.
 
     A slot cannot reach the host, other slots, or volumes that its sandbox does not mount.
@@ -66,7 +66,7 @@ def host_rules(network: Network) -> str:
     slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
     server_address = volume_address(network)
     unmarked_syn = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
-    return f"""{table_removal(host_table(network))}
+    return f"""{build_table_removal(host_table(network))}
 table inet {host_table(network)} {{
     set {VOLUME_ACCESS} {{
         type ipv4_addr . inet_service
@@ -77,7 +77,7 @@ table inet {host_table(network)} {{
     set connections {{
         type ipv4_addr
         flags dynamic
-        size {slot_capacity(network)}
+        size {count_slots(network)}
     }}
     chain volumes {{
         # Check each packet, not each connection: removing a slot from the set disconnects it immediately.
@@ -128,13 +128,13 @@ table inet {host_table(network)} {{
 """
 
 
-def slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
+def build_slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
     """Return nft commands that create a slot's table with the default policy."""
     veth = f'"{slot.name}v"'
     tap = f'"{TAP_NAME}"'
     server_address = volume_address(network)
     port_range = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
-    return f"""{table_removal(_TABLE)}
+    return f"""{build_table_removal(_TABLE)}
 table inet {_TABLE} {{
     chain guard {{
         type filter hook prerouting priority raw; policy accept;
@@ -175,15 +175,15 @@ table inet {_TABLE} {{
     chain outside {{
     }}
 }}
-{policy_rules(NetworkPolicy(), dns, ipaddress.IPv4Network(network.subnet))}"""
+{build_policy_rules(NetworkPolicy(), dns, ipaddress.IPv4Network(network.subnet))}"""
 
 
-def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
+def build_policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
     """Return nft commands that apply ``policy`` to a slot in one transaction. Raises Invalid for an invalid address.
 
-    The commands also create what slots of older releases lack.
+    The commands also create the sets and chains that slots of older releases lack.
     """
-    has_names = bool(allowed_names(policy))
+    has_names = bool(list_allowed_names(policy))
     rules_by_chain = {
         "resolver": [f'iifname "{TAP_NAME}" udp dport 53 redirect to :53'] if has_names else [],
         "input": _build_input_rules(with_resolver=has_names),
@@ -221,7 +221,7 @@ def _build_outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipad
     # Connections continue after the timeout of their address. Those of an earlier policy have another mark.
     connection_mark = f"{1 + secrets.randbelow(0xFFFFFFFF):#x}"
     rules = [f"ip daddr {subnet} {_REJECT}"]
-    for rule in egress_rules(policy, dns):
+    for rule in build_egress_rules(policy, dns):
         if rule.to_names:
             rules.append(f"ct mark {connection_mark} accept")
             rules.append(f"ip daddr @{_NAME_ADDRESSES} ct mark set {connection_mark} accept")
@@ -233,7 +233,7 @@ def _build_outside_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipad
     return rules
 
 
-def name_address_rules(seconds: Mapping[str, int]) -> str:
+def build_name_address_rules(seconds: Mapping[str, int]) -> str:
     """Return nft commands that allow connections to addresses of allowed names for a number of seconds each."""
     # The kernel does not change the timeout of an element that exists, and cannot delete one that does not.
     elements = ", ".join(seconds)
@@ -245,6 +245,6 @@ add element {name} {{ {elements_with_timeouts} }}
 """
 
 
-def table_removal(table: str) -> str:
+def build_table_removal(table: str) -> str:
     """Return nft commands that remove a table if it exists."""
     return f"add table inet {table}\ndelete table inet {table}\n"

@@ -30,18 +30,18 @@ from collections.abc import Mapping
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, Invalid
 from sandbox_gateway.hosts.kvm_xfs.network import links
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, host_table, slot_capacity, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, count_slots, host_table, volume_address
 from sandbox_gateway.hosts.kvm_xfs.network.name_policy import NamePolicy
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
 from sandbox_gateway.hosts.kvm_xfs.network.resolver import Resolver, open_socket
 from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     apply_in_slot,
     apply_on_host,
-    host_rules,
-    name_address_rules,
-    policy_rules,
-    slot_rules,
-    table_removal,
+    build_host_rules,
+    build_name_address_rules,
+    build_policy_rules,
+    build_slot_rules,
+    build_table_removal,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.upstream import Upstream
 from sandbox_gateway.hosts.network_policy import name_servers
@@ -63,47 +63,47 @@ class SlotPool:
     def __init__(self, network: Network, *, uid_base: int = 0) -> None:
         self._network = network
         self._subnet = ipaddress.IPv4Network(network.subnet)
-        self._capacity = slot_capacity(network)
+        self._capacity = count_slots(network)
         self._uid_base = uid_base
         self._dns = name_servers(network)
         self._upstream = Upstream(self._dns)
         self._resolvers: dict[int, Resolver] = {}
-        self._ready: deque[Slot] = deque()
-        self._all: dict[int, Slot] = {}
-        self._busy: set[int] = set()
-        self._next = 0
-        self._refill_wanted = asyncio.Event()
+        self._ready_slots: deque[Slot] = deque()
+        self._slots: dict[int, Slot] = {}
+        self._busy_numbers: set[int] = set()
+        self._next_number = 0
+        self._refill_requested = asyncio.Event()
         self._refiller: asyncio.Task[None] | None = None
         self._background = BackgroundTasks(log, failure_event="a network slot could not be removed")
-        self._closed = True
+        self._is_closed = True
 
     # -- start and stop -------------------------------------------------------------------------------------------
 
     async def open(self, in_use: set[int]) -> None:
-        """Set up the host, adopt the complete slots whose numbers are ``in_use``, and start to refill the pool.
+        """Set up the host, adopt the complete slots whose numbers are in ``in_use``, and start refilling the pool.
 
         Removes all other slots, even complete ones, because they may have been used before.
         """
-        self._closed = False
+        self._is_closed = False
         await run_in_thread(self._prepare_host)
-        await apply_on_host(host_rules(self._network))
+        await apply_on_host(build_host_rules(self._network))
         await run_in_thread(links.create_volume_namespace, self._network)
         existing_numbers, complete_numbers = await run_in_thread(links.find_slots, self._network.prefix)
         for number in sorted(existing_numbers):
             slot = self._make_slot(number)
             if number in in_use and number in complete_numbers and number < self._capacity:
-                self._all[number] = slot
+                self._slots[number] = slot
             else:
                 await run_in_thread(links.remove_slot, slot)
-        self._next = max(in_use, default=-1) + 1
+        self._next_number = max(in_use, default=-1) + 1
         self._refiller = asyncio.create_task(self._refill(), name="network-slots")
-        self._refill_wanted.set()
+        self._refill_requested.set()
 
     async def close(self) -> None:
         """Stop creating slots, and remove unused slots. Slots in use and their rules remain."""
-        if self._closed:
+        if self._is_closed:
             return  # The pool is not open: slots on the host belong to another gateway.
-        self._closed = True
+        self._is_closed = True
         if self._refiller is not None:
             self._refiller.cancel()
             await asyncio.wait([self._refiller])
@@ -111,9 +111,9 @@ class SlotPool:
         await self._background.wait()
         for number in [*self._resolvers]:
             self._close_resolver(number)
-        while self._ready:
-            await self._remove(self._ready.pop())
-        if not self._all:
+        while self._ready_slots:
+            await self._remove(self._ready_slots.pop())
+        if not self._slots:
             await self._clean_up_host()
 
     async def destroy(self) -> None:
@@ -122,7 +122,7 @@ class SlotPool:
         existing_numbers, _ = await run_in_thread(links.find_slots, self._network.prefix)
         for number in existing_numbers:
             await run_in_thread(links.remove_slot, self._make_slot(number))
-        self._all.clear()
+        self._slots.clear()
         await self._clean_up_host()
 
     # -- slots ----------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class SlotPool:
         Raises Busy if all slots are in use, and Invalid for an invalid policy.
         """
         self.check(policy)
-        slot = self._ready.popleft() if self._ready else await self._create()
-        self._refill_wanted.set()
+        slot = self._ready_slots.popleft() if self._ready_slots else await self._create()
+        self._refill_requested.set()
         try:
             if policy.egress != NetworkPolicy().egress:
                 await self.apply(slot, policy)
@@ -148,7 +148,7 @@ class SlotPool:
 
         Returns immediately. The removal runs in the background, and `close` waits for it.
         """
-        if self._all.get(slot.number) == slot:
+        if self._slots.get(slot.number) == slot:
             self._retire(slot)
 
     async def adopt(self, number: int, policy: NetworkPolicy) -> Slot:
@@ -156,7 +156,7 @@ class SlotPool:
 
         The slot keeps its rules. Raises BackendFailed if the slot is missing.
         """
-        slot = self._all.get(number)
+        slot = self._slots.get(number)
         if slot is None:
             raise BackendFailed(
                 f"the network slot {self._network.prefix}-{number} of a running sandbox no longer exists: "
@@ -177,7 +177,7 @@ class SlotPool:
     async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to all subsequent packets of a slot, including those of open connections."""
         self.check(policy)
-        rules = policy_rules(policy, self._dns, self._subnet)
+        rules = build_policy_rules(policy, self._dns, self._subnet)
         names = NamePolicy(policy, self._subnet)
         if names and slot.number not in self._resolvers:
             await self._open_resolver(slot, names)
@@ -191,10 +191,10 @@ class SlotPool:
 
     async def _open_resolver(self, slot: Slot, names: NamePolicy) -> None:
         async def open_addresses(seconds: Mapping[str, int]) -> None:
-            await apply_in_slot(slot, name_address_rules(seconds))
+            await apply_in_slot(slot, build_name_address_rules(seconds))
 
         endpoint = await run_in_thread(open_socket, slot)
-        if self._all.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
+        if self._slots.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
             endpoint.close()
             raise BackendFailed(f"the network slot {slot.name} was removed: its machine has ended")
         self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)
@@ -208,7 +208,7 @@ class SlotPool:
     async def _create(self) -> Slot:
         """Create a slot. If the caller is cancelled, the slot is added to the pool."""
         slot = self._make_slot(self._find_next_free_number())
-        self._busy.add(slot.number)
+        self._busy_numbers.add(slot.number)
         task = asyncio.ensure_future(self._set_up(slot))
         try:
             return await asyncio.shield(task)
@@ -219,61 +219,61 @@ class SlotPool:
     async def _add_to_pool(self, task: asyncio.Future[Slot]) -> None:
         with contextlib.suppress(Exception):
             slot = await task
-            if self._closed:
+            if self._is_closed:
                 await self._remove(slot)
             else:
-                self._ready.append(slot)
+                self._ready_slots.append(slot)
 
     async def _set_up(self, slot: Slot) -> Slot:
         """Set up a slot. On failure, remove it."""
         try:
             await run_in_thread(links.create_slot, slot)
-            await apply_in_slot(slot, slot_rules(slot, self._network, self._dns))
+            await apply_in_slot(slot, build_slot_rules(slot, self._network, self._dns))
             await run_in_thread(links.commit_slot, slot)
-            self._all[slot.number] = slot
+            self._slots[slot.number] = slot
         except BaseException:
             await run_in_thread(links.remove_slot, slot)
             raise
         finally:
-            self._busy.discard(slot.number)
+            self._busy_numbers.discard(slot.number)
         return slot
 
     def _retire(self, slot: Slot) -> None:
-        self._busy.add(slot.number)
+        self._busy_numbers.add(slot.number)
         self._close_resolver(slot.number)
-        del self._all[slot.number]
+        del self._slots[slot.number]
         self._background.start(self._remove(slot))
 
     async def _remove(self, slot: Slot) -> None:
         """Remove a slot and free its number. If the slot cannot be removed, its number stays in use."""
-        self._busy.add(slot.number)
+        self._busy_numbers.add(slot.number)
         self._close_resolver(slot.number)
-        self._all.pop(slot.number, None)
+        self._slots.pop(slot.number, None)
         await run_in_thread(links.remove_slot, slot)
-        self._busy.discard(slot.number)
-        self._refill_wanted.set()
+        self._busy_numbers.discard(slot.number)
+        self._refill_requested.set()
 
     async def _refill(self) -> None:
         """Keep ``network.pool`` slots ready. Creates them one at a time, so that requests are not slowed down."""
         while True:
-            await self._refill_wanted.wait()
-            self._refill_wanted.clear()
+            await self._refill_requested.wait()
+            self._refill_requested.clear()
             try:
-                while len(self._ready) < self._network.pool:
-                    self._ready.append(await self._create())
+                while len(self._ready_slots) < self._network.pool:
+                    self._ready_slots.append(await self._create())
             except Busy:
                 pass  # All numbers are in use. The next release wakes this task.
             except Exception as error:
                 log.warning("a network slot could not be created", reason=str(error))
                 await asyncio.sleep(_REFILL_RETRY_SECONDS)
-                self._refill_wanted.set()
+                self._refill_requested.set()
 
     def _find_next_free_number(self) -> int:
         """Return the number that has been free for longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
-            number = (self._next + step) % self._capacity
-            if number not in self._all and number not in self._busy:
-                self._next = number + 1
+            number = (self._next_number + step) % self._capacity
+            if number not in self._slots and number not in self._busy_numbers:
+                self._next_number = number + 1
                 return number
         raise Busy(
             f"all {self._capacity} network slots of {self._network.subnet} are in use: remove sandboxes, or "
@@ -303,4 +303,4 @@ class SlotPool:
 
     async def _clean_up_host(self) -> None:
         await run_in_thread(links.remove_volume_namespace, self._network)
-        await apply_on_host(table_removal(host_table(self._network)))
+        await apply_on_host(build_table_removal(host_table(self._network)))

@@ -17,10 +17,10 @@ import dns.rcode
 from sandbox_gateway.hosts.kvm_xfs.network.dns_messages import read_addresses
 
 _TIMEOUT_SECONDS = 2.0
-"""For each name server."""
+"""The timeout for each name server."""
 _MAX_SERVERS = 3
 _MAX_QUERIES = 256
-"""Maximum number of queries of all sandboxes that wait for a name server. Each has a socket of its own."""
+"""Maximum number of queries, across all sandboxes, that wait for a name server. Each has its own socket."""
 _MAX_RESPONSE_BYTES = 1232
 _ANSWERS = (dns.rcode.NOERROR, dns.rcode.NXDOMAIN)
 

@@ -56,7 +56,7 @@ class MachineSpec:
     tap: str
     netns: Path
     uid: int
-    """The user to which QEMU switches after it has opened its files; 0 means root."""
+    """The user id that QEMU switches to after it has opened its files; 0 means root."""
     generation: str
     """GUID of this machine generation, different for every fork."""
 
@@ -99,7 +99,7 @@ def build_arguments(
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
         "-device", f"virtserialport,chardev=line,nr=1,name={AGENT_PORT_NAME}",
-        "-chardev", f"ringbuf,id=console,size=65536{_console_log_options(console_fd)}", "-serial", "chardev:console",
+        "-chardev", f"ringbuf,id=console,size=65536{_build_log_options(console_fd)}", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
                     + ("" if spec.uid else ",elevateprivileges=deny"),
@@ -116,6 +116,6 @@ def build_arguments(
     return [*argv, *migration_options, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
 
 
-def _console_log_options(console_fd: int | None) -> str:
+def _build_log_options(console_fd: int | None) -> str:
     # Without logappend, QEMU would truncate the log, which is sealed.
     return "" if console_fd is None else f",logfile=/dev/fdset/{_CONSOLE_FDSET},logappend=on"

@@ -151,7 +151,7 @@ class Machine:
         """Run a QMP command and return its result. Raises BackendFailed with QEMU's message, or Timeout."""
         try:
             async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
-                client = await self._client()
+                client = await self._get_client()
                 return await client.execute(command, arguments)
         except TimeoutError:
             raise Timeout(f"QEMU did not answer {command} within {QMP_TIMEOUT_SECONDS:g} s") from None
@@ -168,7 +168,7 @@ class Machine:
     async def wait_until_restored(self) -> None:
         """Wait until a held machine has loaded its state. Raises BackendFailed if QEMU ends first, or TimeoutError."""
         async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
-            while await self._status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
+            while await self._query_status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
                 await asyncio.sleep(_RESTORE_INTERVAL_SECONDS)
         self.is_held = True
 
@@ -181,16 +181,16 @@ class Machine:
 
     async def resume_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
-        was_stopped = await self._status() in ("paused", _STALLED_STATUS)
+        was_stopped = await self._query_status() in ("paused", _STALLED_STATUS)
         if was_stopped:
             await self.cont()
         return was_stopped
 
     async def is_stalled(self) -> bool:
         """Return whether QEMU has stopped the machine because the host had no space left for its disk."""
-        return await self._status() == _STALLED_STATUS
+        return await self._query_status() == _STALLED_STATUS
 
-    async def _status(self) -> str:
+    async def _query_status(self) -> str:
         return cast("dict[str, str]", await self.execute("query-status"))["status"]
 
     async def save_devices(self, filename: str) -> None:
@@ -201,7 +201,7 @@ class Machine:
     @contextlib.asynccontextmanager
     async def added_fd(self, descriptor: int) -> AsyncIterator[str]:
         """Pass an open file to QEMU, which may lack permission to open it. Yields the name of the file in QEMU."""
-        client = await self._client()
+        client = await self._get_client()
         client.send_fd_scm(descriptor)
         fdset_id = cast("dict[str, int]", await self.execute("add-fd"))["fdset-id"]
         try:
@@ -219,7 +219,7 @@ class Machine:
         if not self.has_ended:
             with contextlib.suppress(BackendFailed, Timeout):
                 return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
-        return self._final_console if self._console_log < 0 else _text_of(self._console_log)
+        return self._final_console if self._console_log < 0 else _read_text(self._console_log)
 
     def memory_bytes(self) -> int:
         """Return the memory use of the process in bytes, with a proportional share of shared pages (PSS)."""
@@ -246,13 +246,13 @@ class Machine:
 
     def log_tail(self) -> str:
         """Return the tail of QEMU's log in parentheses, to append to a sentence, or "" if the log is empty."""
-        text = self._final_log if self._log < 0 else _tail_of(self._log)
+        text = self._final_log if self._log < 0 else _read_tail(self._log)
         return f" ({text})" if text else ""
 
     async def connect(self) -> None:
         """Connect to the monitor in advance, so that the first command is fast."""
         async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
-            await self._client()
+            await self._get_client()
 
     async def kill(self, seconds: float = 10) -> None:
         """Kill the process and wait until it has ended. Raises Timeout."""
@@ -283,17 +283,17 @@ class Machine:
             os.close(self._pidfd)
             self._pidfd = -1
         if self._log >= 0:
-            self._final_log = _tail_of(self._log)
+            self._final_log = _read_tail(self._log)
             os.close(self._log)
             self._log = -1
         if self._console_log >= 0:
-            self._final_console = _text_of(self._console_log)
+            self._final_console = _read_text(self._console_log)
             os.close(self._console_log)
             self._console_log = -1
         if self.line is not None:
             self.line.close()
 
-    async def _client(self) -> QMPClient:
+    async def _get_client(self) -> QMPClient:
         async with self._qmp_lock:
             if self._qmp is None:
                 client = QMPClient(self.files.directory.name, readbuflen=_MAX_MESSAGE_BYTES)
@@ -317,15 +317,15 @@ class Machine:
             callback()
 
 
-def _text_of(log: int) -> str:
+def _read_text(log: int) -> str:
     try:
         return read_log(log)
     except OSError:
         return ""
 
 
-def _tail_of(log: int) -> str:
-    return " ".join(_text_of(log).split())[-_MAX_TAIL_CHARACTERS:]
+def _read_tail(log: int) -> str:
+    return " ".join(_read_text(log).split())[-_MAX_TAIL_CHARACTERS:]
 
 
 def _reject_event(event: object) -> bool:

@@ -16,7 +16,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
 class MachineProcess(NamedTuple):
-    """A process that runs in a network slot, or whose command line is that of a machine.
+    """A process that runs in a network slot, or that has the command line of a machine.
 
     The command line does not prove that a gateway started the process. The owner of this object closes ``pidfd``.
     """
@@ -52,7 +52,7 @@ def list_running(root: Path, prefix: str) -> Iterator[MachineProcess]:
 
     def identify(pid: int, pidfd: int) -> tuple[Path | None, int | None] | None:
         directory = _find_claimed_directory(pid, root)
-        slot_number = slots.get(process_checks.network_namespace(pid, pidfd))
+        slot_number = slots.get(process_checks.read_network_namespace(pid, pidfd))
         return None if directory is None and slot_number is None else (directory, slot_number)
 
     for pid, pidfd, (directory, slot_number) in process_checks.find_processes(identify):

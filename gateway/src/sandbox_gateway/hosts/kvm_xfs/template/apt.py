@@ -10,7 +10,7 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 
 
-def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
+def read_host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
     """Return the host's APT sources for ``suite``, in deb822 format, or "" if there are none.
 
     Only entries with the component `main` count, because a vendor's repository may have a suite of the same name. The
@@ -82,7 +82,7 @@ def _parse_one_line_style(text: str) -> list[dict[str, str]]:
     return stanzas
 
 
-async def apt_options() -> list[str]:
+async def read_apt_options() -> list[str]:
     """Return the host's APT settings for proxies and date checks."""
     if shutil.which("apt-config") is None:
         return []

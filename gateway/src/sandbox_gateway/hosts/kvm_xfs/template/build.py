@@ -27,9 +27,9 @@ from sandbox_gateway.hosts.rootfs_common import (
     Tree,
     compile_agent,
     compile_agent_in_foreign_tree,
-    file_kind,
     find_agent_package,
-    python_minor_version,
+    find_file_kind,
+    find_python_minor_version,
     remove_tree,
     run_logged,
     to_gateway_error,
@@ -53,7 +53,7 @@ async def build_rootfs(
 
     Returns the start command of the recipe's OCI image; "" if there is none. ``image_digest``: the digest of the OCI
     image in its registry. ``agent``: directory of the agent's package; default: the agent installed with the gateway.
-    Each file is built in a `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the
+    Each file is built in a `.partial-rootfs-*` directory next to ``image`` and then renamed. Raises Invalid if the
     recipe's tree is unsuitable for a sandbox or does not fit its disk, NoSpace if the host's disk is full, and
     BackendFailed if a tool fails.
     """
@@ -85,7 +85,7 @@ async def build_rootfs(
 
 
 async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
-    kind = await asyncio.to_thread(file_kind, source)
+    kind = await asyncio.to_thread(find_file_kind, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
             raise Invalid(
@@ -108,7 +108,7 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
         await compile_agent([*chroot_command, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
         return
     python = AGENT_PYTHON if source is Source.IMAGE else "/usr/bin/python3"
-    if python_minor_version(Tree(tree), Tree(tree).resolve(python).name) == sys.version_info.minor:
+    if find_python_minor_version(Tree(tree), Tree(tree).resolve(python).name) == sys.version_info.minor:
         await compile_agent_in_foreign_tree(tree, log)
 
 

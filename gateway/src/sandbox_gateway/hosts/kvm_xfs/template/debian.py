@@ -19,7 +19,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.commit_protocol import PARTIAL_PREFIX
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
-from sandbox_gateway.hosts.kvm_xfs.template.apt import apt_options, host_sources
+from sandbox_gateway.hosts.kvm_xfs.template.apt import read_apt_options, read_host_sources
 from sandbox_gateway.hosts.kvm_xfs.template.tarball import untar
 from sandbox_gateway.hosts.rootfs_common import run_logged
 from sandbox_gateway.recipes import Recipe
@@ -34,9 +34,9 @@ _build_locks: dict[Path, asyncio.Lock] = {}
 
 async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_root: Path, log: Log) -> None:
     """Unpack the Debian tree of a recipe into ``tree``. Builds it first if ``cache_root`` does not contain it."""
-    mirrors = _mirrors(recipe, work_directory)
-    packages = _packages(recipe)
-    options = await apt_options()
+    mirrors = _list_mirrors(recipe, work_directory)
+    packages = _list_packages(recipe)
+    options = await read_apt_options()
     digest = _digest(recipe.suite, packages, options, [_read_mirror_text(mirror) for mirror in mirrors])
     cached_tarball = cache_root / f"rootfs-{digest}.tar"
     async with _build_locks.setdefault(cached_tarball, asyncio.Lock()):
@@ -50,8 +50,8 @@ async def unpack_debian(recipe: Recipe, tree: Path, work_directory: Path, cache_
     await untar(cached_tarball, tree)
 
 
-def _packages(recipe: Recipe) -> list[str]:
-    kernel_package = guest_files.kernel_package(platform.machine())
+def _list_packages(recipe: Recipe) -> list[str]:
+    kernel_package = guest_files.find_kernel_package(platform.machine())
     if kernel_package is None:
         raise Invalid(
             f"'from: debootstrap' does not support this host's architecture {platform.machine()}: use 'from: rootfs' "
@@ -60,7 +60,7 @@ def _packages(recipe: Recipe) -> list[str]:
     return sorted({*guest_files.read_lines("packages.txt"), kernel_package, *recipe.packages})
 
 
-def _mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
+def _list_mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
     """Return mmdebstrap's MIRROR arguments. If the list is empty, mmdebstrap uses the suite's default mirror."""
     configured_mirrors = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
     for line in configured_mirrors:
@@ -71,7 +71,7 @@ def _mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
             )
     if configured_mirrors:
         return configured_mirrors
-    text = host_sources(recipe.suite)
+    text = read_host_sources(recipe.suite)
     if not text:
         return []
     sources_file = work_directory / "host.sources"
@@ -79,7 +79,7 @@ def _mirrors(recipe: Recipe, work_directory: Path) -> list[str]:
     return [str(sources_file)]
 
 
-def _dpkg_options() -> list[str]:
+def _list_dpkg_options() -> list[str]:
     return guest_files.read_lines("dpkg.cfg")
 
 
@@ -88,7 +88,15 @@ def _read_mirror_text(mirror: str) -> str:
 
 
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
-    inputs = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
+    inputs = [
+        _CACHE_VERSION,
+        suite,
+        packages,
+        options,
+        mirrors,
+        guest_files.read_initramfs_files(),
+        _list_dpkg_options(),
+    ]
     if any(map(_CREDENTIALS_PATTERN.search, options)):
         inputs.append("without passwords")  # Distinguishes these trees from those of older releases.
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
@@ -101,7 +109,7 @@ async def build_tarball(
     temporary_directory = work_directory / "mmdebstrap"
     temporary_directory.mkdir()
     initramfs_directory = work_directory / "initramfs-tools"
-    for name, text in guest_files.initramfs_files().items():
+    for name, text in guest_files.read_initramfs_files().items():
         file = initramfs_directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
@@ -111,8 +119,8 @@ async def build_tarball(
         *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
-        *(f"--dpkgopt={option}" for option in _dpkg_options()),
-        *_apt_arguments(options, work_directory),
+        *(f"--dpkgopt={option}" for option in _list_dpkg_options()),
+        *_build_apt_arguments(options, work_directory),
         *_build_keyring_hooks(mirrors),
         f"--essential-hook=copy-in {shlex.quote(str(initramfs_directory))} /etc",
         *("--", suite, str(work_directory / "rootfs.tar"), *mirrors),
@@ -123,7 +131,7 @@ async def build_tarball(
     await run_logged(argv, log, should_log=_is_worth_logging, env=env)
 
 
-def _apt_arguments(options: list[str], work_directory: Path) -> list[str]:
+def _build_apt_arguments(options: list[str], work_directory: Path) -> list[str]:
     """Return mmdebstrap's arguments that set APT's options.
 
     Options with a password are passed in a file, because every user of the host can read command lines. The file is

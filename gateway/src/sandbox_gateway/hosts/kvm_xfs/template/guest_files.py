@@ -26,17 +26,17 @@ def read_lines(name: str) -> list[str]:
     return [line for line in read_text(name).splitlines() if line and not line.startswith("#")]
 
 
-def kernel_package(machine: str) -> str | None:
+def find_kernel_package(machine: str) -> str | None:
     """Return the name of the kernel package for an architecture (`uname -m`), or None if it is not supported."""
     return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
 
 
-def initramfs_files() -> dict[str, str]:
+def read_initramfs_files() -> dict[str, str]:
     """Return the contents of the files in /etc/initramfs-tools, keyed by relative path."""
     return {name: read_text(f"initramfs-tools/{name}") for name in ("conf.d/sandbox", "modules", "hooks/sandbox")}
 
 
-def network_script() -> str:
+def render_network_script() -> str:
     """Return the script that gives the guest its address and route."""
     text = read_text("network.sh")
     for name in _CONSTANT_NAMES:
@@ -46,4 +46,4 @@ def network_script() -> str:
 
 def guest_digest() -> str:
     """Return a digest of the inputs of every template: agent, these files, the builder, and the kernel's arguments."""
-    return digest_guest(resources.files(__package__), network_script(), KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS)
+    return digest_guest(resources.files(__package__), render_network_script(), KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
-from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor_version
+from sandbox_gateway.hosts.rootfs_common import Tree, add_user, find_python_minor_version, install_agent
 
 _MAX_BOOT_FILE_BYTES = 1 << 30
 _PAM_DIRECTORIES = (
@@ -78,7 +78,7 @@ def _check_programs(tree: Tree) -> None:
     python = tree.resolve("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
-    minor_version = python_minor_version(tree, python.name)
+    minor_version = find_python_minor_version(tree, python.name)
     if minor_version is None or minor_version < 9:
         version = "of an unknown version" if minor_version is None else f"3.{minor_version}"
         raise Invalid(
@@ -113,7 +113,7 @@ def _set_up_network(tree: Tree) -> None:
 
 
 def install_network_script(tree: Tree) -> None:
-    tree.write("/usr/local/lib/sandbox/network", guest_files.network_script(), mode=0o755)
+    tree.write("/usr/local/lib/sandbox/network", guest_files.render_network_script(), mode=0o755)
     tree.write("/etc/resolv.conf", "")
     tree.write("/etc/hosts", guest_files.read_text("hosts"))
 

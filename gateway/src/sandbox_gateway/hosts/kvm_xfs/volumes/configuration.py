@@ -53,7 +53,7 @@ def render_configuration(
     return "\n".join([*lines, "}", ""])
 
 
-def marker_of(settings: ServerSettings) -> str:
+def derive_marker(settings: ServerSettings) -> str:
     """Return the marker for ``settings``: an address in the reserved range 240/4 that is derived from the clients."""
     digest = hashlib.sha256(json.dumps(sorted(settings.clients.items())).encode()).digest()
     return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.os_errors import explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.os_errors import translated_os_errors
 from sandbox_gateway.hosts.kvm_xfs.quarantine import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.record_files import RecordReader
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
@@ -85,7 +85,7 @@ class KvmVolumes:
             if error is not None:
                 scan.repaired.append(f"volume {share.volume} cannot be served: {error}; the gateway retries")
                 self._background.start(self._update_with_retries(share))
-        for volume in self._store.growing:
+        for volume in self._store.growing_volumes:
             try:
                 await self._servers.grow(volume.id)
                 # This step is the last: if it fails, the next start repeats everything.
@@ -105,7 +105,7 @@ class KvmVolumes:
         port = self._ports.take()
         volume.host = {"port": port}
         try:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await self._store.create(volume, source)
         except BaseException:
             self._ports.release(port)
@@ -115,7 +115,7 @@ class KvmVolumes:
     async def grow(self, volume: Volume, size_mb: int) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.grow, volume.id, size_mb)
                 await self._servers.grow(volume.id)
                 record = volume.model_copy(update={"size_mb": size_mb})
@@ -125,7 +125,7 @@ class KvmVolumes:
     async def remove(self, volume: Volume) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.remove, volume.id)
             del self._shares[volume.id]
         self._background.start(self._retire(share))
@@ -146,19 +146,19 @@ class KvmVolumes:
             return VolumeState(0, [*failures, error.message])
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             async with self.pending_snapshots([snapshot]) as pending:
                 await pending.clone_images()
                 await pending.commit()
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        with explaining_os_errors():
+        with translated_os_errors():
             await asyncio.to_thread(self._store.remove_snapshot, snapshot)
 
     async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         share = self._require_share(volume.id)
         async with share.lock:
-            with explaining_os_errors():
+            with translated_os_errors():
                 await asyncio.to_thread(self._store.stage, volume, snapshot)
                 try:
                     # The generation must never be older than the contents.
@@ -229,7 +229,7 @@ class KvmVolumes:
                 [self._background.start(self._update_with_retries(share))], timeout=_DETACH_TIMEOUT_SECONDS
             )
 
-    def available_mounts(self, sandbox: Sandbox) -> list[Mount]:
+    def list_available_mounts(self, sandbox: Sandbox) -> list[Mount]:
         """Return the mounts of a sandbox whose volumes exist. A sandbox starts without its missing volumes."""
         for mount in sandbox.mounts:
             if mount.volume not in self._shares:
@@ -238,7 +238,7 @@ class KvmVolumes:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
-            self._servers.guest_mount(share.volume, share.port, mount.path, mount.read_only)
+            self._servers.make_guest_mount(share.volume, share.port, mount.path, mount.read_only)
             for mount in sandbox.mounts
             if (share := self._shares.get(mount.volume))
         ]
@@ -253,19 +253,19 @@ class KvmVolumes:
             share.clients[sandbox.instance] = (address, mount.read_only)
         await wait_for_all(*(self._update(share) for share in shares))
 
-    def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
-        """Start to revoke the access of an instance whose machine has ended, and call ``then`` afterwards.
+    def revoke_all(self, instance: str, callback: Callable[[], Awaitable[None]]) -> bool:
+        """Start revoking the access of an instance whose machine has ended, and call ``callback`` afterwards.
 
-        Returns immediately. Returns False, without calling ``then``, if the instance had no volumes.
+        Returns immediately. Returns False, without calling ``callback``, if the instance had no volumes.
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
-            self._background.start(self._complete_revocation(shares, then))
+            self._background.start(self._complete_revocation(shares, callback))
         return bool(shares)
 
-    async def _complete_revocation(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
+    async def _complete_revocation(self, shares: Sequence[_Share], callback: Callable[[], Awaitable[None]]) -> None:
         await asyncio.gather(*(self._update_with_retries(share) for share in shares))
-        await then()
+        await callback()
 
     async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
         """Update the clients of several servers. Returns an error or None for each server."""

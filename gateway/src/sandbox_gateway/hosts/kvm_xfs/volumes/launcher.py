@@ -57,7 +57,7 @@ _MAX_CALL_BYTES = 1 << 16
 """Maximum length of a call to the substitute for rpcbind, in bytes."""
 _MAX_OPEN_FILES = 4096
 _MAX_MEMORY_BYTES = 768 << 20
-"""Memory limit of a server, including its threads' stacks. A server that needs more ends and is replaced."""
+"""Memory limit of a server, including its threads' stacks. A server that needs more exits and is replaced."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 1, 2, 4, 8, 0x20, 0x400
@@ -248,7 +248,7 @@ def can_restrict_ports() -> bool:
 
 
 def _restrict_ports(ports: tuple[int, ...]) -> None:
-    """Allow only ``ports`` for listening on TCP, and no TCP connections to others, if the kernel can restrict them."""
+    """Allow listening on TCP only on ``ports``, and no outgoing TCP connections, if the kernel can restrict them."""
     if not can_restrict_ports():
         return
     attributes = struct.pack("=QQ", 0, _LANDLOCK_BIND_TCP | _LANDLOCK_CONNECT_TCP)

@@ -22,19 +22,19 @@ class PendingSnapshot:
     def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
         self._image = image
-        self._final = final
-        self._partial = commit_protocol.partial_of(final)
+        self._final_directory = final
+        self._partial_directory = commit_protocol.partial_of(final)
         self._snapshot = snapshot
         self._has_files = False
         self._stack = contextlib.ExitStack()
 
     def prepare(self) -> None:
         """Do the slow steps in advance: open descriptors, and flush the image."""
-        self._partial.parent.mkdir(mode=0o700, exist_ok=True)
-        self._partial.mkdir(mode=0o700)
+        self._partial_directory.parent.mkdir(mode=0o700, exist_ok=True)
+        self._partial_directory.mkdir(mode=0o700)
         self._has_files = True
         self._source = self._open(self._image, os.O_RDONLY)
-        self._target = self._open(self._partial / VOLUME_IMAGE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._target = self._open(self._partial_directory / VOLUME_IMAGE_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._source)
 
     def clone_image(self) -> None:
@@ -42,13 +42,13 @@ class PendingSnapshot:
 
     def commit(self) -> None:
         os.fsync(self._target)
-        record_files.write_record(self._partial, self._snapshot)
-        commit_protocol.commit(self._final)
+        record_files.write_record(self._partial_directory, self._snapshot)
+        commit_protocol.commit(self._final_directory)
 
     def undo(self) -> None:
         """Remove the snapshot, whether or not it is committed."""
         if self._has_files:
-            commit_protocol.undo(self._final)
+            commit_protocol.undo(self._final_directory)
 
     def close(self) -> None:
         self._stack.close()

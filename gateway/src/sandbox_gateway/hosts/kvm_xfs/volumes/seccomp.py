@@ -98,7 +98,7 @@ _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 _Instruction = tuple[int, int, int, int]
 
 
-def file_server_filter(machine: str = "") -> bytes:
+def build_file_server_filter(machine: str = "") -> bytes:
     """Return a BPF program (struct sock_filter[]) for seccomp(2). ``machine``: architecture (default: the host's)."""
     column, architecture = _ARCHITECTURES[machine or os.uname().machine]
     refused_numbers = sorted(number for numbers in _REFUSED_CALLS.values() if (number := numbers[column]) is not None)

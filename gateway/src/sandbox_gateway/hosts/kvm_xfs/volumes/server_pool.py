@@ -90,12 +90,14 @@ class ServerPool:
         self._access.clear()
         repaired: list[str] = []
         stopped_volumes: set[str] = set()
-        for found in find_servers(self._root, self._starter.namespace):
-            volume = found.volume
+        for found_server in find_servers(self._root, self._starter.namespace):
+            volume = found_server.volume
             settings = load_settings(self._root / volume)
-            server = ServerProcess(volume, found.pid, settings or ServerSettings("", 0, {}), pidfd=found.pidfd)
+            server = ServerProcess(
+                volume, found_server.pid, settings or ServerSettings("", 0, {}), pidfd=found_server.pidfd
+            )
             if (
-                found.is_serving
+                found_server.is_serving
                 and settings
                 and volume in known_volumes
                 and volume not in self._servers
@@ -103,10 +105,10 @@ class ServerPool:
             ):
                 server.send_signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
-                    server.log = open_log_of(found.pid)
+                    server.log = open_log_of(found_server.pid)
                 self._watch(server)
                 self._starter.limit(server)
-                await self._access.allow(volume, settings.access_pairs())
+                await self._access.allow(volume, settings.list_access_pairs())
                 continue
             name = f"a server for volume {volume}" if volume else "an unknown server"
             repaired.append(f"stopped {name} that could not be adopted")
@@ -151,7 +153,7 @@ class ServerPool:
         """
         settings = ServerSettings(str(image), port, dict(clients))
         async with self._lock(volume):
-            await self._access.revoke(volume, settings.access_pairs())
+            await self._access.revoke(volume, settings.list_access_pairs())
             if not clients:
                 try:
                     await self._stop(volume, _STOP_TIMEOUT_SECONDS)
@@ -166,7 +168,7 @@ class ServerPool:
                 await self._start(volume, settings)
             elif server.settings.clients != settings.clients or not server.is_current:
                 await self._reconfigure(server, settings)
-            await self._access.allow(volume, settings.access_pairs())
+            await self._access.allow(volume, settings.list_access_pairs())
 
     async def stop(self, volume: str) -> None:
         """Stop the server, if there is one. Afterwards, all its data is in the image."""
@@ -174,7 +176,7 @@ class ServerPool:
             await self._access.revoke(volume, set())
             await self._stop(volume)
 
-    def guest_mount(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
+    def make_guest_mount(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
         """Return the mount for a guest's agent. It depends only on the arguments, so that forks keep their mounts.
 
         After one sandbox has written and closed a file, sandboxes that open it see the changes (close-to-open). Guests
@@ -202,7 +204,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _frozen(self, volume: str) -> AsyncIterator[None]:
-        # Do not use fsfreeze(8): if the gateway and the server died meanwhile, the kernel would never release it.
+        # Do not use fsfreeze(8): if the gateway and the server died, the kernel would never thaw the file system.
         async with self._lock(volume):
             server = self._servers.get(volume)
             if server is None or server.has_ended():
@@ -266,14 +268,14 @@ class ServerPool:
     async def _start(self, volume: str, settings: ServerSettings) -> None:
         await self._access.revoke(volume, set())  # No request may reach the server before it is isolated.
         async with self._starter.started(volume, settings) as server:
-            await self._access.allow(volume, settings.access_pairs())
+            await self._access.allow(volume, settings.list_access_pairs())
         self._watch(server)
 
     async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Change the clients of a running server. Replaces the server if it does not apply the change."""
         await self._starter.reconfigure(server, settings)
         if server.is_current:
-            await self._access.allow(server.volume, server.settings.access_pairs())
+            await self._access.allow(server.volume, server.settings.list_access_pairs())
         else:
             await self._stop(server.volume)
             await self._start(server.volume, server.settings)
@@ -323,7 +325,7 @@ class ServerPool:
             with contextlib.suppress(GatewayError):  # `_start` will try again, and report a failure.
                 # All servers share a network namespace: another one could open the port, and answer the sandboxes.
                 await self._access.revoke(server.volume, set())
-        await asyncio.sleep(server.backoff_seconds())
+        await asyncio.sleep(server.compute_backoff_seconds())
         while True:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
@@ -348,7 +350,7 @@ class ServerPool:
 
 
 async def _stop_found(server: ServerProcess) -> list[str]:
-    """Stop a server of an earlier gateway, if it runs, and wait for its image. Returns what went wrong."""
+    """Stop a server of an earlier gateway, if it is running, and wait for its image. Returns any error messages."""
     try:
         await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
     except GatewayError as error:

@@ -35,7 +35,7 @@ class ServerSettings:
     port: int
     clients: dict[str, bool]
 
-    def access_pairs(self) -> set[str]:
+    def list_access_pairs(self) -> set[str]:
         """Return the (address . port) pairs that the host must allow so that the clients can connect."""
         return {f"{address} . {port}" for address in self.clients for port in (self.port, self.port + 1)}
 
@@ -56,7 +56,7 @@ class ServerProcess:
     early_exits: int = 0
     """The number of consecutive servers of this volume, before this one, that exited soon after they were started."""
 
-    def backoff_seconds(self) -> float:
+    def compute_backoff_seconds(self) -> float:
         """Return the seconds to wait before starting a replacement.
 
         The delay grows with each consecutive early exit, because a guest may crash each replacement in turn.
@@ -163,23 +163,23 @@ def find_servers(root: Path, namespace: Path) -> Iterator[FoundServer]:
     def identify(pid: int, pidfd: int) -> tuple[str, bool] | None:
         if claim := _find_claimed_volume(pid, root):
             return claim
-        return ("", False) if process_checks.network_namespace(pid, pidfd) == servers_namespace else None
+        return ("", False) if process_checks.read_network_namespace(pid, pidfd) == servers_namespace else None
 
     for pid, pidfd, (volume, is_serving) in process_checks.find_processes(identify):
         yield FoundServer(pid, pidfd, volume, is_serving)
 
 
 def _find_claimed_volume(pid: int, root: Path) -> tuple[str, bool] | None:
-    """Return the volume and whether the process is serving, if it is the gateway's according to its command line."""
+    """Return the volume and whether the process serves it, or None unless it claims to be a server of the gateway."""
     arguments = process_checks.read_arguments(pid)
     path, is_serving = Path(arguments[0]).parent, Path(arguments[0]).name == launcher.SERVER_NAME
     if not is_serving and len(arguments) > _DIRECTORY_ARGUMENT:
         path = Path(arguments[_DIRECTORY_ARGUMENT])
     if path.parent != root:
         return None
-    # The program matters too, because other users choose the arguments of programs that become root, like sudo.
+    # Check the program too, because users choose the arguments of programs that become root, such as sudo.
     with contextlib.suppress(OSError):
-        if process_checks.runs_as_gateway_user(pid) and process_checks.program_name(pid).startswith(
+        if process_checks.is_run_by_gateway_user(pid) and process_checks.read_program_name(pid).startswith(
             launcher.SERVER_NAME if is_serving else "python"
         ):
             return path.name, is_serving
@@ -204,8 +204,8 @@ def load_settings(directory: Path) -> ServerSettings | None:
 def replace_file(path: str | Path, text: str, *, dir_fd: int | None = None) -> None:
     """Write a file atomically: readers see either the old text or the new text.
 
-    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory meanwhile,
-    so the function follows no links. Raises OSError.
+    ``dir_fd``: descriptor of the directory to which ``path`` is relative. Others may change this directory at the same
+    time, so the function does not follow links. Raises OSError.
     """
     new_path = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):

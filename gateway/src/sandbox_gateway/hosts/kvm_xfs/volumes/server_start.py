@@ -20,9 +20,9 @@ from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_namespace
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases
-from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import marker_of, render_configuration
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import derive_marker, render_configuration
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE
-from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
+from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import build_file_server_filter
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
     ServerSettings,
@@ -81,7 +81,7 @@ class ServerStarter:
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program_path),
-            *(str(self.namespace), file_server_filter().hex(), str(settings.port)),
+            *(str(self.namespace), build_file_server_filter().hex(), str(settings.port)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
@@ -128,7 +128,7 @@ class ServerStarter:
     async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Change the clients of a running server.
 
-        Afterwards, ``server.is_current`` tells whether the server applied the change.
+        Afterwards, ``server.is_current`` shows whether the server applied the change.
         """
         # Keep the mounted image: serving another image requires another server.
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
@@ -165,7 +165,7 @@ class ServerStarter:
 
     def _make_configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
         """Return the marker and the text of a server's configuration."""
-        marker = marker_of(settings)
+        marker = derive_marker(settings)
         return marker, render_configuration(
             self._address,
             self._gateway,

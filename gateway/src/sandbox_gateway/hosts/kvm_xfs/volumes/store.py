@@ -1,4 +1,4 @@
-"""Store each volume on disk as an image, with the volume's snapshots beside it.
+"""Store each volume on disk as an image, with the volume's snapshots next to it.
 
 An image is a sparse file that contains a file system; its length is the volume's size. Renaming a directory commits a
 volume or a snapshot, renaming a file commits a rollback, and the new length of the image commits growth. If the size in
@@ -43,7 +43,7 @@ class VolumeStore:
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
         self._root = layout.volumes
-        self.growing: list[Volume] = []
+        self.growing_volumes: list[Volume] = []
         """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
@@ -97,7 +97,7 @@ class VolumeStore:
         return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot_directory(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Clone a snapshot's image beside the volume's image, for ``swap``, and extend it to the volume's size."""
+        """Clone a snapshot's image next to the volume's image, for ``swap``, and extend it to the volume's size."""
         new_image = self._root / volume.id / _NEW_IMAGE
         new_image.unlink(missing_ok=True)
         try:
@@ -146,7 +146,7 @@ class VolumeStore:
             if (directory / VOLUME_SNAPSHOTS_NAME).is_dir():
                 removed_names += commit_protocol.sweep(directory / VOLUME_SNAPSHOTS_NAME)
             snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired, reader)
-            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
+            with self._quarantine.quarantined_if_damaged(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired, reader))
                 scan.volume_snapshots += snapshots
         scan.repaired += [f"removed {name}, which was never committed" for name in removed_names]
@@ -160,7 +160,7 @@ class VolumeStore:
             return []
         intact_snapshots = []
         for entry in commit_protocol.list_directories(directory / VOLUME_SNAPSHOTS_NAME):
-            with self._quarantine.quarantine_if_damaged(entry, repaired):
+            with self._quarantine.quarantined_if_damaged(entry, repaired):
                 snapshot = _read_snapshot(entry, directory.name, reader)
                 if snapshot.sandbox_snapshot in snapshot_ids:
                     intact_snapshots.append(snapshot)
@@ -178,7 +178,7 @@ class VolumeStore:
         self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
     ) -> Volume:
         """Return a volume's record, repaired if necessary. Raises ValueError if no intact image or snapshot is left."""
-        length_mb = _length_mb(directory / VOLUME_IMAGE_NAME)
+        length_mb = _read_length_mb(directory / VOLUME_IMAGE_NAME)
         try:
             volume = reader.read(directory, Volume)
             if volume.id != directory.name:
@@ -195,7 +195,7 @@ class VolumeStore:
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
-            self.growing.append(volume)
+            self.growing_volumes.append(volume)
             repaired.append(
                 f"completed the interrupted growth of volume {volume.id}, whose size is now {length_mb} MiB"
             )
@@ -246,8 +246,8 @@ async def _format(image: Path, volume: Volume) -> None:
     try:
         await format_image(image, volume.id, volume.size_mb)
     except BackendFailed as error:
-        if (full := os.strerror(errno.ENOSPC)) in error.message:
-            raise OSError(errno.ENOSPC, full) from None  # Raise the same error as the other methods.
+        if (message := os.strerror(errno.ENOSPC)) in error.message:
+            raise OSError(errno.ENOSPC, message) from None  # Raise the same error as the other methods.
         raise
 
 
@@ -275,7 +275,7 @@ def _extend(image: Path, size_mb: int) -> None:
         os.truncate(image, size_mb << 20)
 
 
-def _length_mb(image: Path) -> int:
+def _read_length_mb(image: Path) -> int:
     """Return the length of an image in whole MiB, or 0 if it does not exist."""
     try:
         return image.stat().st_size >> 20
@@ -288,6 +288,6 @@ def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> Volume
     snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
-    if _length_mb(directory / VOLUME_IMAGE_NAME) < snapshot.size_mb:
+    if _read_length_mb(directory / VOLUME_IMAGE_NAME) < snapshot.size_mb:
         raise ValueError(f"{VOLUME_IMAGE_NAME} is missing or too short")
     return snapshot

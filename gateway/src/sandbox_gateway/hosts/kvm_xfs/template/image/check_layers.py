@@ -5,8 +5,8 @@ the maximum number of bytes, the maximum number of entries, and the layers, from
 `gzip:PATH` or `tar:PATH`. It prints a JSON object: `problem` is a sentence about the first layer that cannot be
 unpacked safely, or "".
 
-umoci reads layers with Go's archive/tar. Python's tarfile understands some archives differently, so that an entry could
-hide from the check. Therefore this program parses headers itself, and refuses all that have more than one meaning.
+umoci reads layers with Go's archive/tar. Python's tarfile interprets some archives differently, so an entry could hide
+from the check. Therefore this program parses headers itself, and refuses every header that is ambiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _WHITEOUT_PREFIX = ".wh."
 _OVERHEAD_PER_ENTRY = 2048
-"""Bytes of headers and padding that an entry may have in an archive, besides its contents."""
+"""Bytes of headers and padding that an entry may have in an archive, in addition to its contents."""
 _MAX_NAME_LENGTH = 4096
 _BLOCK = 512
 _MAX_EXTENDED_HEADER_BYTES = 1 << 20
@@ -48,11 +48,11 @@ _PAX_PATTERN = re.compile(rb"([1-9][0-9]{0,6}) ([^=\0]+)=")
 
 
 class LayerProblem(Exception):
-    """A layer cannot be unpacked safely. The message is the end of a sentence: the subject is the layer."""
+    """A layer that cannot be unpacked safely. The message continues a sentence whose subject is the layer."""
 
 
 class TooLarge(LayerProblem):
-    """The image does not fit the template's disk. The message is a whole sentence."""
+    """An image that does not fit on the template's disk. The message is a complete sentence."""
 
 
 def check_layers(paths: Sequence[str], max_bytes: int, max_entries: int) -> str:
@@ -103,7 +103,7 @@ class Budget:
 
 
 class _CountingReader:
-    """A stream of which every byte is taken from the budget."""
+    """A stream that takes every byte it reads from the budget."""
 
     def __init__(self, file: IO[bytes], budget: Budget) -> None:
         self._file = file
@@ -142,7 +142,7 @@ def read_members(reader: _CountingReader) -> Iterator[tarfile.TarInfo]:
     The type of a sparse file is `S`.
     """
     extended: dict[bytes, bytes] = {}
-    """What the headers before an entry say about it, by their type."""
+    """The contents of the headers before an entry that describe it, keyed by their type."""
     while (block := _read_block(reader)) is not None:
         if not any(block):
             break
@@ -306,12 +306,12 @@ def check_member(member: tarfile.TarInfo) -> list[str]:
 
 def _split(path: str, subject: str) -> list[str]:
     if path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise LayerProblem(f"{subject}, which leads outside of the image: build the image again without it")
+        raise LayerProblem(f"{subject}, which leads outside the image: build the image again without it")
     return [part for part in path.split("/") if part not in ("", ".")]
 
 
 def _check_whiteout(parts: Sequence[str], name: str) -> None:
-    """Only the last component may be a whiteout, which names an entry of the same directory to remove."""
+    """Raise LayerProblem for an invalid whiteout. A valid one is the last component and names an entry to remove."""
     for index, part in enumerate(parts):
         if part.startswith(_WHITEOUT_PREFIX):
             target = part.removeprefix(_WHITEOUT_PREFIX)

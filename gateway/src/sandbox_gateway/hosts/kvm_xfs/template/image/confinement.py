@@ -1,7 +1,8 @@
 """Run programs that read untrusted data in namespaces where they can write to one directory only.
 
 The programs see `/usr` and a few files of `/etc`, read-only, and no processes of the host. They have no capabilities
-except those that are named. User namespaces are not used, because the files of a template must have their real owners.
+except those that the caller names. User namespaces are not used, because the files of a template must have their real
+owners.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def confine(
     max_file_bytes: int = 0,
     max_memory_bytes: int = 0,
 ) -> list[str]:
-    """Return the command that runs ``argv`` in its own namespaces. It needs bubblewrap.
+    """Return the command that runs ``argv`` in its own namespaces. It requires bubblewrap.
 
-    ``inputs``: files and directories of the host that the program can read, by the path that it sees. The program
+    ``inputs``: files and directories of the host that the program can read, keyed by the path that it sees. The program
     inherits the environment, because every user of the host could read variables in the command line. ``run_async``
-    passes only a few.
+    passes only a few variables.
     """
     limits = [
         *([f"--fsize={max_file_bytes}"] if max_file_bytes else []),
@@ -44,7 +45,7 @@ def confine(
     return [
         *("bwrap", "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"),
         *(() if network else ("--unshare-net",)),
-        *("--ro-bind", "/usr", "/usr", *_top_level_directories()),
+        *("--ro-bind", "/usr", "/usr", *_build_top_level_arguments()),
         *("--proc", "/proc", "--dev", "/dev"),
         *(argument for file in files for argument in ("--ro-bind-try", file, file)),
         *("--bind", str(work_directory), str(WORK), "--chdir", str(WORK)),
@@ -55,7 +56,7 @@ def confine(
     ]
 
 
-def _top_level_directories() -> list[str]:
+def _build_top_level_arguments() -> list[str]:
     """Return the arguments that create /bin, /lib and the like as on the host: as links to /usr, or read-only."""
     arguments: list[str] = []
     for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):

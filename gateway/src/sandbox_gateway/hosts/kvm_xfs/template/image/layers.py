@@ -31,7 +31,7 @@ _MAX_ENTRIES_PER_MIB = 256
 async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, log: Log) -> Path:
     """Unpack the image's layers into the directory `tree` in ``work_directory``, with their owners. Returns its path.
 
-    Raises Invalid if a layer could write outside of the tree, or if the files would not fit on the disk.
+    Raises Invalid if a layer could write outside the tree, or if the files would not fit on the disk.
     """
     log(f"checking {len(image.layers)} layers")
     paths = [f"{'gzip' if layer.is_gzip else 'tar'}:{WORK / layer.path}" for layer in image.layers]
@@ -47,7 +47,7 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
         raise Invalid(problem if problem.startswith("the image") else f"the image cannot be unpacked: {problem}")
     log("unpacking the layers")
     unpack = confine(
-        # At a lower level, umoci prints a warning for each file with attributes that it cannot set.
+        # At a more verbose level, umoci prints a warning for each file with attributes that it cannot set.
         ["umoci", "--log=fatal", "raw", "unpack", "--image", f"{WORK / LAYOUT}:image", str(WORK / TREE)],
         work_directory,
         capabilities=FILE_CAPABILITIES,
@@ -71,7 +71,7 @@ async def unpack_layers(image: CopiedImage, work_directory: Path, disk_mb: int, 
 
 
 async def check_tree_size(tree: Path, disk_mb: int) -> None:
-    """Raise Invalid if the tree has outgrown the disk, for example because umoci reads a layer unlike the checker.
+    """Raise Invalid if the tree has outgrown the disk, for example because umoci and the checker disagree on a layer.
 
     A file that is being written may occupy twice its size, because XFS allocates space in advance.
     """
@@ -80,6 +80,6 @@ async def check_tree_size(tree: Path, disk_mb: int) -> None:
         or await count_inodes(tree) > disk_mb * _MAX_ENTRIES_PER_MIB + 1
     ):
         raise Invalid(
-            f"the image unpacks to more than fits on the template's disk of {disk_mb} MiB: set diskSizeMB to a larger "
+            f"the unpacked image does not fit on the template's disk of {disk_mb} MiB: set diskSizeMB to a larger "
             "number"
         )

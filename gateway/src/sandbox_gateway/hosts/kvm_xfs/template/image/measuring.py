@@ -11,7 +11,7 @@ from typing import TypeVar
 from sandbox_gateway.command import run_async
 
 _INTERVAL_SECONDS = 0.5
-_MEASURE_SECONDS = 600
+_MEASURE_TIMEOUT_SECONDS = 600
 _Result = TypeVar("_Result")
 
 
@@ -44,7 +44,7 @@ async def count_inodes(directory: Path) -> int:
 
 
 async def _run_du(directory: Path, *options: str) -> int:
-    # du, unlike os.walk, can read trees of any depth. It complains about files that are removed meanwhile.
+    # du, unlike os.walk, can read trees of any depth. It complains about files that are removed while it runs.
     argv = ["du", "--summarize", "--one-file-system", *options, "--", str(directory)]
-    result = await run_async(argv, timeout=_MEASURE_SECONDS, check=False)
+    result = await run_async(argv, timeout=_MEASURE_TIMEOUT_SECONDS, check=False)
     return int(result.stdout.split(maxsplit=1)[0]) if result.stdout else 0

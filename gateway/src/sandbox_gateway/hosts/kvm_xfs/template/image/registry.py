@@ -1,4 +1,4 @@
-"""Find out the digest of an image, and copy the image into an OCI layout, with skopeo."""
+"""Resolve the digest of an image, and copy the image into an OCI layout, with skopeo."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sandbox_gateway.hosts.kvm_xfs.template.image.measuring import measure_file_
 from sandbox_gateway.image_references import ImageReference, Transport
 from sandbox_gateway.recipes import digest_file
 
-_INSPECT_SECONDS = 60
-_COPY_SECONDS = 3600
+_INSPECT_TIMEOUT_SECONDS = 60
+_COPY_TIMEOUT_SECONDS = 3600
 _STALL_SECONDS = 120
 _MIN_PROGRESS_BYTES = 256 << 10
 """A registry must send at least this much every ``_STALL_SECONDS``, because it occupies one of the build slots."""
@@ -37,7 +37,7 @@ LAYOUT = "layout"
 """The name of the OCI layout in the work directory. The tag of its only image is `image`."""
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Go's names of architectures, which images use, by the names that `uname -m` prints."""
+"""Go's names for architectures, which images use, keyed by the names that `uname -m` prints."""
 
 
 _LAYER_TYPES = {
@@ -45,7 +45,7 @@ _LAYER_TYPES = {
     for kind in ("", "nondistributable.")
     for suffix in ("", "+gzip")
 }
-"""Whether a layer is compressed, by its media type. umoci decides by it, too."""
+"""Whether a layer is compressed, keyed by its media type. umoci also relies on the media type."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ async def resolve_digest(image: ImageReference, settings: KvmXfs) -> str:
     """Return the digest of an image in a registry: of its manifest, or of its list of manifests for several platforms.
 
     For a layout, return a digest of its index, and for an archive, of the file. Raises Invalid if the registry sends an
-    image with another digest than the reference names.
+    image whose digest differs from the one in the reference.
     """
     if image.transport is not Transport.REGISTRY:
         return await asyncio.to_thread(_digest_path, image)
     with tempfile.TemporaryDirectory(prefix="sandbox-image-") as directory:
-        argv = ["inspect", "--raw", *_access_options(image, settings, ""), _source(image)]
-        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_SECONDS)
+        argv = ["inspect", "--raw", *_build_access_options(image, settings, ""), _build_source(image)]
+        output = await _run_skopeo(argv, image, Path(directory), settings, _INSPECT_TIMEOUT_SECONDS)
     # skopeo does not compare the manifest with the digest that the reference names.
     digest = f"sha256:{hashlib.sha256(output).hexdigest()}"
     if image.digest not in ("", digest):
         raise Invalid(
-            f"the registry {image.registry} sends another image for {image}, with the digest {digest}: check the "
+            f"the registry {image.registry} sent a different image for {image}, with the digest {digest}: check the "
             "reference, and do not trust the registry"
         )
     return digest
@@ -102,13 +102,13 @@ async def copy_image(
 ) -> CopiedImage:
     """Copy an image into the OCI layout `layout` in ``work_directory``.
 
-    Raises Invalid if the image does not exist, is for another platform, or has more than ``max_bytes`` bytes, or if the
-    registry stops sending.
+    Raises Invalid if the image does not exist, is for another platform, or is larger than ``max_bytes`` bytes, or if
+    the registry stops sending.
     """
     log(f"fetching the image {image}")
     argv = [
-        *("copy", "--quiet", *_access_options(image, settings, "src-")),
-        *(_source(image), f"oci:{WORK / LAYOUT}:image"),
+        *("copy", "--quiet", *_build_access_options(image, settings, "src-")),
+        *(_build_source(image), f"oci:{WORK / LAYOUT}:image"),
     ]
     # skopeo unpacks an archive into the directory before it copies the image.
     max_copied_bytes = max_bytes * (2 if image.transport is Transport.OCI_ARCHIVE else 1)
@@ -124,15 +124,15 @@ async def copy_image(
         if size > max_copied_bytes:
             raise Invalid(
                 f"the image {image} is larger than {max_bytes >> 20} MiB, the size of the template's disk, even while "
-                "it is compressed: set diskSizeMB to a larger number"
+                "compressed: set diskSizeMB to a larger number"
             )
 
-    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_SECONDS), check_size)
+    await run_measured(_run_skopeo(argv, image, work_directory, settings, _COPY_TIMEOUT_SECONDS), check_size)
     return await asyncio.to_thread(read_layout, work_directory, image)
 
 
 class Progress:
-    """The growth of a copy. Times are in seconds of the same clock."""
+    """The growth of a copy. Times are in seconds, read from the same clock."""
 
     def __init__(self, now: float) -> None:
         self._size = 0
@@ -150,13 +150,13 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
     """Read the manifest and the configuration of the copied image. Raises Invalid if the gateway cannot use it."""
     try:
         (entry,) = _read_json(work_directory / LAYOUT / "index.json")["manifests"]
-        manifest = _read_json(work_directory / _blob_path(entry["digest"]))
-        config = _read_json(work_directory / _blob_path(manifest["config"]["digest"]))
-        paths = [_blob_path(layer["digest"]) for layer in manifest["layers"]]
+        manifest = _read_json(work_directory / _make_blob_path(entry["digest"]))
+        config = _read_json(work_directory / _make_blob_path(manifest["config"]["digest"]))
+        paths = [_make_blob_path(layer["digest"]) for layer in manifest["layers"]]
         media_types = [str(layer["mediaType"]) for layer in manifest["layers"]]
     except (KeyError, TypeError, ValueError, OSError, RecursionError):
         raise Invalid(
-            f"{image} is not an image of a root file system: name an image in the OCI or Docker format"
+            f"{image} is not an image of a root file system: use an image in the OCI or Docker format"
         ) from None
     if len(paths) > _MAX_LAYERS:
         raise Invalid(f"the image {image} has {len(paths)} layers: build it with at most {_MAX_LAYERS}")
@@ -174,13 +174,13 @@ def read_layout(work_directory: Path, image: ImageReference) -> CopiedImage:
 
 def _check_platform(image: ImageReference, config: Mapping[str, Any]) -> None:
     found = f"{config.get('os') or 'linux'}/{config.get('architecture') or 'unknown'}"
-    if found != (expected := f"linux/{architecture()}"):
+    if found != (expected := f"linux/{find_architecture()}"):
         raise Invalid(
-            f"the image {image} is for {found[:80]}, but this host runs {expected}: name an image for {expected}"
+            f"the image {image} is for {found[:80]}, but this host runs {expected}: use an image for {expected}"
         )
 
 
-def architecture() -> str:
+def find_architecture() -> str:
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise Invalid(
@@ -198,7 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _blob_path(digest: object) -> Path:
+def _make_blob_path(digest: object) -> Path:
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise ValueError("not a digest")
     return Path(LAYOUT, "blobs", *digest.split(":"))
@@ -207,14 +207,14 @@ def _blob_path(digest: object) -> Path:
 # --- skopeo --------------------------------------------------------------------------------------------------------
 
 
-def _source(image: ImageReference) -> str:
+def _build_source(image: ImageReference) -> str:
     """Return skopeo's name for the image. A path of the host appears as /image in skopeo's namespace."""
     if image.transport is Transport.REGISTRY:
         return str(image)
     return f"{image.transport}:{_SOURCE}{':' if image.tag else ''}{image.tag}"
 
 
-def _access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
+def _build_access_options(image: ImageReference, settings: KvmXfs, prefix: str) -> list[str]:
     if image.transport is not Transport.REGISTRY:
         return []
     use_tls = image.registry not in settings.insecure_registries
@@ -237,7 +237,7 @@ async def _run_skopeo(
             raise Invalid(
                 f"{path} does not exist on the gateway's host: correct the path, or copy the file to that host"
             )
-    platform_options = ["--override-os", "linux", "--override-arch", architecture()]
+    platform_options = ["--override-os", "linux", "--override-arch", find_architecture()]
     command = confine(
         ["skopeo", f"--tmpdir={WORK}", *platform_options, *argv],
         work_directory,
@@ -250,12 +250,12 @@ async def _run_skopeo(
     except CommandTimeout:
         if not is_remote:
             raise Invalid(
-                f"reading the image {image} takes longer than {timeout:g} s: build a smaller image, or copy it to a "
+                f"reading the image {image} took longer than {timeout:g} s: build a smaller image, or copy it to a "
                 "faster disk"
             ) from None
         raise Invalid(
-            f"the registry {image.registry} does not respond completely within {timeout:g} s when asked for the image "
-            f"{image}: check its name, and the network of the gateway's host"
+            f"the registry {image.registry} did not send a complete response for the image {image} within "
+            f"{timeout:g} s: check the name of the registry, and the network of the gateway's host"
         ) from None
     if result.returncode != 0:
         raise explain_failure(image, result.stderr.decode(errors="replace"))
@@ -264,7 +264,7 @@ async def _run_skopeo(
 
 def explain_failure(image: ImageReference, output: str) -> Exception:
     """Turn skopeo's error messages into an error with a remedy."""
-    reason = _last_message(output)
+    reason = _find_last_message(output)
     for pattern, problem in _FAILURES.items():
         if re.search(pattern, reason):
             kind = NoSpace if "disk is full" in problem else Invalid
@@ -273,30 +273,30 @@ def explain_failure(image: ImageReference, output: str) -> Exception:
 
 
 _FAILURES = {
-    r"gave HTTP response to HTTPS client": "the registry {registry} does not use HTTPS: enable HTTPS, or let an "
-    "administrator add it to kvm_xfs.insecure_registries in the gateway's configuration",
-    r"x509:|certificate": "the certificate of the registry {registry} is not valid: install its authority on the "
-    "gateway's host, or correct the certificate",
+    r"gave HTTP response to HTTPS client": "the registry {registry} does not use HTTPS: enable HTTPS, or ask an "
+    "administrator to add it to kvm_xfs.insecure_registries in the gateway's configuration",
+    r"x509:|certificate": "the certificate of the registry {registry} is not valid: install its CA certificate "
+    "on the gateway's host, or correct the certificate",
     r"connection refused|no such host|i/o timeout|deadline exceeded|unreachable|no route to host|server misbehaving|"
     r"Temporary failure in name resolution": "the registry {registry} does not respond: check its name, and the "
     "network of the gateway's host",
     r"no image found in (?:manifest list|image index)": "the image {image} does not exist for this host's platform: "
-    "name an image for Linux and this host's architecture",
+    "use an image for Linux and this host's architecture",
     r"unauthorized|authentication required|denied|invalid username/password|status code 40[13]": "the registry "
-    "{registry} refuses access to {image}: check the name, and let an administrator set kvm_xfs.registry_auth_file in "
-    "the gateway's configuration",
+    "{registry} refuses access to {image}: check the name, and ask an administrator to set kvm_xfs.registry_auth_file "
+    "in the gateway's configuration",
     r"manifest unknown|name unknown|no descriptor found|not found|no such image|no such file|status code 404": "the "
     "image {image} does not exist: check its name and tag",
     r"more than one image": "{registry} contains several images: append ':' and the name of one of them",
     r"[Nn]o space left": "fetching the image {image} failed because the host's disk is full: free some space and build "
     "the template again",
     r"signature|policy": "the policy in /etc/containers/policy.json on the gateway's host rejects the image {image}: "
-    "sign the image, or let an administrator change the policy",
+    "sign the image, or ask an administrator to change the policy",
 }
-"""What to do about a failure, by a pattern of skopeo's message. The first pattern that matches counts."""
+"""Errors with a remedy, keyed by a pattern for skopeo's message. The first pattern that matches applies."""
 
 
-def _last_message(output: str) -> str:
+def _find_last_message(output: str) -> str:
     """Return the text of skopeo's last line, which has the form `time="…" level=fatal msg="…"`."""
     lines = [line for line in output.splitlines() if line.strip()]
     text = lines[-1] if lines else ""

@@ -1,8 +1,8 @@
 """Add what a virtual machine needs to the tree of an image: kernel modules, an init, and a Python for the agent.
 
 Images need none of these, and their own versions may be too old or too small. Everything comes from the Debian tree of
-the default recipe. The programs in `/opt/sandbox/bin` load only libraries from `/opt/sandbox/lib`, so they work beside
-any C library of an image. Nothing from the image is executed.
+the default recipe. The programs in `/opt/sandbox/bin` load only libraries from `/opt/sandbox/lib`, so they work
+regardless of the image's C library. Nothing from the image is executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOADER = f"{PREFIX}/lib/ld.so"
 _PROGRAMS = {"python3": "/usr/bin/python3", "kmod": "/bin/kmod", "ip": "/bin/ip", "resize2fs": "/sbin/resize2fs"}
 """The programs in `/opt/sandbox/bin`, and their paths in the Debian tree."""
 _MOUNT_POINTS = ("/dev", "/proc", "/run", "/sys")
-_PATCH_SECONDS = 60
+_PATCH_TIMEOUT_SECONDS = 60
 
 
 async def add_runtime(tree: Path, debian: Path, agent: Path, settings: StartSettings, log: Log) -> tuple[Path, Path]:
@@ -137,5 +137,5 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 async def _run_patchelf(*arguments: str | Path) -> str:
-    result = await run_async(["patchelf", *map(str, arguments)], timeout=_PATCH_SECONDS)
+    result = await run_async(["patchelf", *map(str, arguments)], timeout=_PATCH_TIMEOUT_SECONDS)
     return result.stdout.strip()

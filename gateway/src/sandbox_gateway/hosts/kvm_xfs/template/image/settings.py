@@ -15,7 +15,7 @@ _MAX_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class StartSettings:
-    """How an image wants to be started. ``args`` is empty if the image does not say it."""
+    """How to start the program of an image. ``args`` is empty if the image does not specify one."""
 
     args: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
@@ -28,16 +28,16 @@ class StartSettings:
 
 
 def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
-    """Return the settings in an image's configuration. Raises Invalid if they do not have the specified types."""
+    """Return the settings in an image's configuration. Raises Invalid if they have the wrong types."""
     settings = config.get("config") or {}
     try:
-        args = [*_texts(settings.get("Entrypoint")), *_texts(settings.get("Cmd"))]
-        pairs = [text.split("=", 1) for text in _texts(settings.get("Env"))]
+        args = [*_require_texts(settings.get("Entrypoint")), *_require_texts(settings.get("Cmd"))]
+        pairs = [text.split("=", 1) for text in _require_texts(settings.get("Env"))]
         env = {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and pair[0]}
-        user, cwd = (_text(settings.get(key) or "") for key in ("User", "WorkingDir"))
+        user, cwd = (_require_text(settings.get(key) or "") for key in ("User", "WorkingDir"))
     except (TypeError, AttributeError):
         raise Invalid(
-            "the image's configuration is not valid: its entry point, command and environment must be lists of texts"
+            "the image's configuration is not valid: its entry point, command and environment must be lists of strings"
         ) from None
     result = StartSettings(args, env, user, cwd if cwd.startswith("/") else f"/{cwd}")
     text = result.to_json()
@@ -49,15 +49,15 @@ def read_start_settings(config: Mapping[str, Any]) -> StartSettings:
     return result
 
 
-def _texts(value: object) -> list[str]:
+def _require_texts(value: object) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list):
         raise TypeError
-    return [_text(item) for item in value]
+    return [_require_text(item) for item in value]
 
 
-def _text(value: object) -> str:
+def _require_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value

@@ -79,7 +79,7 @@ def run(argv: list[str]) -> None:
 
 
 def agent_environment() -> dict[str, str]:
-    """Commands that the agent starts find the programs in the image's own PATH."""
+    """Return the agent's environment. It has the image's PATH, so that commands find the image's programs."""
     try:
         with open(f"{PREFIX}/start.json") as file:
             path = json.load(file)["env"].get("PATH")
