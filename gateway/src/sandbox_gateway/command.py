@@ -231,7 +231,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
 
 def _make_result(argv: Sequence[str], code: int, output: _Output, errors: _Output) -> CompletedProcess[bytes]:
     if output.is_too_large:
-        raise BackendFailed(f"{_shorten(argv)} printed too much and was killed")
+        raise BackendFailed(f"{_shorten(argv)} produced too much output and was killed")
     return CompletedProcess(list(argv), code, output.read(), errors.read())
 
 

@@ -102,7 +102,7 @@ class Forbidden(GatewayError):
 
 
 class Untrusted(GatewayError):
-    """A file is signed by a key that the caller has not said to trust."""
+    """A file is signed with a key that the caller has not declared as trusted."""
 
     kind = "untrusted"
     status = 403
@@ -123,7 +123,7 @@ class Busy(GatewayError):
 class OutputLost(GatewayError):
     """A limit was reached after a request had taken effect, or a command had started.
 
-    A second request repeats the operation.
+    Sending the request again repeats the operation.
     """
 
     kind = "output_lost"

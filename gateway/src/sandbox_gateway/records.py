@@ -80,7 +80,7 @@ class _Part(BaseModel):
 class _Record(_Part):
     format: int = FORMAT
     generation: int = Field(default=0, ge=0)
-    """The number of changes since the object was created, by which a saved plan detects changes by others."""
+    """The number of changes since the object was created. A saved plan uses it to detect changes by others."""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +129,7 @@ class NetworkPolicy(_Part):
 
     @property
     def allows_egress(self) -> bool:
-        """Return whether the sandbox can reach any address. If not, it is given no name servers."""
+        """Return whether the sandbox can reach any address. If not, it gets no name servers."""
         return self.allow_internet or bool(self.allow_out)
 
 
@@ -151,7 +151,7 @@ class VolumeCapture(_Part):
 
 
 class Volume(_Record):
-    """Storage that outlives sandboxes. Any number of sandboxes can mount it at once."""
+    """Storage that outlives sandboxes. Any number of sandboxes can mount it at the same time."""
 
     id: Id = Field(default_factory=new_id)
     name: Name
@@ -204,7 +204,7 @@ class Sandbox(_Record):
     """The current machine: the host names its directory, process and network after it."""
     state: SandboxState = SandboxState.RUNNING
     state_reason: str = ""
-    """Why the sandbox is paused without a request, for example because its machine stopped or the host rebooted."""
+    """Why the sandbox is paused if no request paused it: for example, its machine stopped, or the host rebooted."""
     template_id: str = ""
     forked_from: str = ""
     """The snapshot or template that the sandbox was created from. It never changes."""

@@ -78,7 +78,9 @@ def test_commands_that_repeat_a_large_environment_are_refused_before_they_fill_t
             compiled_count += 1
             yield "RUN", ["true"]
 
-    with pytest.raises(Invalid, match="the commands have more than 256 KiB in total, because each contains the var"):
+    with pytest.raises(
+        Invalid, match="the commands are more than 256 KiB long in total, because each contains the var"
+    ):
         compile_steps(make_steps(), MAX_BYTES)
     assert compiled_count == 5
 

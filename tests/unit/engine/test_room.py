@@ -331,7 +331,7 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
 
     first = asyncio.create_task(engine.transfers.import_(send(release), name="first"))
     await wait_until(lambda: host.partial_imports)
-    with pytest.raises(NoSpace, match=r"free, of which imports that are running need 1 MiB\."):
+    with pytest.raises(NoSpace, match=r"free, of which running imports need 1 MiB\."):
         await engine.transfers.import_(send(), name="second")
     release.set()
     await first
@@ -353,7 +353,7 @@ async def test_an_import_reserves_only_what_it_has_not_written(
     async with reserve(10000) as pending_import:
         pending_import.count_written(6000 * MIB, memory=True)
         set_free(9000)
-        with pytest.raises(NoSpace, match="9000 MiB free, of which imports that are running need 4000 MiB"):
+        with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
             async with reserve(4001):
                 pass
         async with reserve(4000):

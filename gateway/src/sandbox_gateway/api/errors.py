@@ -200,7 +200,9 @@ class ErrorMiddleware:
             await response_to(error)(scope, receive, send_and_record)
         except Exception as error:
             incident_id = secrets.token_hex(4)
-            log.error("bug", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"])
+            log.error(
+                "internal error", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"]
+            )
             if status:
                 raise ConnectionError(f"incident {incident_id}") from error
             await _make_incident_response(incident_id)(scope, receive, send_and_record)
@@ -228,7 +230,7 @@ def _check_framing(scope: Scope) -> None:
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise AmbiguousFraming("the request has both Content-Length and Transfer-Encoding: send only one of them")
     if len(headers.get(b"content-length", b"")) > _MAX_LENGTH_DIGITS:
-        # A service inside may parse it as a 64-bit number and read a different length.
+        # A service in a sandbox may parse it as a 64-bit number and read a different length.
         raise AmbiguousFraming(f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits: send the length of the body")
 
 

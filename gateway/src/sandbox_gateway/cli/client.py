@@ -196,7 +196,7 @@ class Client:
             message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
             raise Failure(message, ExitCode.UNREACHABLE, _connect_failure_hint(error)) from None
         assert connection.sock is not None
-        connection.sock.settimeout(None)  # A request may take as long as its work.
+        connection.sock.settimeout(None)  # A request may take as long as the operation that it starts.
 
     def _read(self, response: http.client.HTTPResponse, *, line: bool = False, size: int = 0) -> bytes:
         try:
@@ -316,5 +316,5 @@ def _connect_failure_hint(error: Exception) -> str:
     if "permission denied" in text:
         return "run this as root, or as a member of the socket's group"
     if "certificate" in text:
-        return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's"
-    return "start the gateway (`sandbox-gateway serve --config FILE`), or name another one with --url"
+        return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's certificate"
+    return "start the gateway (`sandbox-gateway serve --config FILE`), or specify another one with --url"

@@ -61,7 +61,7 @@ def _find_hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -
         return f"`sandboxctl {_list_command(details)}` shows the existing ones"
     hint_by_kind = {
         "name_taken": "choose another name, or delete the object that has this name",
-        "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
+        "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or specify a file that contains the key with --token-file",
         "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",
         "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",

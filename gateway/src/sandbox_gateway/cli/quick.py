@@ -1,6 +1,6 @@
 """Parse the command lines of queries without the command-line library.
 
-``parse`` understands only complete and correct command lines. All others, such as those with `--help` or with a wrong
+``parse`` understands only complete and correct command lines. All others, such as those with `--help` or an unknown
 option, are left to `app`, which has the same commands and reports errors.
 """
 

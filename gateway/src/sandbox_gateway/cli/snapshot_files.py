@@ -1,4 +1,4 @@
-"""Write snapshots to files, and read them. A file gets its name only when it is complete."""
+"""Write snapshots to files, and read them. A new file gets its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
             advance(len(piece))
 
         client.download(path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
-        # The end of a response without a length, as behind a proxy that speaks HTTP/1.0, is that of the connection.
+        # A response without a length (from a proxy that speaks HTTP/1.0) looks complete if the connection is lost.
         if len(last_bytes) < _END_BYTES or not last_bytes.startswith(_END_RECORD):
             raise Failure(
                 f"the connection to the gateway was lost before all of {file} had arrived",
@@ -79,7 +79,7 @@ def _target(file: str) -> Iterator[Callable[[bytes], object]]:
         return
     final = Path(file)
     if final.exists():
-        raise Failure(f"{file} exists", ExitCode.USAGE, "choose another file, or remove it first")
+        raise Failure(f"{file} already exists", ExitCode.USAGE, "choose another file, or remove it first")
     partial = final.with_name(f".{final.name}.partial")
     with _explaining_errors("write", file):
         descriptor = _open_partial(partial)
@@ -136,7 +136,7 @@ def _open_partial(path: Path) -> int:
 
 
 def _require_own_file(path: Path, descriptor: int) -> None:
-    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
         raise Failure(f"{path} was not created by an export of this user", ExitCode.USAGE, "remove it first")

@@ -70,7 +70,7 @@ def build(
         typer.Option(
             "--ready-probe",
             metavar="COMMAND",
-            help="Command that exits 0 when the template is ready.",
+            help="Command that exits with 0 when the template is ready.",
             show_default=False,
         ),
     ] = "",

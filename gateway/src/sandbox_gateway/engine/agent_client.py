@@ -424,7 +424,7 @@ class AgentClient:
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
-                # Thousands of small pieces may arrive at once; without this, parsing them would block the event loop.
+                # Thousands of small pieces may arrive together. Without this, parsing them would block the event loop.
                 await asyncio.sleep(0)
                 if status < 300:
                     yield bytes(event.data)

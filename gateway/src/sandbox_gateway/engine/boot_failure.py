@@ -26,7 +26,7 @@ async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> Bas
         return error
     if not lines:
         return error
-    message = "\n  ".join([f"{error.message}. The end of its console:", *lines])
+    message = "\n  ".join([f"{error.message}. The last lines of the guest's console:", *lines])
     details = {**error.details, "console": lines}
     return type(error)(message, blockers=error.blockers, details=details)
 

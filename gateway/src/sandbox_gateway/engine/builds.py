@@ -78,7 +78,7 @@ class Build:
             self._last_lines.append(log_line)
 
     def log_all(self, lines: Sequence[str]) -> None:
-        """Append lines. Of those that the log omits, only the last ones are processed: a guest can send millions."""
+        """Append lines. Of the lines that the log omits, process only the last ones: a guest can send millions."""
         for number, line in enumerate(lines):
             if self._size > _MAX_BYTES:
                 skipped_count = max(0, len(lines) - number - _LAST_LINE_COUNT)
@@ -121,7 +121,7 @@ class Build:
 
 
 class LogWriter:
-    """A writer that splits a command's output into lines of the log, each cut at ``MAX_LINE_LENGTH`` characters."""
+    """A writer that splits a command's output into log lines, each truncated to ``MAX_LINE_LENGTH`` characters."""
 
     def __init__(self, build: Build) -> None:
         self._build = build

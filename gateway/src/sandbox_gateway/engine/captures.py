@@ -50,7 +50,7 @@ class Captures:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0
     ) -> Snapshot:
-        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
+        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is a pause snapshot.
 
         The parameters are those of ``capture_state``.
 

@@ -37,7 +37,7 @@ class Collector:
             self._backoff.forget({*due_ids}.intersection(self._backoff.list_due()))
 
     async def collect(self) -> None:
-        """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that nobody mounts.
+        """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that no sandbox mounts.
 
         Every request that ends a use, or adds a snapshot with a retention rule, calls this before it responds, so that
         its effects do not depend on when a background task runs.

@@ -83,12 +83,12 @@ class ResponseReader:
             limit_mib = MAX_TOTAL_HELD_BYTES >> 20
             raise OutputLost(
                 "the command may have run, but its output is lost: the agents of all sandboxes together are sending "
-                f"more than {limit_mib} MiB of responses at once. Write large output to files"
+                f"more than {limit_mib} MiB of responses at the same time. Write large output to files"
             )
         if _held_bytes[self._sandbox] > MAX_HELD_BYTES:
             raise OutputLost(
                 "the command may have run, but its output is lost: the sandbox's agent is sending more than "
-                f"{MAX_HELD_BYTES >> 20} MiB of responses at once. Run fewer commands with large output at a time"
+                f"{MAX_HELD_BYTES >> 20} MiB of responses at the same time. Run fewer commands with large output"
             )
         position = 0
         while position < len(piece):

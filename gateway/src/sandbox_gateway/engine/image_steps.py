@@ -11,7 +11,7 @@ from typing import Any
 from sandbox_gateway.errors import Invalid, Unsupported
 
 _LAUNCHER = "/opt/sandbox/start"
-"""Runs a program like the image's entry point. Every template from an image contains it."""
+"""Runs a program in the same environment as the image's entry point. Every template from an image contains it."""
 _SHELL = ("/bin/sh", "-c")
 _MAX_COMMAND_BYTES = 120 << 10
 """Linux refuses arguments of 128 KiB or more."""
@@ -55,9 +55,7 @@ class ImageSteps:
             case "COPY", _:
                 raise Unsupported(COPY_PROBLEM)
             case (("RUN" | "ENV" | "WORKDIR" | "USER"), _):
-                raise Invalid(
-                    f"the step {kind} has {len(args)} arguments, a number that it does not accept: correct it"
-                )
+                raise Invalid(f"the step {kind} does not accept {len(args)} arguments: correct their number")
             case _:
                 raise Unsupported(f"the step {kind[:40]!r} is not supported: use RUN, ENV, WORKDIR and USER")
 
@@ -79,8 +77,8 @@ class ImageSteps:
         self._size += len(command)
         if self._size > self.max_bytes:
             raise Invalid(
-                f"the commands have more than {self.max_bytes >> 10} KiB in total, because each contains the variables "
-                "of the steps before it: set fewer variables, or put commands into a script in the image"
+                f"the commands are more than {self.max_bytes >> 10} KiB long in total, because each contains the "
+                "variables of the steps before it: set fewer variables, or put commands into a script in the image"
             )
         self.commands.append(command)
 

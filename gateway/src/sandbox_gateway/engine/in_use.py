@@ -1,4 +1,4 @@
-"""Word the errors that count and name the users of an object. Some users are known only to the host."""
+"""Create the errors that count and name the users of an object. Some users are known only to the host."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class KeyedLocks:
         self._locks[key] = (lock, user_count + 1)
         try:
             try:
-                # asyncio.wait_for() of Python 3.11 loses a cancellation that arrives just after the lock.
+                # asyncio.wait_for() in Python 3.11 loses a cancellation that arrives just after the lock is acquired.
                 async with asyncio.timeout(self._seconds):
                     await lock.acquire()
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""Find the users of snapshots and volumes, and decide what can be removed. ``in_use`` words the errors."""
+"""Find the users of snapshots and volumes, and decide what can be removed. ``in_use`` creates the errors."""
 
 from __future__ import annotations
 

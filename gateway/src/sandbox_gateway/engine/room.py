@@ -101,7 +101,7 @@ class RoomMonitor:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
                 return await asyncio.shield(self._pending_reading)
         except TimeoutError:
-            raise Timeout(f"the host did not report its room within {_REPORT_TIMEOUT_SECONDS:g} s") from None
+            raise Timeout(f"the host did not report its free space within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
     def stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
@@ -144,7 +144,7 @@ class RoomMonitor:
 
     @contextlib.asynccontextmanager
     async def reserved_for_import(self, disk_bytes: int, memory_bytes: int) -> AsyncIterator[PendingImport]:
-        """Reserve room for this much data against other imports, until it is written or the context ends.
+        """Reserve room for this much data until it is written or the context ends. Other imports cannot use the room.
 
         Raises NoSpace if an import of this much data would leave less free space than the reserve.
         """
@@ -252,4 +252,4 @@ class RoomMonitor:
 
 
 def _describe_reserved(size: int) -> str:
-    return f", of which imports that are running need {-(-size // _MIB)} MiB" if size else ""
+    return f", of which running imports need {-(-size // _MIB)} MiB" if size else ""

@@ -46,7 +46,7 @@ class Templates:
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
-        """Also list the builds of another engine. Those that have not ended are carried out in this engine, too."""
+        """Also list the builds of another engine. Those that have not ended are also carried out in this engine."""
         for build in other._builds.values():
             if build.status == "building":
                 build = build.copy_from_start()
@@ -127,7 +127,7 @@ class Templates:
         if not template.recipe or not template.names:
             raise Conflict(
                 f"template {ref!r} cannot be built again, because it has no name, or was built by a gateway that "
-                "stored no recipe: build it with a recipe"
+                "did not store its recipe: build it with a recipe"
             )
         name = ref if ref in template.names else template.names[0]
         return await self.build(name, Recipe.model_validate(template.recipe), template.description)

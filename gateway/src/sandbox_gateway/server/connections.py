@@ -67,7 +67,7 @@ def reserve_descriptors(config: Config) -> int:
     ) // _DESCRIPTORS_PER_CONNECTION
     if possible_connection_count < requested_connection_count:
         log.warning(
-            "the limit of open files is too low for server.connections: raise the service's limit "
+            "the limit on open files is too low for server.connections: raise the service's limit "
             "(LimitNOFILE, openfiles)",
             open_files=open_file_limit,
             needed=needed_descriptor_count,

@@ -1,7 +1,7 @@
 """Authorize requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
 a secret if the ports are public.
 
-The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox was removed. A
+The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox has been removed. A
 caller with a valid token learns that the sandbox was removed. All others get the same error as for an unknown sandbox.
 """
 
@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
 from sandbox_gateway.records import Sandbox
 
 AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
-"""Ports of the agent (E2B's envd, and the code interpreter): only these receive an inner access token."""
+"""Ports of the agent (E2B's envd, and the code interpreter): only requests to these get the agent's access token."""
 TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})

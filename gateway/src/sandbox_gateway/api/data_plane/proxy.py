@@ -1,4 +1,4 @@
-"""The data plane: stream requests to ports inside sandboxes, and their responses.
+"""The data plane, which streams requests to ports inside sandboxes, and the responses to them.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
 `E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorizes requests. This module
@@ -146,7 +146,7 @@ class ServiceRequest:
     path: bytes
     """The path with the query."""
     headers: list[tuple[bytes, bytes]]
-    """The headers for the service inside."""
+    """The headers for the service."""
 
     @property
     def description(self) -> str:
@@ -287,7 +287,7 @@ async def _forward_http(
     if not exchange.has_started:
         raise _machine_ended_error(incoming_request)
     # Returning before the response is complete makes uvicorn close the client's connection.
-    log.info("data plane ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
+    log.info("data plane connection ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
 
 
 class _Exchange:
@@ -326,7 +326,7 @@ class _Exchange:
         except httpx.TransportError as error:
             # Returning before the response is complete makes uvicorn close the client's connection.
             log.warning(
-                "data plane broken",
+                "data plane connection lost",
                 sandbox=self.incoming_request.sandbox.id,
                 port=self.incoming_request.target.port,
                 reason=str(error),
@@ -472,8 +472,8 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
 def _port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {incoming_request.description}, so the port is not open: start the service there, and "
-        "make it listen on all addresses"
+        f"nothing is listening on {incoming_request.description}, so the port is not open: start the service there, "
+        "and make it listen on all addresses"
     )
 
 

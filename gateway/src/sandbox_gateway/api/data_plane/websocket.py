@@ -359,6 +359,6 @@ class Tunnel:
         if self._has_client_left:
             return
         if close_frame is None:
-            await self._close(_BAD_GATEWAY, "the service inside closed the connection unexpectedly")
+            await self._close(_BAD_GATEWAY, "the service in the sandbox closed the connection unexpectedly")
         else:
             await self._close(_NORMAL if close_frame.code == _NO_CODE else close_frame.code, close_frame.reason)

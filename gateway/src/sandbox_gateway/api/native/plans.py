@@ -23,7 +23,7 @@ PlanId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a 
 @router.post("/plans", summary="Open the plan session of a run, or find it if it is open")
 async def open_session(request: Request, body: requests.OpenPlan) -> shapes.PlanShape:
     session = _sessions(request).open(_owner(request), body.run)
-    # Builds in progress end at once in a session, and the first task must see their templates.
+    # Builds in progress end immediately in a session, and the first task must see their templates.
     await session.engine.background.wait(_BUILD_TIMEOUT_SECONDS)
     return _shape(session)
 

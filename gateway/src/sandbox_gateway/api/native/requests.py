@@ -53,8 +53,8 @@ def _check_pair_size(value: dict[str, str]) -> dict[str, str]:
     size = sum(len(key.encode()) + len(text.encode()) for key, text in value.items())
     if size > MAX_STORED_BYTES:
         raise ValueError(
-            f"the keys and values have {size} bytes in total: send at most {MAX_STORED_BYTES >> 10} KiB, and put more "
-            "data into a file in the sandbox"
+            f"the keys and values are {size} bytes long in total: send at most {MAX_STORED_BYTES >> 10} KiB, and put "
+            "more data into a file in the sandbox"
         )
     return value
 
@@ -63,7 +63,7 @@ def _check_setup_size(value: list[str]) -> list[str]:
     size = sum(len(command.encode()) for command in value)
     if size > MAX_SETUP_BYTES:
         raise ValueError(
-            f"the commands have {size} bytes in total: send at most {MAX_SETUP_BYTES >> 10} KiB, and let a command "
+            f"the commands are {size} bytes long in total: send at most {MAX_SETUP_BYTES >> 10} KiB, and let a command "
             "download larger files, or build the template from a directory"
         )
     return value
@@ -356,14 +356,14 @@ class KeepRule(NativeBody):
         None,
         ge=1,
         le=100_000,
-        description="Number of days (UTC, only days with snapshots) of which to keep the newest snapshot.",
+        description="Number of days (UTC, only days with snapshots) for which to keep the newest snapshot.",
     )
     max_age: float | None = Field(
         None,
         gt=0,
         le=100 * 366 * 86400,
         allow_inf_nan=False,
-        description="Delete snapshots that are older, in seconds.",
+        description="Age in seconds beyond which snapshots are deleted.",
     )
 
     @model_validator(mode="after")
@@ -473,7 +473,7 @@ class AnnounceTemplate(NativeBody):
     ignored: ClassVar[Mapping[str, str]] = {"alias": "an older name of `name`", "teamID": "there are no teams"}
     refused: ClassVar[Mapping[str, Refusal]] = {
         "tags": Refusal("because templates have names, but no tags: leave it out"),
-        "minFreeDiskMb": Refusal("because the disk of a template built from an image has 4096 MiB: leave it out"),
+        "minFreeDiskMb": Refusal("because the disk of a template built from an image is always 4096 MiB: leave it out"),
     }
 
     name: Name

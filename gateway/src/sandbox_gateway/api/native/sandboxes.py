@@ -103,7 +103,7 @@ async def metrics(
     if start is not None and end is not None and start > end:
         raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
-    # `end` is in whole seconds, and all of its last second is included.
+    # `end` is in whole seconds, and its last second is included completely.
     samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
     return [shapes.metric_shape(sandbox, sample) for sample in samples]
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
-"""The envd version that the data plane implements: clients choose calls according to it."""
+"""The envd version that the data plane implements. Clients use it to choose their calls."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
-"""`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
+"""`endAt` of a sandbox that never ends. Well before the last date, so clients can convert it to their time zone."""
 _MIB = 1 << 20
 _GENERATION = "Number of changes since creation. In a plan session or an applied run, without the run's own changes."
 
@@ -414,7 +414,7 @@ class SlowCommandShape(Shape):
     dataset: str
     since: datetime
     was_killed: bool
-    """Whether the gateway has killed the command and given it up, because it hangs in the kernel."""
+    """Whether the gateway has killed the command and given up on it, because it hangs in the kernel."""
 
 
 class HealthShape(Shape):

@@ -139,7 +139,7 @@ async def import_(
     name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the names in the file")] = "",
     trust: Annotated[
         list[str] | None,
-        Query(max_length=16, description="Fingerprints of signers to accept besides this gateway's own"),
+        Query(max_length=16, description="Fingerprints of signers to accept in addition to this gateway's own"),
     ] = None,
 ) -> shapes.SnapshotShape:
     """Import a file that `GET /snapshots/{ref}/export` returned. The snapshot gets a new id.
@@ -223,7 +223,7 @@ async def lineage(
     ] = False,
 ) -> Response:
     nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
-    # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory at once.
+    # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory.
     texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
     return Response(f"[{','.join(texts)}]", media_type="application/json")
 

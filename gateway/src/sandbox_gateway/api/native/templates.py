@@ -101,7 +101,7 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
-            # The template was built and has been removed since.
+            # The template was built, and has since been removed.
             raise
         return shapes.building_shape(build)
 

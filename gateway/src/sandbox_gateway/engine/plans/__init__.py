@@ -1,4 +1,4 @@
-"""Plan sessions: what a run of a playbook would do, without doing it.
+"""Plan sessions, which determine what a playbook run would do, without doing it.
 
 A session is an engine of its own. Its index begins as a copy of the gateway's (``sessions``), and its host keeps
 everything in memory (``host``), so the rules that a session applies are those of a real run. ``agent`` stands in for

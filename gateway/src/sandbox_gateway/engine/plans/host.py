@@ -144,7 +144,7 @@ class PlannedHost:
 
         Its agent is not asked to write the guest's cache to the disk, because that would change the host.
 
-        Raises Conflict if the plan has changed one of them, because then only a run can tell.
+        Raises Conflict if the plan has changed one of them, because then only a run can determine it.
         """
         real = self._engine.index.sandboxes.get(sandbox.id)
         if real is None or (real.instance, real.head) != (sandbox.instance, head.id):
@@ -171,7 +171,7 @@ class PlannedHost:
         self._real.check_recipe(recipe)
 
     async def source_digest(self, recipe: Recipe) -> str | None:
-        """Let the real host compute the digest, but only for administrators. It reads files, or asks a registry."""
+        """Let the real host compute the digest, but only for administrators. It reads files, or queries a registry."""
         if may_read_sources.get() or not (recipe.path or recipe.image):
             return await self._real.source_digest(recipe)
         self._real.check_recipe(recipe)
@@ -201,7 +201,7 @@ class PlannedHost:
         return self._real.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
-        raise Unsupported("a plan session exports no snapshots: export them only outside it")
+        raise Unsupported("a plan session cannot export snapshots: export them outside the session")
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
         return self._real.find_import_problem(host_kind, architecture, platform)

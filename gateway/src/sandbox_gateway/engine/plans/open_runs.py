@@ -76,5 +76,5 @@ def make_id(owner: str, run: str) -> str:
 
 
 def find_largest_owner(amounts: Counter[str], owner: str) -> str:
-    """Return the key with the largest amount. In a tie, ``owner`` is preferred."""
+    """Return the owner with the largest amount. In a tie, ``owner`` is preferred."""
     return max(amounts, key=lambda name: (amounts[name], name == owner))

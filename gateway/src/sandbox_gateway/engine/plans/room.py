@@ -1,4 +1,4 @@
-"""The room on the host as a plan session would leave it."""
+"""The room (disk space and memory) that would be free on the host after the changes of a plan session."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlannedRoom:
         disk_bytes = self._removed_disk_bytes
         for stop in self._stops.values():
             usage = await self._measure(stop)
-            # The machine may have ended before, or others may have stopped it. Its memory is then already free.
+            # The machine may have stopped by itself, or others may have stopped it. Its memory is then already free.
             if not self._host.end_reason(stop.sandbox):
                 memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
             disk_bytes += usage.disk_bytes if stop.frees_disk else 0

@@ -39,7 +39,7 @@ class AppliedRuns:
         self._runs: OpenRuns[AppliedRun] = OpenRuns()
 
     def open(self, owner: str, name: str) -> AppliedRun:
-        """Return the run with this name, and open it if it does not exist. ``name``: only this run uses it.
+        """Return the run with this name, and open it if it does not exist. ``name``: a name that only this run uses.
 
         Raises Busy if there are too many runs, and Gone if the run has ended.
         """
@@ -49,7 +49,7 @@ class AppliedRuns:
         if run is None:
             if self._runs.has_ended(id):
                 raise Gone(
-                    f"the gateway has forgotten this run, because it sent no request for a long time: {_REMEDY.lower()}"
+                    f"the gateway has discarded this run, because it sent no request for a long time: {_REMEDY.lower()}"
                 )
             self._make_room(owner)
             run = AppliedRun(id, owner)

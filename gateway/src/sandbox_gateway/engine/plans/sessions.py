@@ -49,7 +49,7 @@ class PlanSession:
     """The memory that counts toward the limits, in bytes."""
     changes: OwnChanges = field(default_factory=OwnChanges)
     recent_captures: Sequence[Snapshot] = ()
-    """The newest snapshots that existed when the session was opened, from which the costs of others are estimated."""
+    """The newest snapshots when the session was opened, from which the costs of new ones are estimated."""
 
     def new_id(self) -> str:
         """Return the next id of an object that exists only in this session. Raises OverQuota."""
@@ -91,7 +91,7 @@ class PlanSessions:
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:
-        """Count ``size`` bytes that a session will keep in memory. Raises OverQuota, or Busy if others use it."""
+        """Count ``size`` bytes of memory for a session. Raises OverQuota, or Busy if other sessions use the memory."""
         if session.size + size > MAX_BYTES_PER_SESSION:
             raise OverQuota(
                 f"the plan would take more than {MAX_BYTES_PER_SESSION >> 20} MiB of the gateway's memory: split the "
@@ -103,7 +103,7 @@ class PlanSessions:
     def _make_room(self, owner: str, *, count: int = 0, size: int = 0) -> None:
         """End the least recently used sessions until there is room for more. Raises Busy.
 
-        If all keys together have too many or too large sessions, a session of the key with the most ends, so that a key
+        If the sessions of all keys together exceed a limit, end a session of the key that uses the most, so that a key
         with many check runs does not end the sessions of others.
         """
         while True:

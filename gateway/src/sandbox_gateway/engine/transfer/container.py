@@ -6,8 +6,8 @@ A file is the magic bytes and the version, then records. A record is its type (o
 * ``H``, the head: the signer's public key (32 bytes), a signature of the manifest (64), the manifest (JSON).
 * ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), and its data,
   one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long. They begin at multiples of
-  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so that smaller chunks
-  would use more space on the disk than the manifest says.
+  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so smaller chunks would
+  use more disk space than the manifest says.
 * ``E``, the end: the SHA-256 of everything before this record (32), and its signature (64).
 
 ``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. Nothing
@@ -33,7 +33,7 @@ from sandbox_gateway.engine.transfer.signing import (
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 
 MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
-"""Like PNG's, so that a transfer that changes line ends or stops at the first NUL is noticed at once."""
+"""Like PNG's, so that a transfer that changes line endings or stops at the first NUL is detected immediately."""
 VERSION = 1
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4096
@@ -85,8 +85,8 @@ class Encoder:
 
 
 def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
-    """Return the contents of a chunk's record. ``part``: its index in the manifest. Threads may call this at once."""
-    # A compressor works for one thread at a time.
+    """Return the contents of a chunk record. ``part``: its index in the manifest. Threads can call this concurrently."""
+    # Only one thread at a time can use a compressor.
     compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
     return _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
 
@@ -132,7 +132,7 @@ class Decoder:
         return self._manifest
 
     def read_chunks(self) -> Iterator[Chunk]:
-        """Yield the next chunks that have arrived, which are not in memory at the same time."""
+        """Yield the chunks that have arrived. Only one of them is in memory at a time."""
         if self.read_manifest() is None:
             return
         while (record := self._next_record()) is not None:
@@ -142,7 +142,7 @@ class Decoder:
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
-            raise self._damaged("it continues after its end")
+            raise self._damaged("it has data after its end")
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
@@ -153,8 +153,8 @@ class Decoder:
         if not self._has_prefix and not self._buffer:
             return Invalid("the snapshot file is empty: export the snapshot again")
         return Invalid(
-            f"the snapshot file ends after {self._position + len(self._buffer)} bytes, before its end: copy it again, "
-            "or export the snapshot again"
+            f"the snapshot file is incomplete: it ends after {self._position + len(self._buffer)} bytes. Copy it "
+            "again, or export the snapshot again"
         )
 
     def _read_prefix(self) -> bool:
@@ -218,7 +218,7 @@ class Decoder:
         part = self._manifest.parts[index]
         end = offset + length
         if not 0 < length <= CHUNK_BYTES or end > part.size or (index, offset) < self._last_chunk:
-            raise self._damaged(f"a chunk is not in its place in {part.name}")
+            raise self._damaged(f"a chunk of {part.name} is out of place")
         if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != part.size):
             raise self._damaged(f"a chunk does not consist of whole blocks of {part.name}")
         if index != self._last_chunk[0]:
@@ -233,16 +233,16 @@ class Decoder:
         return Chunk(part, offset, data)
 
     def _decompress(self, frame: bytes, length: int) -> bytes:
-        """Decompress one frame of exactly ``length`` bytes. The frame's own size decides how much is allocated."""
+        """Decompress one frame of exactly ``length`` bytes. The frame's own size determines how much is allocated."""
         try:
             parameters = zstandard.get_frame_parameters(frame)
             if parameters.content_size != length or parameters.window_size > CHUNK_BYTES:
-                raise self._damaged("a chunk has another length than it says")
+                raise self._damaged("a chunk does not have the length that it states")
             data: bytes = self._decompressor.decompress(frame, max_output_size=length, allow_extra_data=False)
         except zstandard.ZstdError:
             raise self._damaged("the data of a chunk cannot be decompressed") from None
         if len(data) != length:
-            raise self._damaged("a chunk has another length than it says")
+            raise self._damaged("a chunk does not have the length that it states")
         return data
 
     def _read_end(self, contents: bytes) -> None:

@@ -42,14 +42,14 @@ class Part(_Strict):
     name: SnapshotPart
     size: int = Field(ge=1, le=_MAX_IMAGE_BYTES, strict=True)
     data_bytes: int = Field(ge=0, strict=True)
-    """The most that all chunks of the part contain, from which the importing host estimates the room it needs."""
+    """The maximum total length of the part's chunks, from which the importing host estimates the space it needs."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Part:
         if self.size > _MAX_BYTES[self.name]:
             raise ValueError(f"{self.name} may be at most {_MAX_BYTES[self.name] >> 20} MiB")
         if self.data_bytes > self.size:
-            raise ValueError(f"{self.name} has more data than its size")
+            raise ValueError(f"{self.name} has more data than its size allows")
         return self
 
 
@@ -65,7 +65,7 @@ _Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9
 
 
 class MachinePlatform(_Strict):
-    """The platform on which the memory was captured. Memory can be restored only on an equal platform."""
+    """The platform on which the memory was captured. Memory can be restored only on an identical platform."""
 
     accelerator: _Word
     cpu_model: _Word
@@ -100,7 +100,7 @@ class Manifest(_Strict):
     def _check_parts(self) -> Manifest:
         names = [part.name for part in self.parts]
         if names != [name for name in SnapshotPart if name in names]:
-            raise ValueError("the parts are not in their order, or one occurs twice")
+            raise ValueError("the parts are not in the required order, or one occurs twice")
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
                 raise ValueError("a jail has no memory")

@@ -16,7 +16,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
 class Signer:
-    """A private key, of which ``seed`` are the 32 bytes."""
+    """A private key. ``seed``: its 32 bytes."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -40,7 +40,7 @@ def has_valid_signature(public_key: bytes, signature: bytes, purpose: bytes, dat
 
 
 def fingerprint_of(public_key: bytes) -> str:
-    """Return the SHA-256 of a public key, by which people compare and trust it."""
+    """Return the SHA-256 of a public key. People compare it to decide whether they trust the key."""
     return hashlib.sha256(public_key).hexdigest()
 
 

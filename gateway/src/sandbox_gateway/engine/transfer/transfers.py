@@ -1,7 +1,7 @@
 """Export snapshots to files, and import them.
 
-Nothing of a file is used before its head has been checked, and no snapshot exists before the whole file has been: the
-parts are written to a place that the host removes at its next start unless they are committed.
+No part of a file is used before its head has been checked, and no snapshot exists before the whole file has been
+checked. Until the parts are committed, they are in a place that the host removes at its next start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.transfer.signing import Signer
 
 _BATCH_BYTES = 1 << 20
-"""Work on this much of an arriving file at a time, because switching to a thread takes longer than small pieces."""
+"""How much of a file is processed at a time. Switching to a thread takes longer than processing a small piece."""
 _COMPRESSION_THREADS = min(os.cpu_count() or 1, 8)
 _MAX_NAMES = 16
 _MAX_DESCRIPTION_LENGTH = 4096
@@ -69,7 +69,7 @@ class Transfers:
         return load_secret(path, "trust its new key wherever its files are imported")
 
     async def export(self, ref: str, *, memory: bool = True) -> Export:
-        """Open a snapshot or template for an export. ``memory``: with its memory, if it has any.
+        """Open a snapshot or template for an export. ``memory``: include its memory, if it has any.
 
         The caller reads ``Export.pieces`` and must call ``Export.close``.
         """
@@ -102,7 +102,7 @@ class Transfers:
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
-        ``name`` replaces its names. ``trust``: the fingerprints of signers to accept besides this gateway. If the
+        ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
         ``only_head``: for a plan session. The file may end after its head, and its contents are not read.
         """
@@ -211,7 +211,7 @@ class Export:
         self.on_close = contextlib.ExitStack()
 
     def prepare(self) -> None:
-        """Measure the parts. Blocks."""
+        """Measure the parts. This blocks the calling thread."""
         from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Part, Sizes
 
         snapshot, source = self._snapshot, self._source
@@ -241,7 +241,7 @@ class Export:
         )
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. Several threads compress chunks, of which a few are in memory."""
+        """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
         from sandbox_gateway.engine.transfer.container import Encoder
 
         encoder = Encoder(self._signer)
@@ -286,7 +286,7 @@ class Export:
 
 
 def _join_extents(extents: Iterable[tuple[int, int]], size: int) -> array[int]:
-    """Return the starts and ends of ``extents`` in turn, extended to whole blocks. Joins those that then touch.
+    """Return the alternating starts and ends of ``extents``, extended to whole blocks. Joins extents that then touch.
 
     A guest can fragment its disk into millions of extents, so they are stored in 16 bytes each.
     """
