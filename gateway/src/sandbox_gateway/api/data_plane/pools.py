@@ -54,8 +54,8 @@ class Pools:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Services in sandboxes speak plain HTTP, so the context is never used; without it, httpcore would create one for
-        # each pool.
+        # Services in sandboxes speak plain HTTP, so the context is never used. Without it, httpcore would create one
+        # for each pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._connections_by_sandbox: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None

@@ -85,7 +85,7 @@ class Encoder:
 
 
 def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
-    """Return the contents of a chunk record. ``part``: its index in the manifest. Threads can call this concurrently."""
+    """Return the contents of a chunk record. ``part``: its index in the manifest. Threads can call this in parallel."""
     # Only one thread at a time can use a compressor.
     compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
     return _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
