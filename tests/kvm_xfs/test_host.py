@@ -180,11 +180,11 @@ def test_a_machine_that_stalls_on_a_full_disk_is_reported_and_resumes(small_gate
     root = live.config.host.state_root
     fill(root, 8 << 20)
     live.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
-    eventually(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
+    eventually(lambda: "no space left" in live.call(live.engine.room.get_stall_reason, live.sandbox("one")))
     report = live.do(live.engine.room.report())
     assert report.stalled == [live.sandbox("one").id] and report.room.disk_free < 64 << 20
     (root / "filler").unlink()
-    eventually(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
+    eventually(lambda: live.call(live.engine.room.get_stall_reason, live.sandbox("one")) == "")
     eventually(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
     assert live.sandbox("one").state is SandboxState.RUNNING
 

@@ -93,7 +93,7 @@ def run(
             pass_fds=pass_fds,
         )
     except FileNotFoundError:
-        raise BackendFailed(missing_program_message(argv[0])) from None
+        raise BackendFailed(format_missing_program_message(argv[0])) from None
     output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
     with process:
         try:
@@ -185,7 +185,7 @@ async def run_async_bytes(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(missing_program_message(argv[0])) from None
+        raise BackendFailed(format_missing_program_message(argv[0])) from None
     output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
     assert process.stdout is not None and process.stderr is not None
     try:
@@ -247,7 +247,7 @@ def _check_status(argv: Sequence[str], result: CompletedProcess[str], check: boo
     return result
 
 
-def missing_program_message(program: str) -> str:
+def format_missing_program_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 

@@ -126,19 +126,19 @@ def digest_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError for other files, and if it takes too long."""
     # Opening a device can have side effects. Opening a pipe that replaces the file after this check must not block.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise _not_regular_error()
+        raise _create_not_regular_error()
     deadline = time.monotonic() + _MAX_DIGEST_SECONDS
     hasher = hashlib.sha256()
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _not_regular_error()
+            raise _create_not_regular_error()
         while chunk := file.read(1 << 20):
             hasher.update(chunk)
             _check_deadline(deadline)
     return hasher.hexdigest()
 
 
-def _not_regular_error() -> OSError:
+def _create_not_regular_error() -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file")
 
 

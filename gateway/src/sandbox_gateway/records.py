@@ -36,14 +36,14 @@ PLANNED_PREFIX = "5e5510ff"
 """The beginning of the ids of objects that exist only in a plan session. No other id begins like this."""
 
 
-def random_id() -> str:
+def create_random_id() -> str:
     """Create a random id of 12 hexadecimal digits (48 bits)."""
     while (id := secrets.token_hex(6)).startswith(PLANNED_PREFIX):
         pass
     return id
 
 
-id_source: ContextVar[Callable[[], str]] = ContextVar("id_source", default=random_id)
+id_source: ContextVar[Callable[[], str]] = ContextVar("id_source", default=create_random_id)
 """The function that creates ids in the current context. In a plan session, ids are numbered instead of random."""
 
 
@@ -408,7 +408,7 @@ def compact(record: AnyRecord) -> AnyRecord:
     The gateway keeps the records of all objects in memory. Without this function, each record would have its own set of
     field names, which takes more memory than the rest of the record, and its own copy of equal resources.
     """
-    if record.__pydantic_fields_set__ is _field_names(type(record)):
+    if record.__pydantic_fields_set__ is _get_field_names(type(record)):
         return record  # It is compact already.
     _intern_field_names(record)
     for value in vars(record).values():
@@ -440,11 +440,11 @@ def _share_keys(record: _Part) -> None:
 def _intern_field_names(part: _Part) -> None:
     """Make a record share its set of field names with all others of its class, as if every field had been set."""
     if not part.model_extra:
-        object.__setattr__(part, "__pydantic_fields_set__", _field_names(type(part)))
+        object.__setattr__(part, "__pydantic_fields_set__", _get_field_names(type(part)))
 
 
 @functools.cache
-def _field_names(kind: type[_Part]) -> set[str]:
+def _get_field_names(kind: type[_Part]) -> set[str]:
     return set(kind.model_fields)
 
 

@@ -222,15 +222,15 @@ async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(eng
     with engine.events.subscribed() as events:
         host.set_free_space(disk_mb=0)
         host.stalled_instances.add(sandbox.instance)
-        await wait_until(lambda: engine.room.stall_reason(sandbox))
-        assert engine.room.stall_reason(sandbox).startswith("the host's disk has no space left")
+        await wait_until(lambda: engine.room.get_stall_reason(sandbox))
+        assert engine.room.get_stall_reason(sandbox).startswith("the host's disk has no space left")
         assert (await engine.room.report()).stalled == [sandbox.id]
         host.set_free_space(disk_mb=999)
         await _wait_for_checks(host)
         assert host.stalled_instances == {sandbox.instance}, "it was resumed below the reserve"
         host.set_free_space(disk_mb=1000)
         await wait_until(lambda: not host.stalled_instances)
-        await wait_until(lambda: not engine.room.stall_reason(sandbox))
+        await wait_until(lambda: not engine.room.get_stall_reason(sandbox))
         event_types = [events.get_nowait().type for _ in range(2)]
     assert event_types == ["sandbox.stalled", "sandbox.continued"]
 
@@ -241,7 +241,7 @@ async def test_a_stalled_machine_is_not_resumed_during_a_change_of_its_sandbox(e
     async with engine.sandboxes._locking.sandbox("a"):
         host.set_free_space(disk_mb=0)
         host.stalled_instances.add(sandbox.instance)
-        await wait_until(lambda: engine.room.stall_reason(sandbox))
+        await wait_until(lambda: engine.room.get_stall_reason(sandbox))
         host.set_free_space(disk_mb=2000)
         await _wait_for_checks(host)
         assert host.stalled_instances
@@ -319,7 +319,7 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
     export = await engine.transfers.export("s")
     pieces = [piece async for piece in export.pieces()]
     await export.close()
-    size = export.manifest.data_bytes(memory=True)
+    size = export.manifest.sum_data_bytes(memory=True)
     host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)
     release = asyncio.Event()
 

@@ -315,11 +315,11 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 def test_the_manifest_of_a_jail_is_valid() -> None:
     manifest = make_manifest(host_kind="jail_zfs", platform=None, line=False, parts=STREAM_PARTS)
-    assert not manifest.has_memory and manifest.data_bytes(memory=False) == 5000
+    assert not manifest.has_memory and manifest.sum_data_bytes(memory=False) == 5000
 
 
 def test_the_manifest_of_these_tests_is_valid() -> None:
-    assert make_manifest().has_memory and make_manifest().data_bytes(memory=False) == 10000 + 8 * MIB
+    assert make_manifest().has_memory and make_manifest().sum_data_bytes(memory=False) == 10000 + 8 * MIB
 
 
 @pytest.mark.parametrize("name", BAD_FIELDS)

@@ -176,7 +176,7 @@ class _Inventory(Collector):
                 "Commands of ZFS that hang, or have been running for an unusually long time.",
                 len(commands.slow),
             )
-        usage_sums = sum_samples(self._engine.loads.current())
+        usage_sums = sum_samples(self._engine.loads.list_current())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(

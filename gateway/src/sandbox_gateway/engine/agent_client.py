@@ -437,9 +437,9 @@ class AgentClient:
             elif isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError("the agent closed the connection")
         if status >= 300:
-            raise await self._refusal_error(status, path, refusal)
+            raise await self._create_refusal_error(status, path, refusal)
 
-    async def _refusal_error(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
+    async def _create_refusal_error(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
         text: object = body.decode(errors="replace")
         with contextlib.suppress(BackendFailed):
             text = (await guest_json.parse(self._address, path, body)).get("message", text)

@@ -35,7 +35,7 @@ class Agents:
             hostname=sandbox.hostname,
             access_token=self.access_token(sandbox),
             env=sandbox.env,
-            dns=self._name_servers(sandbox.network),
+            dns=self._choose_name_servers(sandbox.network),
             grow_disk=booted,
         )
         seconds = self._host.boot_seconds if booted else self._host.resume_seconds
@@ -54,5 +54,5 @@ class Agents:
         if guest_mounts or has_stale_mounts:
             await self.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
-    def _name_servers(self, policy: NetworkPolicy) -> list[str]:
+    def _choose_name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self._host.name_servers() if policy.allows_egress else []

@@ -21,7 +21,7 @@ async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> Bas
     if not isinstance(error, BackendFailed | Timeout):
         return error
     try:
-        lines = last_lines(await host.console(sandbox))
+        lines = extract_last_lines(await host.console(sandbox))
     except GatewayError:
         return error
     if not lines:
@@ -31,7 +31,7 @@ async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> Bas
     return type(error)(message, blockers=error.blockers, details=details)
 
 
-def last_lines(console: str) -> list[str]:
+def extract_last_lines(console: str) -> list[str]:
     """Return the last nonempty lines of a console, shortened and without control characters.
 
     If the guest's kernel panicked, the panic message is the last line, because the dump after it would displace it.

@@ -52,7 +52,7 @@ class Build:
     _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def copy_from_start(self) -> Build:
+    def copy_initial_state(self) -> Build:
         """Return a copy of the build as it was at its start, for another engine to carry out."""
         return Build(
             template_id=self.template_id,

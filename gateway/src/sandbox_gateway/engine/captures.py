@@ -34,7 +34,7 @@ class Captures:
         self._removal = removal
         self._room = room
 
-    def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
+    def create_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
         """Create the record of a snapshot that is about to be taken of ``sandbox``."""
         parent = self._index.snapshots.get(sandbox.head)
         return Snapshot(
@@ -105,7 +105,7 @@ class Captures:
         memory = memory and self._host.abilities.memory
         await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
         async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
-            volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
+            volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
             note_memory_mode(snapshot.memory)
@@ -156,7 +156,7 @@ class Captures:
                 log.warning("thaw failed", sandbox=sandbox.id, reason=error.message)
 
 
-def _new_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
+def _create_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
     """Create the records of the volume snapshots that are part of ``snapshot``, and add them to its record."""
     records = [
         VolumeSnapshot(name=snapshot.id, volume=each.id, size_mb=each.size_mb, sandbox_snapshot=snapshot.id)

@@ -75,7 +75,7 @@ class Collector:
         surplus_ids = self._surplus.find(at)
         for id in [*expired_ids, *surplus_ids]:
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not self._backoff.is_due(id) or self._references.snapshot_refusal(snapshot):
+            if snapshot is None or not self._backoff.is_due(id) or self._references.find_snapshot_refusal(snapshot):
                 continue
             if await self._remove(snapshot) and id in surplus_ids:
                 self._context.events.publish("snapshot.pruned", snapshotID=id, sandboxID=snapshot.source_sandbox)
@@ -112,7 +112,7 @@ class Collector:
         for volume in list(self._index.volumes.values()):
             if not volume.owner or self._context.locks.is_held(volume.id) or not self._backoff.is_due(volume.id):
                 continue
-            if self._references.volume_refusal(volume, with_snapshots=False):
+            if self._references.find_volume_refusal(volume, with_snapshots=False):
                 continue
             try:
                 await finish_despite_cancellation(self._removal.remove_volume(volume))

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
-from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
+from sandbox_gateway.engine.fork_plan import create_sandbox_record, list_requested_names, should_restore_memory
 from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
@@ -76,7 +76,7 @@ class Forks:
                 return existing_sandboxes
             self._index.snapshot(ref)  # A missing snapshot is reported first.
             self._host.check_network(spec.network)
-            await self._room.require_for_machines(len(requested_names(spec)))
+            await self._room.require_for_machines(len(list_requested_names(spec)))
             return await self._fork(self._index.snapshot(ref), spec)
 
     @measured("sandbox.clone")
@@ -94,16 +94,16 @@ class Forks:
         if not (key := spec.idempotency_key):
             yield []
             return
-        async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
+        async with self._context.locks.held(f"idempotency key {key}", "the request with this idempotency key"):
             yield [*oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mount_planner.resolve_volumes(spec.mounts or [])
         self._host.check_network(spec.network)
-        with self._index.reserved(name for name in requested_names(spec) if name):
+        with self._index.reserved(name for name in list_requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
         async with self._locking.running_sandbox(ref) as sandbox:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+            snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:
                 return await self._clone(sandbox, snapshot, spec)
             finally:
@@ -114,7 +114,7 @@ class Forks:
             volume_refs = [each.volume for each in spec.mounts or [] if each.clone]
             snapshot = await finish_despite_cancellation(
                 self._captures.capture(
-                    sandbox, snapshot, memory=True, volumes=volume_refs, fork_count=len(requested_names(spec))
+                    sandbox, snapshot, memory=True, volumes=volume_refs, fork_count=len(list_requested_names(spec))
                 )
             )
             try:
@@ -135,7 +135,7 @@ class Forks:
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
-        sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
+        sandboxes = [create_sandbox_record(snapshot, spec, name, config) for name in list_requested_names(spec)]
         can_resize = self._host.abilities.resize_on_fork
         with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=can_resize)
         planned_mounts = self._mount_planner.plan(snapshot, spec.mounts)

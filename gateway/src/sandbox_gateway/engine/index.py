@@ -71,7 +71,7 @@ class Index:
         self._users = IdGroups()
         """By the id of a snapshot: the ids of the sandboxes that use it."""
         self._entries: dict[str, _Entry] = {}
-        self._names: dict[str, str] = {}
+        self._list_names: dict[str, str] = {}
         self._reserved: set[str] = set()
         self._pins: Counter[str] = Counter()
 
@@ -82,7 +82,7 @@ class Index:
         """
         copy = Index()
         records = ("sandboxes", "snapshots", "volumes", "volume_snapshots")
-        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_names"):
+        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_list_names"):
             setattr(copy, name, getattr(self, name).copy())
         copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
         copy.changed_series = {*copy.series}
@@ -102,10 +102,10 @@ class Index:
         problems = []
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
-            for name in _names(record):
-                if self._names.get(name, record.id) != record.id:
+            for name in _list_names(record):
+                if self._list_names.get(name, record.id) != record.id:
                     problems.append(
-                        f"{record.id} lost the name {name!r}, because {self._names[name]} also has it: use the "
+                        f"{record.id} lost the name {name!r}, because {self._list_names[name]} also has it: use the "
                         f"id {record.id} instead"
                     )
                     _remove_name(record, name)
@@ -136,9 +136,9 @@ class Index:
             self.volumes[record.id] = record
         else:
             self.volume_snapshots[record.id] = record
-        entry = self._entries[record.id] = _new_entry(record)
+        entry = self._entries[record.id] = _create_entry(record)
         for name in entry.names:
-            self._names[name] = record.id
+            self._list_names[name] = record.id
         if entry.order:
             self._orders[entry.order].add(entry.key)
         for snapshot_id in entry.used_snapshots:
@@ -176,8 +176,8 @@ class Index:
         if entry is None:
             return
         for name in entry.names:
-            if self._names.get(name) == id:
-                del self._names[name]
+            if self._list_names.get(name) == id:
+                del self._list_names[name]
         if entry.order:
             self._orders[entry.order].discard(entry.key)
         for snapshot_id in entry.used_snapshots:
@@ -251,8 +251,8 @@ class Index:
 
     def owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
-        if name in self._names:
-            return self._names[name]
+        if name in self._list_names:
+            return self._list_names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
     def is_free(self, name: str) -> bool:
@@ -273,14 +273,14 @@ class Index:
         return self._pins[record.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
-        sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
+        sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._list_names.get(ref, ""))
         if sandbox is None:
             raise NotFound("sandbox", shorten(ref))
         return sandbox
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
-        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
+        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._list_names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
             raise NotFound(what, shorten(ref))
@@ -293,7 +293,7 @@ class Index:
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
-        volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
+        volume = self.volumes.get(ref) or self.volumes.get(self._list_names.get(ref, ""))
         if volume is None:
             raise NotFound("volume", shorten(ref))
         return volume
@@ -347,22 +347,22 @@ def oldest_first(records: Iterable[_Record]) -> list[_Record]:
 _SANDBOXES = "sandboxes"
 
 
-def _new_entry(record: Record) -> _Entry:
+def _create_entry(record: Record) -> _Entry:
     key = (record.created_at, record.id)
     if isinstance(record, Sandbox):
         used_ids = {record.forked_from, record.base, record.pause_snapshot} - {""}
         return _Entry(key, (record.name,), _SANDBOXES, used_snapshots=tuple(used_ids))
     if isinstance(record, Snapshot):
         is_in_series = _is_visible_snapshot(record) and record.retention is not None
-        return _Entry(key, tuple(_names(record)), record.kind, record.source_sandbox if is_in_series else "")
-    return _Entry(key, tuple(_names(record)))
+        return _Entry(key, tuple(_list_names(record)), record.kind, record.source_sandbox if is_in_series else "")
+    return _Entry(key, tuple(_list_names(record)))
 
 
 def _is_visible_snapshot(snapshot: Snapshot) -> bool:
     return snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
 
 
-def _names(record: Record) -> list[str]:
+def _list_names(record: Record) -> list[str]:
     """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.names

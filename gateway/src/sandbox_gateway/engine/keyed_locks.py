@@ -21,7 +21,7 @@ class KeyedLocks:
         return key in self._locks
 
     @contextlib.asynccontextmanager
-    async def hold(self, key: str, what: str) -> AsyncIterator[None]:
+    async def held(self, key: str, what: str) -> AsyncIterator[None]:
         """Hold the lock for ``key``, which protects ``what``. Raises Busy if it cannot be acquired in time."""
         lock, user_count = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, user_count + 1)

@@ -59,7 +59,7 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
         if id in seen_ids:
             continue  # Damaged records refer to each other.
         seen_ids.add(id)
-        yield {**_new_node(records[id]), "parent": parent, "depth": depth}
+        yield {**_create_node(records[id]), "parent": parent, "depth": depth}
         stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]
 
 
@@ -79,7 +79,7 @@ def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
     return next((each for each in ancestor_ids if each in records and each != record.id), "")
 
 
-def _new_node(record: Sandbox | Snapshot) -> dict[str, Any]:
+def _create_node(record: Sandbox | Snapshot) -> dict[str, Any]:
     if isinstance(record, Sandbox):
         node: dict[str, Any] = {"id": record.id, "kind": "sandbox", "names": [record.name], "hidden": False}
         return node | {"state": record.state.value}

@@ -33,7 +33,7 @@ class Locking:
     async def sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
         """Lock a sandbox for a change."""
         id = self._index.sandbox(ref).id
-        async with self._locks.hold(id, f"sandbox {id}"):
+        async with self._locks.held(id, f"sandbox {id}"):
             yield self._index.sandbox(id)
 
     @contextlib.asynccontextmanager
@@ -48,7 +48,7 @@ class Locking:
         volumes = {volume.id: volume for volume in map(self._index.volume, refs)}
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted(volumes):
-                await stack.enter_async_context(self._locks.hold(id, f"volume {volumes[id].name}"))
+                await stack.enter_async_context(self._locks.held(id, f"volume {volumes[id].name}"))
             yield [self._index.volume(id) for id in volumes]
 
     @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ class MachineLifecycle:
         if with_memory and await self._claim(snapshot, sandbox):
             return
         with self._prewarm.starting_for_request():
-            async with self._start_slots.hold():
+            async with self._start_slots.held():
                 await self._start(snapshot, sandbox, with_memory=with_memory)
 
     async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
@@ -92,7 +92,7 @@ class MachineLifecycle:
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
         note_memory_mode(MemoryMode.NONE)
-        async with self._start_slots.hold():
+        async with self._start_slots.held():
             await self._boot(sandbox)
 
     async def _boot(self, sandbox: Sandbox) -> None:

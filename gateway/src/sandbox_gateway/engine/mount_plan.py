@@ -111,7 +111,7 @@ class MountPlanner:
                     for each in planned_mounts:
                         volume = each.volume
                         if each.source is not None:
-                            volume = self._new_clone_record(sandbox, volume, each.source, names)
+                            volume = self._create_clone_record(sandbox, volume, each.source, names)
                             clones[sandbox.id].append(volume)
                             names.add(volume.name)
                         sandbox.mounts.append(Mount(volume=volume.id, path=each.path, read_only=each.read_only))
@@ -127,7 +127,7 @@ class MountPlanner:
             source = self._index.volume_snapshots[clone.from_snapshot]
             await finish_despite_cancellation(create_volume(self._context, clone, source))
 
-    def _new_clone_record(
+    def _create_clone_record(
         self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken_names: set[str]
     ) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"

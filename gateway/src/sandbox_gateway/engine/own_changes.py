@@ -57,7 +57,7 @@ def count_change(former_record: Record, record: Record, existing_ids: Container[
         changes.add(record.id, former_record.generation, record.generation, existing_ids)
 
 
-def generation_without_own_changes(record: Record) -> int:
+def get_generation_without_own_changes(record: Record) -> int:
     """Return the generation of an object without the changes of the run to which the current request belongs."""
     changes = own_changes.get()
     return record.generation - (changes.count(record.id, record.generation) if changes is not None else 0)

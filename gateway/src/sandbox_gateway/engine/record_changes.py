@@ -45,7 +45,7 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
     The record may have changed before the lock was acquired, so look it up again inside the context.
     """
     what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
-    return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
+    return context.locks.held(f"record {record.id}", f"{what} {record.id}")
 
 
 async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Sandbox:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.in_use import (
-    snapshot_in_use_error,
-    volume_in_use_error,
-    volume_mounted_error,
-    volume_snapshot_in_use_error,
+    create_snapshot_in_use_error,
+    create_volume_in_use_error,
+    create_volume_mounted_error,
+    create_volume_snapshot_in_use_error,
 )
 from sandbox_gateway.engine.index import is_removed_when_unused
 from sandbox_gateway.errors import InUse
@@ -58,10 +58,10 @@ class References:
             is_busy=self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, volume_snapshots)),
         )
 
-    def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
+    def find_snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
         """Return the error that names all users of a snapshot or template, or None if it can be removed."""
         users = self.users_of(snapshot)
-        return snapshot_in_use_error(
+        return create_snapshot_in_use_error(
             snapshot,
             sandboxes=users.blocking_sandboxes,
             cloned_volumes=users.blocking_volumes,
@@ -87,7 +87,7 @@ class References:
 
     # -- volumes and their snapshots --------------------------------------------------------------------------------
 
-    def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
+    def find_volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
         """Return the error that names all users of a volume, or None if it can be removed.
 
         ``with_snapshots``: the volume's own snapshots are removed too, so they do not count as users.
@@ -98,7 +98,7 @@ class References:
             capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes
         }
         own_snapshots = [] if with_snapshots else [each for each in snapshots if each.id not in contained_ids]
-        return volume_in_use_error(
+        return create_volume_in_use_error(
             volume,
             mounting_sandboxes=[sandbox for sandbox, _ in self._index.mounts_of(volume)],
             sandbox_snapshots=sandbox_snapshots,
@@ -107,9 +107,9 @@ class References:
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
-    def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
+    def find_volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
         """Return the error that names all users of a volume snapshot, or None if it can be removed."""
-        return volume_snapshot_in_use_error(
+        return create_volume_snapshot_in_use_error(
             snapshot,
             volume,
             sandbox_snapshots=self._find_blocking_snapshots([snapshot]),
@@ -117,13 +117,13 @@ class References:
             busy=self._index.is_pinned(snapshot),
         )
 
-    def volume_rollback_refusal(self, volume: Volume, *, force: bool) -> InUse | None:
+    def find_volume_rollback_refusal(self, volume: Volume, *, force: bool) -> InUse | None:
         """Return the error that names the read-write mounts of a volume, or None if it can be rolled back.
 
         ``force``: allow the rollback despite the mounts.
         """
         writers = [sandbox for sandbox, mount in self._index.mounts_of(volume) if not (mount.read_only or force)]
-        return volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
+        return create_volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
 
     def _find_blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the clones that prevent the deletion of ``snapshots``."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.in_use import naming_external_users
+from sandbox_gateway.engine.in_use import external_users_named
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
@@ -44,7 +44,7 @@ class Removal:
                 former_records = await self._reparent(id, parent)
             async with record_locked(self._context, self._snapshots_being_removed[id]):
                 snapshot = self._snapshots_being_removed[id]
-                with naming_external_users(snapshot):
+                with external_users_named(snapshot):
                     await self._host.remove_snapshot(snapshot)
         except BaseException:
             async with self._lineage_lock:
@@ -69,7 +69,7 @@ class Removal:
         former_records: list[Sandbox | Snapshot] = []
         attempted_ids: set[str] = set()
         # A concurrent capture can add children.
-        while children := [each for each in self._children(id) if each.id not in attempted_ids]:
+        while children := [each for each in self._find_children(id) if each.id not in attempted_ids]:
             for each in children:
                 attempted_ids.add(each.id)
                 try:
@@ -104,7 +104,7 @@ class Removal:
                 else:
                     await save_snapshot(self._context, each.id, only_if={"parent": parent}, is_counted=False, parent=id)
 
-    def _children(self, id: str) -> list[Sandbox | Snapshot]:
+    def _find_children(self, id: str) -> list[Sandbox | Snapshot]:
         return [
             *(each for each in self._index.snapshots.values() if each.parent == id),
             *(each for each in self._index.sandboxes.values() if each.head == id),
@@ -114,7 +114,7 @@ class Removal:
         self._index.remove(snapshot.id)
         try:
             volume = self._index.volumes.get(snapshot.volume)
-            with naming_external_users(snapshot, volume.name if volume else snapshot.volume):
+            with external_users_named(snapshot, volume.name if volume else snapshot.volume):
                 await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
             self._index.put(snapshot)
@@ -126,7 +126,7 @@ class Removal:
         for record in records:
             self._index.remove(record.id)
         try:
-            with naming_external_users(volume):
+            with external_users_named(volume):
                 await self._host.remove_volume(volume)
         except BaseException:
             for record in records:

@@ -45,7 +45,9 @@ class Replacement:
 
     async def _take_over(self, old_sandbox: Sandbox, new_sandbox: Sandbox) -> Sandbox:
         try:
-            new_sandbox = await save_sandbox(self._context, old_sandbox.id, **_changed_fields(old_sandbox, new_sandbox))
+            new_sandbox = await save_sandbox(
+                self._context, old_sandbox.id, **_find_changed_fields(old_sandbox, new_sandbox)
+            )
         except BaseException:
             await clean_up(log, self._host.discard(new_sandbox))
             raise
@@ -63,6 +65,6 @@ class Replacement:
             await self._removal.remove_snapshot(snapshot)
 
 
-def _changed_fields(old_sandbox: Sandbox, new_sandbox: Sandbox) -> dict[str, Any]:
+def _find_changed_fields(old_sandbox: Sandbox, new_sandbox: Sandbox) -> dict[str, Any]:
     """Return the fields of ``new_sandbox`` that differ from ``old_sandbox``."""
     return {name: value for name, value in new_sandbox if value != getattr(old_sandbox, name)}

@@ -77,7 +77,7 @@ class RoomMonitor:
         self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose lock is awaited."""
         self._was_disk_low = False
-        self._full_check_at = 0.0
+        self._next_full_check_at = 0.0
         self._pending_reading: asyncio.Future[Room] | None = None
 
     async def report(self) -> RoomReport:
@@ -103,7 +103,7 @@ class RoomMonitor:
         except TimeoutError:
             raise Timeout(f"the host did not report its free space within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
-    def stall_reason(self, sandbox: Sandbox) -> str:
+    def get_stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
         return _STALL_REASON if sandbox.id in self._stalled_ids else ""
 
@@ -219,8 +219,8 @@ class RoomMonitor:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
-        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._full_check_at:
-            self._full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
+        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
+            self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
             self._publish_changes(await self._host.find_stalled())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:

@@ -21,7 +21,7 @@ from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.spec import UNSET, Unset
-from sandbox_gateway.engine.timeouts import end_time, has_expired
+from sandbox_gateway.engine.timeouts import compute_end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.log import Logger
@@ -114,7 +114,7 @@ class Sandboxes:
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
         """Make a sandbox expire ``seconds`` from now, or never if ``seconds`` is None."""
         async with self._locking.sandbox(ref) as sandbox:
-            end_at = end_time(seconds, self._context.config)
+            end_at = compute_end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
 
     @measured("sandbox.set_network")
@@ -149,7 +149,7 @@ class Sandboxes:
             )
         async with contextlib.AsyncExitStack() as stack:
             async with self._locking.running_sandbox(fork.id) as sandbox:
-                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+                snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
                 await stack.enter_async_context(self._collector.pinned_then_collected(snapshot))
                 snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
             async with self._locking.sandbox(source.id) as sandbox:
@@ -184,7 +184,7 @@ class Sandboxes:
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
         """Capture a sandbox, and save that it is paused. On failure, remove the snapshot."""
-        snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
+        snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
             return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
@@ -211,7 +211,7 @@ class Sandboxes:
             if isinstance(timeout, Unset) and is_expired:
                 timeout = sandbox.timeout or UNSET
             keeps_end_time = isinstance(timeout, Unset) and not is_expired
-            end_at = sandbox.end_at if keeps_end_time else end_time(timeout, self._context.config)
+            end_at = sandbox.end_at if keeps_end_time else compute_end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
             async with self._locking.shared_mounts(sandbox):

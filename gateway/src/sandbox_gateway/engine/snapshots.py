@@ -107,7 +107,7 @@ class Snapshots:
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
-                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
+                snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
@@ -140,7 +140,7 @@ class Snapshots:
         hidden but not removed yet.
         """
         snapshot = self.get(ref)
-        if refusal := self._references.snapshot_refusal(snapshot):
+        if refusal := self._references.find_snapshot_refusal(snapshot):
             if not when_unused:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)

@@ -43,7 +43,7 @@ class TemplateBuilder:
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         image_command = await host.build_base(base, recipe, build.source_digest, build.log)
         try:
-            sandbox = self._new_sandbox_record(build, base, recipe)
+            sandbox = self._create_sandbox_record(build, base, recipe)
             build.log("booting the base file system")
             await self._machines.fork(base, sandbox, with_memory=False)
             try:
@@ -54,7 +54,7 @@ class TemplateBuilder:
         finally:
             await clean_up(log, host.remove_snapshot(base))
 
-    def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
+    def _create_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
         """Create the record of the sandbox in which the template is set up.
 
         The record is never saved, so that a restart after a crash removes the sandbox.

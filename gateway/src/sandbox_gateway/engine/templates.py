@@ -49,7 +49,7 @@ class Templates:
         """Also list the builds of another engine. Those that have not ended are also carried out in this engine."""
         for build in other._builds.values():
             if build.status == "building":
-                build = build.copy_from_start()
+                build = build.copy_initial_state()
                 self._context.background.start(self._run(build, Recipe.model_validate(build.recipe)))
             self._builds[build.build_id] = build
 

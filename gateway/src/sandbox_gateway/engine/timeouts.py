@@ -12,7 +12,7 @@ from sandbox_gateway.records import Sandbox, SandboxState, now
 _MAX_TIMEOUT_SECONDS = 100 * 366 * 86400
 
 
-def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
+def compute_end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time at which a timeout of ``timeout`` seconds ends, or None if it never ends.
 
     ``timeout``: UNSET means the host's default, and None means no timeout. Raises Invalid if it is out of range.

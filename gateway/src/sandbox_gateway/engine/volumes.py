@@ -102,7 +102,7 @@ class Volumes:
         ``with_snapshots``: remove its snapshots too. By default, they count as users.
         """
         async with self._locked(ref) as volume:
-            if refusal := self._references.volume_refusal(volume, with_snapshots=with_snapshots):
+            if refusal := self._references.find_volume_refusal(volume, with_snapshots=with_snapshots):
                 raise refusal
             await finish_despite_cancellation(self._removal.remove_volume(volume))
 
@@ -139,7 +139,7 @@ class Volumes:
         """Remove a volume snapshot. Raises InUse, for example if it is part of a sandbox's snapshot."""
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
+            if refusal := self._references.find_volume_snapshot_refusal(volume, snapshot):
                 raise refusal
             await finish_despite_cancellation(self._removal.remove_volume_snapshot(snapshot))
 
@@ -152,7 +152,7 @@ class Volumes:
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_rollback_refusal(volume, force=force):
+            if refusal := self._references.find_volume_rollback_refusal(volume, force=force):
                 raise refusal
             return await finish_despite_cancellation(self._rollback(volume, snapshot))
 

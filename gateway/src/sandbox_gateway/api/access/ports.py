@@ -106,7 +106,7 @@ class PortAccess:
             if not (is_public or self._has_valid_token(id, headers, port)):
                 query = self._extract_signed_query(scope, id, port)
                 if query is None:
-                    raise self._refusal_error(scope, caller, headers, port)
+                    raise self._create_refusal_error(scope, caller, headers, port)
         if sandbox is None:
             raise NotRunning.for_missing_sandbox(ref)
         return Admission(sandbox, query)
@@ -134,7 +134,9 @@ class PortAccess:
         url.check_expiration(time.time())
         return url.query
 
-    def _refusal_error(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
+    def _create_refusal_error(
+        self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int
+    ) -> GatewayError:
         """Return the error for a refused request, which does not reveal whether the sandbox exists.
 
         As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.

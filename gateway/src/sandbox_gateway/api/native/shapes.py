@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sandbox_gateway.api.native.naming import json_name
-from sandbox_gateway.engine.own_changes import generation_without_own_changes
+from sandbox_gateway.engine.own_changes import get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
@@ -509,7 +509,7 @@ def sandbox_shape(
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
-        generation=generation_without_own_changes(sandbox),
+        generation=get_generation_without_own_changes(sandbox),
         **extra,
     )
 
@@ -560,7 +560,7 @@ def snapshot_shape(
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
-        generation=generation_without_own_changes(snapshot),
+        generation=get_generation_without_own_changes(snapshot),
         **extra,
     )
 
@@ -576,7 +576,7 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         mounts=mounts,
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
-        generation=generation_without_own_changes(volume),
+        generation=get_generation_without_own_changes(volume),
         stuck=state.stuck if state else [],
         **extra,
     )
@@ -616,7 +616,7 @@ def template_shape(
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
-        generation=generation_without_own_changes(template),
+        generation=get_generation_without_own_changes(template),
         cpu_count=sizes.cpus,
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,

@@ -38,7 +38,7 @@ class View:
             extra["alias"] = alias
         return shapes.sandbox_shape(
             sandbox,
-            state_reason=sandbox.state_reason or self.engine.room.stall_reason(sandbox),
+            state_reason=sandbox.state_reason or self.engine.room.get_stall_reason(sandbox),
             backend=self.backend,
             domain=self.config.server.domain,
             mounts=self._mounts(sandbox.mounts),

@@ -42,7 +42,7 @@ class OpenRuns(Generic[_Run]):
         run = self._runs.get(id)
         return run if run is not None and run.owner == owner else None
 
-    def owned_by(self, owner: str) -> list[_Run]:
+    def list_owned_by(self, owner: str) -> list[_Run]:
         return [run for run in self if run.owner == owner]
 
     def touch(self, run: _Run) -> _Run:

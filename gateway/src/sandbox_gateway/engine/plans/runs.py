@@ -62,7 +62,7 @@ class AppliedRuns:
 
     def list(self, owner: str) -> list[AppliedRun]:
         self._end_idle()
-        return self._runs.owned_by(owner)
+        return self._runs.list_owned_by(owner)
 
     def close(self, owner: str, id: str) -> None:
         """End a run. Raises Gone."""
@@ -87,7 +87,7 @@ class AppliedRuns:
             self._end_oldest(find_largest_owner(counts, owner), f"{MAX_RUNS} applied runs for this gateway")
 
     def _end_oldest(self, owner: str, limit: str) -> None:
-        oldest = self._runs.owned_by(owner)[0]
+        oldest = self._runs.list_owned_by(owner)[0]
         if not self._runs.is_idle(oldest, MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another run has ended, or end one with "

@@ -108,7 +108,7 @@ class PlanSessions:
         """
         while True:
             sessions = [*self._sessions]
-            owned_sessions = self._sessions.owned_by(owner)
+            owned_sessions = self._sessions.list_owned_by(owner)
             if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
                 self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
             elif _sum_sizes(owned_sessions) + size > MAX_BYTES_PER_KEY:
@@ -117,13 +117,13 @@ class PlanSessions:
             elif len(sessions) + count > MAX_SESSIONS:
                 largest_owner = find_largest_owner(Counter(each.owner for each in sessions), owner)
                 limit = f"{MAX_SESSIONS} plan sessions for this gateway"
-                self._end_oldest(self._sessions.owned_by(largest_owner), limit)
+                self._end_oldest(self._sessions.list_owned_by(largest_owner), limit)
             elif _sum_sizes(sessions) + size > MAX_BYTES:
                 sizes: Counter[str] = Counter()
                 for each in sessions:
                     sizes[each.owner] += each.size
                 limit = f"{MAX_BYTES >> 20} MiB for the plan sessions of this gateway"
-                self._end_oldest(self._sessions.owned_by(find_largest_owner(sizes, owner)), limit)
+                self._end_oldest(self._sessions.list_owned_by(find_largest_owner(sizes, owner)), limit)
             else:
                 return
 
@@ -147,7 +147,7 @@ class PlanSessions:
 
     def list(self, owner: str) -> list[PlanSession]:
         self._end_idle()
-        return self._sessions.owned_by(owner)
+        return self._sessions.list_owned_by(owner)
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""

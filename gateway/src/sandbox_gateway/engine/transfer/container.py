@@ -126,7 +126,7 @@ class Decoder:
         if (
             self._manifest is None
             and (self._has_prefix or self._read_prefix())
-            and (record := self._next_record()) is not None
+            and (record := self._take_record()) is not None
         ):
             self._read_head(record[1])
         return self._manifest
@@ -135,21 +135,21 @@ class Decoder:
         """Yield the chunks that have arrived. Only one of them is in memory at a time."""
         if self.read_manifest() is None:
             return
-        while (record := self._next_record()) is not None:
+        while (record := self._take_record()) is not None:
             kind, contents = record
             if kind == b"C":
                 yield self._read_chunk(contents)
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
-            raise self._damaged("it has data after its end")
+            raise self._create_damage_error("it has data after its end")
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
         if not self._is_complete:
-            raise self.incomplete_error()
+            raise self.create_incomplete_error()
 
-    def incomplete_error(self) -> Invalid:
+    def create_incomplete_error(self) -> Invalid:
         if not self._has_prefix and not self._buffer:
             return Invalid("the snapshot file is empty: export the snapshot again")
         return Invalid(
@@ -174,20 +174,20 @@ class Decoder:
                 "release"
             )
         if version < 1:
-            raise self._damaged("its format version is 0")
+            raise self._create_damage_error("its format version is 0")
         self._has_prefix = True
         self._consume(len(MAGIC) + _PREFIX.size)
         return True
 
-    def _next_record(self) -> tuple[bytes, bytes] | None:
+    def _take_record(self) -> tuple[bytes, bytes] | None:
         """Remove the next complete record from the buffer, and return its type and contents, or None."""
         if self._is_complete or len(self._buffer) < _RECORD.size:
             return None
         kind, length = _RECORD.unpack_from(self._buffer)
         if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self._manifest is None):
-            raise self._damaged("it has an unexpected record")
+            raise self._create_damage_error("it has an unexpected record")
         if length > _MAX_RECORD_BYTES[kind]:
-            raise self._damaged(f"it has a record of {length} bytes, more than the format allows")
+            raise self._create_damage_error(f"it has a record of {length} bytes, more than the format allows")
         if len(self._buffer) < _RECORD.size + length:
             return None
         contents = bytes(self._buffer[_RECORD.size : _RECORD.size + length])
@@ -204,31 +204,31 @@ class Decoder:
         public_key, signature = contents[:PUBLIC_KEY_BYTES], contents[PUBLIC_KEY_BYTES:_HEAD_BYTES]
         text = contents[_HEAD_BYTES:]
         if len(contents) < _HEAD_BYTES or not has_valid_signature(public_key, signature, _HEAD_PURPOSE, text):
-            raise self._damaged("the signature of its manifest does not match")
+            raise self._create_damage_error("the signature of its manifest does not match")
         self.public_key = public_key
         self._manifest = parse_manifest(text)
 
     def _read_chunk(self, contents: bytes) -> Chunk:
         assert self._manifest is not None
         if len(contents) < _CHUNK.size:
-            raise self._damaged("a chunk is too short")
+            raise self._create_damage_error("a chunk is too short")
         index, offset, length, digest = _CHUNK.unpack_from(contents)
         if index >= len(self._manifest.parts):
-            raise self._damaged("a chunk belongs to no part")
+            raise self._create_damage_error("a chunk belongs to no part")
         part = self._manifest.parts[index]
         end = offset + length
         if not 0 < length <= CHUNK_BYTES or end > part.size or (index, offset) < self._last_chunk:
-            raise self._damaged(f"a chunk of {part.name} is out of place")
+            raise self._create_damage_error(f"a chunk of {part.name} is out of place")
         if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != part.size):
-            raise self._damaged(f"a chunk does not consist of whole blocks of {part.name}")
+            raise self._create_damage_error(f"a chunk does not consist of whole blocks of {part.name}")
         if index != self._last_chunk[0]:
             self._part_data_bytes = 0
         self._part_data_bytes += length
         if self._part_data_bytes > part.data_bytes:
-            raise self._damaged(f"{part.name} has more data than the manifest says")
+            raise self._create_damage_error(f"{part.name} has more data than the manifest says")
         data = self._decompress(contents[_CHUNK.size :], length)
         if hashlib.sha256(data).digest() != digest:
-            raise self._damaged(f"the digest of a chunk of {part.name} does not match")
+            raise self._create_damage_error(f"the digest of a chunk of {part.name} does not match")
         self._last_chunk = (index, end)
         return Chunk(part, offset, data)
 
@@ -237,23 +237,23 @@ class Decoder:
         try:
             parameters = zstandard.get_frame_parameters(frame)
             if parameters.content_size != length or parameters.window_size > CHUNK_BYTES:
-                raise self._damaged("a chunk does not have the length that it states")
+                raise self._create_damage_error("a chunk does not have the length that it states")
             data: bytes = self._decompressor.decompress(frame, max_output_size=length, allow_extra_data=False)
         except zstandard.ZstdError:
-            raise self._damaged("the data of a chunk cannot be decompressed") from None
+            raise self._create_damage_error("the data of a chunk cannot be decompressed") from None
         if len(data) != length:
-            raise self._damaged("a chunk does not have the length that it states")
+            raise self._create_damage_error("a chunk does not have the length that it states")
         return data
 
     def _read_end(self, contents: bytes) -> None:
         digest, signature = contents[:32], contents[32:]
         if digest != self._digest.digest():
-            raise self._damaged("its digest does not match")
+            raise self._create_damage_error("its digest does not match")
         if not has_valid_signature(self.public_key, signature, _END_PURPOSE, digest):
-            raise self._damaged("its signature does not match")
+            raise self._create_damage_error("its signature does not match")
         self._is_complete = True
 
-    def _damaged(self, reason: str) -> GatewayError:
+    def _create_damage_error(self, reason: str) -> GatewayError:
         return Invalid(
             f"the snapshot file is damaged at byte {self._position}: {reason}. Copy it again, or export the snapshot "
             "again"

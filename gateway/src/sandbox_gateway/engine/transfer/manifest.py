@@ -32,11 +32,11 @@ _MAX_BYTES = {
 }
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Part(_Strict):
+class Part(_StrictModel):
     """A part of the snapshot. The bytes that no chunk contains are zero."""
 
     name: SnapshotPart
@@ -53,7 +53,7 @@ class Part(_Strict):
         return self
 
 
-class Sizes(_Strict):
+class Sizes(_StrictModel):
     """The resources of a sandbox: see ``records.Resources``."""
 
     cpus: int = Field(ge=1, le=256, strict=True)
@@ -64,7 +64,7 @@ class Sizes(_Strict):
 _Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,_+:()/=~-]*$")]
 
 
-class MachinePlatform(_Strict):
+class MachinePlatform(_StrictModel):
     """The platform on which the memory was captured. Memory can be restored only on an identical platform."""
 
     accelerator: _Word
@@ -79,7 +79,7 @@ def _check_text(text: str) -> str:
     return text
 
 
-class Manifest(_Strict):
+class Manifest(_StrictModel):
     snapshot_id: Id
     """The id of the snapshot in the gateway that exported it. The importing gateway gives it a new id."""
     kind: Literal["snapshot", "template"]
@@ -122,7 +122,7 @@ class Manifest(_Strict):
     def has_memory(self) -> bool:
         return self.platform is not None
 
-    def data_bytes(self, *, memory: bool) -> int:
+    def sum_data_bytes(self, *, memory: bool) -> int:
         return sum(part.data_bytes for part in self.parts if memory or part.name not in MEMORY_PARTS)
 
 

@@ -28,12 +28,12 @@ class Signer:
 
     def sign(self, purpose: bytes, data: bytes) -> bytes:
         """Sign ``data``. A signature for one purpose is not valid for another."""
-        return self._key.sign(_message(purpose, data))
+        return self._key.sign(_build_message(purpose, data))
 
 
 def has_valid_signature(public_key: bytes, signature: bytes, purpose: bytes, data: bytes) -> bool:
     try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _message(purpose, data))
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _build_message(purpose, data))
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -54,5 +54,5 @@ def check_fingerprint(text: str) -> str:
     return text
 
 
-def _message(purpose: bytes, data: bytes) -> bytes:
+def _build_message(purpose: bytes, data: bytes) -> bytes:
     return b"grove.sandbox " + purpose + b"\0" + hashlib.sha256(data).digest()

@@ -50,7 +50,7 @@ class Transfers:
         self._index = context.index
         self._collector = collector
         self._room = room
-        self._active = 0
+        self._active_count = 0
 
     def signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
@@ -82,7 +82,7 @@ class Transfers:
                 "without volumes, and export that"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot())
+            stack.enter_context(self._slot_held())
             async with self._collector.pinned_then_collected(snapshot):
                 source = await self._host.open_snapshot(snapshot, memory=memory)
             stack.callback(source.close)
@@ -112,17 +112,17 @@ class Transfers:
 
         trusted_fingerprints = {check_fingerprint(each) for each in trust}
         new_names = [require_valid_name(name)] if name else None
-        with self._slot():
+        with self._slot_held():
             decoder = Decoder()
-            batches = _batches(pieces)
+            batches = _join_into_batches(pieces)
             manifest = await _read_manifest(decoder, batches)
             signer = self._require_trusted(decoder, trusted_fingerprints)
-            snapshot = self._new_record(manifest, signer)
+            snapshot = self._create_record(manifest, signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             note_memory_mode(snapshot.memory)
-            disk_bytes = manifest.data_bytes(memory=False)
-            memory_bytes = manifest.data_bytes(memory=has_memory) - disk_bytes
+            disk_bytes = manifest.sum_data_bytes(memory=False)
+            memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
             sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
@@ -157,7 +157,7 @@ class Transfers:
             )
         return fingerprint
 
-    def _new_record(self, manifest: Manifest, signer: str) -> Snapshot:
+    def _create_record(self, manifest: Manifest, signer: str) -> Snapshot:
         """Create the record of a snapshot that is being imported, from fields that the manifest has validated."""
         platform = manifest.platform.model_dump() if manifest.platform else {}
         problem = self._host.find_import_problem(manifest.host_kind, manifest.architecture, platform)
@@ -185,18 +185,18 @@ class Transfers:
             )
 
     @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
+    def _slot_held(self) -> Iterator[None]:
         limit = self._context.config.limits.transfers
-        if self._active >= limit:
+        if self._active_count >= limit:
             raise Busy(
                 f"{limit} snapshots are being exported or imported, which is the maximum (limits.transfers): try again "
                 "when one of them is finished"
             )
-        self._active += 1
+        self._active_count += 1
         try:
             yield
         finally:
-            self._active -= 1
+            self._active_count -= 1
 
 
 class Export:
@@ -222,7 +222,11 @@ class Export:
             if part in source.sizes
         }
         parts = [
-            Part(name=part, size=source.sizes[part], data_bytes=sum(end - start for start, end in _pairs(extents)))
+            Part(
+                name=part,
+                size=source.sizes[part],
+                data_bytes=sum(end - start for start, end in _iterate_pairs(extents)),
+            )
             for part, extents in self._extents.items()
         ]
         sizes = snapshot.resources
@@ -246,7 +250,7 @@ class Export:
 
         encoder = Encoder(self._signer)
         yield encoder.head(self.manifest)
-        for place in self._chunk_places():
+        for place in self._iterate_chunk_places():
             self._pending.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
             if len(self._pending) > _COMPRESSION_THREADS and (contents := await self._take_first()):
                 yield await asyncio.to_thread(encoder.chunk, contents)
@@ -261,12 +265,12 @@ class Export:
         self._pending.popleft()
         return contents
 
-    def _chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
+    def _iterate_chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
         """Yield the index of the part, the part, the offset and the length of each chunk."""
         from sandbox_gateway.engine.transfer.container import CHUNK_BYTES
 
         for index, part in enumerate(self.manifest.parts):
-            for start, end in _pairs(self._extents[part.name]):
+            for start, end in _iterate_pairs(self._extents[part.name]):
                 for offset in range(start, end, CHUNK_BYTES):
                     yield index, part.name, offset, min(CHUNK_BYTES, end - offset)
 
@@ -302,12 +306,12 @@ def _join_extents(extents: Iterable[tuple[int, int]], size: int) -> array[int]:
     return joined
 
 
-def _pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
+def _iterate_pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
     values = iter(extents)
     return zip(values, values, strict=True)
 
 
-async def _batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _join_into_batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Join small pieces, and yield the result when it is large enough to work on."""
     buffer = bytearray()
     async for piece in pieces:
@@ -324,7 +328,7 @@ async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Man
         decoder.feed(batch)
         if (manifest := decoder.read_manifest()) is not None:
             return manifest
-    raise decoder.incomplete_error()
+    raise decoder.create_incomplete_error()
 
 
 async def _write_chunks(
