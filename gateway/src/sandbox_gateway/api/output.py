@@ -117,7 +117,7 @@ def _read_declared_length(start: Message) -> int:
 
 @contextlib.contextmanager
 def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]:
-    limits = _limits_for(response, scope)
+    limits = _choose_limits(response, scope)
     for owner, limit in limits.items():
         if _unsent_bytes[owner] + response.size > limit:
             reason = f"the responses {owner} that clients have not received yet would exceed {limit >> 20} MiB"
@@ -138,7 +138,7 @@ def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]
                 del _unsent_bytes[owner]
 
 
-def _limits_for(response: _LargeResponse, scope: Scope) -> dict[str, int]:
+def _choose_limits(response: _LargeResponse, scope: Scope) -> dict[str, int]:
     if is_local(scope):
         return {"over the Unix socket": MAX_UNSENT_BYTES // 2}
     limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}

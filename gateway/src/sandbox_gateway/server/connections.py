@@ -86,40 +86,40 @@ class Connections:
         self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics
         metrics.connections.set_function(lambda: len(self))
-        self._open: Counter[str] = Counter()
-        self._unlogged: Counter[str] = Counter()
+        self._open_counts: Counter[str] = Counter()
+        self._unlogged_counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return self._open.total()
+        return self._open_counts.total()
 
     def admit(self, address: str) -> bool:
         """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
         key = _make_counting_key(address)
-        if self._open.total() >= self._limit:
+        if self._open_counts.total() >= self._limit:
             self.record_end("too many connections", address)
-        elif self._open[key] >= self._limit_per_address:
+        elif self._open_counts[key] >= self._limit_per_address:
             self.record_end("too many connections from one address", address)
         else:
-            self._open[key] += 1
+            self._open_counts[key] += 1
             return True
         return False
 
     def release(self, address: str) -> None:
         key = _make_counting_key(address)
-        self._open[key] -= 1
-        if not self._open[key]:
-            del self._open[key]
+        self._open_counts[key] -= 1
+        if not self._open_counts[key]:
+            del self._open_counts[key]
 
     def record_end(self, reason: str, address: str) -> None:
         """Record that the gateway closed a connection. A single log line may report several connections."""
         self._metrics.record_connection_end(reason)
-        if not self._unlogged:
+        if not self._unlogged_counts:
             asyncio.get_running_loop().call_later(_LOG_INTERVAL_SECONDS, self._log_closed_connections, address)
-        self._unlogged[reason] += 1
+        self._unlogged_counts[reason] += 1
 
     def _log_closed_connections(self, address: str) -> None:
-        counts_by_reason = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
-        self._unlogged.clear()
+        counts_by_reason = {reason.replace(" ", "_"): count for reason, count in self._unlogged_counts.items()}
+        self._unlogged_counts.clear()
         log.warning("connections closed", first_address=address, **counts_by_reason)
 
 
@@ -271,7 +271,7 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
         )
         self._is_continuation_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._awaited: object = None
+        self._awaited_input: object = None
         self.ws_protocol_class = lambda **options: WebSocketConnection(connections, **options)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -329,14 +329,14 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
 
     def _start_timer(self, awaited_part: str | None, request: object = None) -> None:
         """Start the timer for ``awaited_part``, which the client must send next. If it is None, stop the timer."""
-        if (awaited := (awaited_part, request)) == self._awaited:
+        if (awaited_input := (awaited_part, request)) == self._awaited_input:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = (
             self.loop.call_later(self._limits.request_seconds, self._abort_slow_request) if awaited_part else None
         )
-        self._awaited = awaited
+        self._awaited_input = awaited_input
 
     def _abort_slow_request(self) -> None:
         self._record_end("request too slow")

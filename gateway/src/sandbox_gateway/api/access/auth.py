@@ -204,7 +204,7 @@ def is_identified(scope: Scope) -> bool:
     return _CALLER_KEY in scope
 
 
-def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
+def create_unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the Unix socket")
     if extract_secrets(Headers(scope=scope)):
@@ -212,7 +212,7 @@ def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
-def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
+def determine_required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
     if _EXPORT_PATHS.fullmatch(path) and not in_plan:
         return Permission.ADMIN
@@ -254,17 +254,19 @@ class AuthMiddleware:
             in_plan = _PLAN_KEY in scope
             if in_plan or _RUN_KEY in scope or scope["path"] not in OPEN_PATHS:
                 if caller is None:
-                    raise unauthorized_error(scope, self.keys)
-                require_permission(caller, required_permission(scope["method"], scope["path"], in_plan=in_plan))
+                    raise create_unauthorized_error(scope, self.keys)
+                require_permission(
+                    caller, determine_required_permission(scope["method"], scope["path"], in_plan=in_plan)
+                )
         await self.app(scope, receive, send)
 
 
 def require_permission(caller: Caller, permission: Permission) -> None:
     if caller.permission < permission:
-        raise insufficient_scope_error(caller, permission)
+        raise create_insufficient_scope_error(caller, permission)
 
 
-def insufficient_scope_error(caller: Caller, permission: Permission) -> Forbidden:
+def create_insufficient_scope_error(caller: Caller, permission: Permission) -> Forbidden:
     return Forbidden(
         f"the key {caller.name!r} has scope {caller.permission.name.lower()}, but this request needs a key "
         f"with scope {permission.name.lower()}"

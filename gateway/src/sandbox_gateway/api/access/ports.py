@@ -60,12 +60,12 @@ class Admission:
     query: bytes | None = None
 
 
-def traffic_token(engine: Engine, sandbox_id: str) -> str:
+def derive_traffic_token(engine: Engine, sandbox_id: str) -> str:
     """Return the sandbox's second token, which is valid for every port except AGENT_PORT."""
     return engine.secret.derive(f"traffic {sandbox_id}")
 
 
-def token_for_port(token: str, port: int) -> str:
+def derive_port_token(token: str, port: int) -> str:
     """Return the token that the agent at ``port`` requires: ``token``, or one derived from it for the code interpreter.
 
     A program that listens on the interpreter's port while no agent runs must not learn the other port's token.
@@ -120,7 +120,7 @@ class PortAccess:
     def _has_valid_token(self, id: str, headers: Headers, port: int) -> bool:
         token_pairs = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
         if port != AGENT_PORT:
-            token_pairs += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
+            token_pairs += [(headers.get(name), derive_traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(
             hmac.compare_digest(auth.hash_secret(offered_token), auth.hash_secret(expected_token))
             for offered_token, expected_token in token_pairs
@@ -142,7 +142,7 @@ class PortAccess:
         As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.
         """
         if caller:
-            return auth.insufficient_scope_error(caller, auth.Permission.EXEC)
+            return auth.create_insufficient_scope_error(caller, auth.Permission.EXEC)
         if port != AGENT_PORT and "x-api-key" not in headers:
             return Forbidden(
                 "the ports of this sandbox are not public, and the request has no valid token of the sandbox: send "
@@ -153,4 +153,4 @@ class PortAccess:
                 "no sandbox with that id has this access token, or the token is not valid for this port: "
                 "GET /sandboxes/ID returns the tokens of a sandbox"
             )
-        return auth.unauthorized_error(scope, self.keys)
+        return auth.create_unauthorized_error(scope, self.keys)

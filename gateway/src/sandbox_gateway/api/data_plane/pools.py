@@ -62,7 +62,7 @@ class Pools:
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
+    def request_counted(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
         """Provide the connections to the machine that ``sandbox`` runs on, for one request.
 
         Raises Busy if the machine has too many requests.

@@ -30,7 +30,7 @@ from sandbox_gateway.api.access.ports import (
     TOKEN_HEADER,
     NotRunning,
     PortAccess,
-    token_for_port,
+    derive_port_token,
 )
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import HeadByteCounter
@@ -196,9 +196,9 @@ class DataPlane:
             address,
             host,
             _join_path_and_query(scope, admission.query),
-            self._headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
+            self._build_headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
         )
-        with self.pools.use(sandbox) as machine:
+        with self.pools.request_counted(sandbox) as machine:
             if scope["type"] == "websocket":
                 await _forward_websocket(incoming_request, machine)
             else:
@@ -223,7 +223,7 @@ class DataPlane:
         except NotFound:
             raise NotRunning.for_missing_sandbox(sandbox.id) from None
 
-    def _headers_for_service(
+    def _build_headers_for_service(
         self, headers: Headers, port: int, host: str, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the headers to forward: the request's, without the gateway's secrets and connection-specific headers.
@@ -234,10 +234,10 @@ class DataPlane:
         # A signed URL is valid only for the user it names.
         if signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
-        forwarded_headers = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped_names]
+        forwarded_headers = [(name, value) for name, value in headers.raw if _lowercase_name(name) not in dropped_names]
         forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
         if port in AGENT_PORTS:
-            forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, port).encode()))
+            forwarded_headers.append((TOKEN_HEADER.encode(), derive_port_token(token, port).encode()))
         return forwarded_headers
 
     def _has_api_key(self, authorization: str) -> bool:
@@ -285,7 +285,7 @@ async def _forward_http(
     if await _run_unless_interrupted(exchange.run(), body, machine):
         return
     if not exchange.has_started:
-        raise _machine_ended_error(incoming_request)
+        raise _create_machine_ended_error(incoming_request)
     # Returning before the response is complete makes uvicorn close the client's connection.
     log.info("data plane connection ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
 
@@ -312,7 +312,7 @@ class _Exchange:
                     f"{self.incoming_request.description} responded with status {response.status_code}, which is "
                     "not a valid final status: check the service there"
                 )
-            headers = _headers_for_client(response.headers.raw, self.incoming_request.target)
+            headers = _build_headers_for_client(response.headers.raw, self.incoming_request.target)
             self.has_started = True
             await self.incoming_request.send(
                 {"type": "http.response.start", "status": response.status_code, "headers": headers}
@@ -340,7 +340,7 @@ class _Exchange:
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed_error(self.incoming_request) from None
+            raise _create_port_closed_error(self.incoming_request) from None
         except httpx.TimeoutException:
             raise ProxyFailed(
                 f"{description} did not accept a connection in time: check that the service there is running"
@@ -366,10 +366,10 @@ class _Body(httpx.AsyncByteStream):
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
         self.seconds = seconds
-        self.fully_read = asyncio.Event()
+        self.fully_read_event = asyncio.Event()
         """Set once the whole body has been read: only the client's disconnect can follow."""
         if not expected:
-            self.fully_read.set()
+            self.fully_read_event.set()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -382,7 +382,7 @@ class _Body(httpx.AsyncByteStream):
                 if chunk := message.get("body", b""):
                     yield chunk
         finally:
-            self.fully_read.set()
+            self.fully_read_event.set()
 
     async def _receive_piece(self) -> Message:
         try:
@@ -421,7 +421,7 @@ async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, 
 
 
 async def _wait_for_disconnect(body: _Body) -> None:
-    await body.fully_read.wait()
+    await body.fully_read_event.wait()
     while (await body.receive())["type"] != "http.disconnect":
         pass
 
@@ -444,14 +444,14 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
     except websocket.HandshakeRefused as refusal:
         response = refusal.response
         # The body is sent as a whole, so its length is new if it arrived in chunks.
-        headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
+        headers = _build_headers_for_client(_encode_headers(response.headers), target, {"content-length"})
         await incoming_request.send(
             {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
         )
         await incoming_request.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed_error(incoming_request) from None
+        raise _create_port_closed_error(incoming_request) from None
     except TimeoutError:
         raise ProxyFailed(
             f"{incoming_request.description} did not complete the WebSocket handshake in time: check the service there"
@@ -461,15 +461,17 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
             f"{incoming_request.description} did not accept the WebSocket connection ({error}): check the service there"
         ) from None
     if service_connection is None:
-        raise _machine_ended_error(incoming_request)
+        raise _create_machine_ended_error(incoming_request)
     assert service_connection.response is not None
     await tunnel.run(
         service_connection,
-        _headers_for_client(_encode_headers(service_connection.response.headers), target, websocket.HANDSHAKE_HEADERS),
+        _build_headers_for_client(
+            _encode_headers(service_connection.response.headers), target, websocket.HANDSHAKE_HEADERS
+        ),
     )
 
 
-def _port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
+def _create_port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
         f"nothing is listening on {incoming_request.description}, so the port is not open: start the service there, "
@@ -477,14 +479,14 @@ def _port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     )
 
 
-def _machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
+def _create_machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
     return ProxyFailed(
         f"sandbox {incoming_request.sandbox.id} was rolled back, paused or ended during the request: "
         "send the request again"
     )
 
 
-def _headers_for_client(
+def _build_headers_for_client(
     raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
@@ -505,7 +507,8 @@ def _headers_for_client(
     return isolation_headers + [
         (name, value)
         for name, value in headers.raw
-        if _lower_name(name) not in dropped_names and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
+        if _lowercase_name(name) not in dropped_names
+        and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
     ]
 
 
@@ -518,7 +521,7 @@ def _encode_headers(headers: websockets.datastructures.Headers) -> list[tuple[by
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.raw_items()]
 
 
-def _lower_name(name: bytes) -> str:
+def _lowercase_name(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 

@@ -17,9 +17,9 @@ from sandbox_gateway.api.access.pace import Pace
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.sandboxes import forks_shape
+from sandbox_gateway.api.native.sandboxes import describe_forks
 from sandbox_gateway.api.native.view import ViewDep, ids_of
-from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.paging import Limit, NextToken, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
@@ -52,7 +52,7 @@ async def index(
         str, Query(alias="templateID", description="Only snapshots that descend from this template (id or name)")
     ] = "",
 ) -> list[shapes.SnapshotShape]:
-    sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
+    sources, templates = _find_sandbox_ids(sandbox, engine), ids_of(template, engine)
 
     def walk(after: Key | None, backwards: bool) -> Iterator[Snapshot]:
         return (
@@ -63,8 +63,8 @@ async def index(
             and (not template or snapshot.template_id in templates)
         )
 
-    items = page(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
-    return [view.snapshot(snapshot) for snapshot in items]
+    items = paginate(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.describe_snapshot(snapshot) for snapshot in items]
 
 
 class _ExportResponse(StreamingResponse):
@@ -148,11 +148,13 @@ async def import_(
     """
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     in_plan = bool(plan_of(request.scope))
-    snapshot = await engine.transfers.import_(_pieces(request), name=name or None, trust=trust or (), only_head=in_plan)
-    return view.snapshot(snapshot)
+    snapshot = await engine.transfers.import_(
+        _read_pieces(request), name=name or None, trust=trust or (), only_head=in_plan
+    )
+    return view.describe_snapshot(snapshot)
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
+async def _read_pieces(request: Request) -> AsyncIterator[bytes]:
     try:
         async for piece in request.stream():
             yield piece
@@ -169,7 +171,7 @@ async def signer(engine: EngineDep) -> shapes.SignerShape:
     "/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot, or a template as a snapshot"
 )
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
-    return view.snapshot(engine.snapshots.get(ref), with_users=True)
+    return view.describe_snapshot(engine.snapshots.get(ref), with_users=True)
 
 
 @router.delete(
@@ -198,10 +200,10 @@ async def fork(
     operation: OperationId = "",
 ) -> shapes.SandboxShape | shapes.ForksShape:
     body = body or requests.Fork()
-    spec = body.fork_spec(idempotency_key, operation)
+    spec = body.build_fork_spec(idempotency_key, operation)
     if not body.has_count_or_names:
-        return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
-    return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
+        return view.describe_sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
+    return describe_forks(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
 @router.post("/snapshots/{ref}/prewarm", summary="Set how many forks of a snapshot or template to keep ready")
@@ -210,7 +212,7 @@ async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes
 
     Missing forks are started in the background.
     """
-    return shapes.prewarm_shape(await engine.prewarm.set_target(ref, body.count))
+    return shapes.describe_prewarm(await engine.prewarm.set_target(ref, body.count))
 
 
 @router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
@@ -237,7 +239,7 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     return JSONResponse(shape.model_dump(), 202)
 
 
-def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
+def _find_sandbox_ids(ref: str, engine: Engine) -> set[str]:
     try:
         return {ref, engine.sandboxes.get(ref).id}
     except NotFound:
