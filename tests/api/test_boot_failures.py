@@ -11,7 +11,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandb
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
-from sandbox_gateway.cli.failure import failure_from_response
+from sandbox_gateway.cli.failure import create_failure_from_response
 from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, extract_last_lines
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -38,7 +38,7 @@ def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_hos
         console_text
     )
     assert api.get("/sandboxes").json() == [] and broken_host.machines == {}
-    assert console_text in failure_from_response(500, error).message
+    assert console_text in create_failure_from_response(500, error).message
 
 
 def test_the_error_of_a_failed_resume_contains_the_console(api: httpx.Client, broken_host: Any) -> None:

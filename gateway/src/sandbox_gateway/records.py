@@ -242,7 +242,7 @@ class Sandbox(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_former_fields(cls, record: Any) -> Any:
+    def _rename_old_fields(cls, record: Any) -> Any:
         """Rename the field ``life`` of records from older releases to ``timeout``."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}

@@ -76,7 +76,7 @@ class Captures:
     async def _add_to_lineage(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
         head = self._index.sandbox(sandbox.id).head
         if head != snapshot.parent:
-            # The former head was deleted during the capture.
+            # The previous head was deleted during the capture.
             snapshot = await save_snapshot(self._context, snapshot.id, parent=head)
         if snapshot.kind is not SnapshotKind.PAUSE:
             await save_sandbox(self._context, sandbox.id, head=snapshot.id)

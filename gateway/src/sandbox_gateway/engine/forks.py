@@ -126,10 +126,10 @@ class Forks:
                 raise
 
     async def _restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
-        """Make the former head the head of ``sandbox`` again, so that the capture can be collected."""
-        former_head = self._index.any_snapshot(snapshot.id).parent
+        """Make the previous head the head of ``sandbox`` again, so that the capture can be collected."""
+        previous_head = self._index.any_snapshot(snapshot.id).parent
         try:
-            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=former_head)
+            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=previous_head)
         except GatewayError as error:
             log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
 

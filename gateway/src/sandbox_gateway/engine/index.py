@@ -71,7 +71,7 @@ class Index:
         self._users = IdGroups()
         """By the id of a snapshot: the ids of the sandboxes that use it."""
         self._entries: dict[str, _Entry] = {}
-        self._list_names: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
         self._pins: Counter[str] = Counter()
 
@@ -82,7 +82,7 @@ class Index:
         """
         copy = Index()
         records = ("sandboxes", "snapshots", "volumes", "volume_snapshots")
-        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_list_names"):
+        for name in (*records, *_GROUPS, "series", "_users", "_entries", "_names"):
             setattr(copy, name, getattr(self, name).copy())
         copy._orders.update((kind, order.copy()) for kind, order in self._orders.items())
         copy.changed_series = {*copy.series}
@@ -103,9 +103,9 @@ class Index:
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
             for name in _list_names(record):
-                if self._list_names.get(name, record.id) != record.id:
+                if self._names.get(name, record.id) != record.id:
                     problems.append(
-                        f"{record.id} lost the name {name!r}, because {self._list_names[name]} also has it: use the "
+                        f"{record.id} lost the name {name!r}, because {self._names[name]} also has it: use the "
                         f"id {record.id} instead"
                     )
                     _remove_name(record, name)
@@ -124,7 +124,7 @@ class Index:
 
     def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        former_record = self._find_record(record.id)
+        old_record = self._find_record(record.id)
         self._forget(record.id)
         compact(record)
         if isinstance(record, Sandbox):
@@ -138,7 +138,7 @@ class Index:
             self.volume_snapshots[record.id] = record
         entry = self._entries[record.id] = _create_entry(record)
         for name in entry.names:
-            self._list_names[name] = record.id
+            self._names[name] = record.id
         if entry.order:
             self._orders[entry.order].add(entry.key)
         for snapshot_id in entry.used_snapshots:
@@ -146,8 +146,8 @@ class Index:
         if entry.series:
             self.series.add(entry.series, record.id)
             self.changed_series.add(entry.series)
-        if former_record is not None:
-            count_change(former_record, record, self)
+        if old_record is not None:
+            count_change(old_record, record, self)
 
     def _find_record(self, id: str) -> Record | None:
         return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
@@ -176,8 +176,8 @@ class Index:
         if entry is None:
             return
         for name in entry.names:
-            if self._list_names.get(name) == id:
-                del self._list_names[name]
+            if self._names.get(name) == id:
+                del self._names[name]
         if entry.order:
             self._orders[entry.order].discard(entry.key)
         for snapshot_id in entry.used_snapshots:
@@ -251,8 +251,8 @@ class Index:
 
     def owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
-        if name in self._list_names:
-            return self._list_names[name]
+        if name in self._names:
+            return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
     def is_free(self, name: str) -> bool:
@@ -273,14 +273,14 @@ class Index:
         return self._pins[record.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
-        sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._list_names.get(ref, ""))
+        sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if sandbox is None:
             raise NotFound("sandbox", shorten(ref))
         return sandbox
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
-        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._list_names.get(ref, ""))
+        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
             raise NotFound(what, shorten(ref))
@@ -293,7 +293,7 @@ class Index:
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
-        volume = self.volumes.get(ref) or self.volumes.get(self._list_names.get(ref, ""))
+        volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if volume is None:
             raise NotFound("volume", shorten(ref))
         return volume

@@ -74,7 +74,7 @@ def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
     if isinstance(record, Sandbox):
         ancestor_ids = [record.forked_from, record.template_id]
     else:
-        # A snapshot whose source was removed is shown below the source's former parent.
+        # A snapshot whose source was removed is shown below its own parent.
         ancestor_ids = [record.source_sandbox, record.parent, record.origin]
     return next((each for each in ancestor_ids if each in records and each != record.id), "")
 

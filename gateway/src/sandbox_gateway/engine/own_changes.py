@@ -50,11 +50,11 @@ own_changes: ContextVar[OwnChanges | None] = ContextVar("own_changes", default=N
 """The changes of the run to which the current request belongs. The tasks that the request starts inherit it."""
 
 
-def count_change(former_record: Record, record: Record, existing_ids: Container[str]) -> None:
+def count_change(old_record: Record, record: Record, existing_ids: Container[str]) -> None:
     """Count a change that the current request has made, if it belongs to a run."""
     changes = own_changes.get()
-    if changes is not None and record.generation > former_record.generation:
-        changes.add(record.id, former_record.generation, record.generation, existing_ids)
+    if changes is not None and record.generation > old_record.generation:
+        changes.add(record.id, old_record.generation, record.generation, existing_ids)
 
 
 def get_generation_without_own_changes(record: Record) -> int:

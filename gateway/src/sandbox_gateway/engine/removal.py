@@ -35,13 +35,13 @@ class Removal:
         await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
 
     async def _remove_snapshot(self, id: str) -> None:
-        former_records: list[Sandbox | Snapshot] = []
+        old_records: list[Sandbox | Snapshot] = []
         parent = ""
         try:
             # Move the children first, so that they stay in their tree even after a crash.
             async with self._lineage_lock:
                 parent = self._snapshots_being_removed[id].parent
-                former_records = await self._reparent(id, parent)
+                old_records = await self._reparent(id, parent)
             async with record_locked(self._context, self._snapshots_being_removed[id]):
                 snapshot = self._snapshots_being_removed[id]
                 with external_users_named(snapshot):
@@ -49,7 +49,7 @@ class Removal:
         except BaseException:
             async with self._lineage_lock:
                 self._index.put(self._snapshots_being_removed.pop(id))
-                await self._undo_reparent(id, parent, former_records)
+                await self._undo_reparent(id, parent, old_records)
             raise
         del self._snapshots_being_removed[id]
         if not snapshot.is_hidden:
@@ -61,12 +61,12 @@ class Removal:
                 log.warning("a volume snapshot could not be removed", volume_snapshot=each.id, reason=error.message)
 
     async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
-        """Make ``parent`` the parent of the children of ``id``, and return their former records.
+        """Make ``parent`` the parent of the children of ``id``, and return their old records.
 
         A child whose record cannot be saved keeps its parent, so that a full disk does not prevent a removal. The
         children's generations do not increase, because their contents stay the same.
         """
-        former_records: list[Sandbox | Snapshot] = []
+        old_records: list[Sandbox | Snapshot] = []
         attempted_ids: set[str] = set()
         # A concurrent capture can add children.
         while children := [each for each in self._find_children(id) if each.id not in attempted_ids]:
@@ -79,7 +79,7 @@ class Removal:
                         await save_snapshot(
                             self._context, each.id, only_if={"parent": id}, is_counted=False, parent=parent
                         )
-                    former_records.append(each)
+                    old_records.append(each)
                 except NotFound:
                     pass  # the child was removed in the meantime
                 except GatewayError as error:
@@ -92,11 +92,11 @@ class Removal:
         for other_id, snapshot in self._snapshots_being_removed.items():
             if snapshot.parent == id:
                 self._snapshots_being_removed[other_id] = snapshot.model_copy(update={"parent": parent})
-        return former_records
+        return old_records
 
-    async def _undo_reparent(self, id: str, parent: str, former_records: list[Sandbox | Snapshot]) -> None:
+    async def _undo_reparent(self, id: str, parent: str, old_records: list[Sandbox | Snapshot]) -> None:
         """Undo ``_reparent`` for children that have not changed since."""
-        for each in former_records:
+        for each in old_records:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
                     conditions = {"head": parent, "instance": each.instance}

@@ -168,16 +168,16 @@ class Templates:
             return await finish_despite_cancellation(self._set_alias(template, alias))
 
     async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
-        former_owners = [each for each in self.list() if alias in each.names]
-        with self._index.reserved([alias], taken_from={each.id for each in former_owners}):
-            for each in former_owners:
+        previous_owners = [each for each in self.list() if alias in each.names]
+        with self._index.reserved([alias], taken_from={each.id for each in previous_owners}):
+            for each in previous_owners:
                 await self._set_names(each, [name for name in each.names if name != alias])
             try:
                 renamed_template = await self._set_names(template, [*template.names, alias])
             except BaseException:
-                await clean_up(log, *(self._set_names(each, each.names) for each in former_owners))
+                await clean_up(log, *(self._set_names(each, each.names) for each in previous_owners))
                 raise
-        await clean_up(log, *(self._remove(each.id) for each in former_owners if each.names == [alias]))
+        await clean_up(log, *(self._remove(each.id) for each in previous_owners if each.names == [alias]))
         return renamed_template
 
     async def _digest_source(self, recipe: Recipe) -> str:
