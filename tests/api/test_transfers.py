@@ -51,11 +51,11 @@ def foreign_file() -> tuple[bytes, str]:
     """Return a file that another gateway signed, and the fingerprint of the signer."""
     signer = Signer(b"f" * 32)
     encoder = Encoder(signer)
-    head = encoder.head(parse_manifest(json.dumps(manifest_fields()).encode()))
+    head = encoder.encode_head(parse_manifest(json.dumps(manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
     chunks.insert(2, (2, 0, b'{"color": "green"}'.ljust(4096)))
     return b"".join(
-        [head, *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.end()]
+        [head, *(encoder.encode_chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.encode_end()]
     ), signer.fingerprint
 
 

@@ -171,7 +171,7 @@ def test_retention_removes_old_snapshots_that_are_not_in_use(live: Live, source:
 def test_lineage_shows_each_object_below_its_origin(live: Live, source: str) -> None:
     live.do(live.engine.snapshots.create(source, name="fork-point"))
     live.do(live.engine.forks.create("fork-point", ForkSpec(names=["child"])))
-    (tree,) = live.engine.snapshots.lineage(TEMPLATE)
+    (tree,) = live.engine.snapshots.build_lineage(TEMPLATE)
     sandbox = next(node for node in tree["children"] if node["names"] == ["source"])
     (snapshot,) = sandbox["children"]
     assert snapshot["names"] == ["fork-point"]

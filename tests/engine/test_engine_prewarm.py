@@ -27,7 +27,7 @@ def keep_ready(live: Live, ref: str, count: int) -> None:
     """Set a snapshot's prewarm target, and wait until that many forks are ready."""
     live.do(live.engine.prewarm.set_target(ref, count))
     snapshot = live.engine.snapshots.get(ref)
-    eventually(lambda: live.engine.prewarm.level(snapshot).ready == count, 120)
+    eventually(lambda: live.engine.prewarm.get_level(snapshot).ready == count, 120)
 
 
 @pytest.mark.usefixtures("with_prewarm")
@@ -110,7 +110,7 @@ def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_live: Callab
     assert reopened_live.shell("kept", "cat /run/kept").strip() == "here"
     assert reopened_live.sandbox("kept").instance == sandbox.instance
     template = reopened_live.engine.snapshots.get(TEMPLATE)
-    eventually(lambda: reopened_live.engine.prewarm.level(template).ready == 1, 120)
+    eventually(lambda: reopened_live.engine.prewarm.get_level(template).ready == 1, 120)
     keep_ready(reopened_live, TEMPLATE, 0)
 
 

@@ -177,11 +177,11 @@ def _simplify_tree(nodes: list[dict[str, Any]]) -> dict[str, Any]:
 def test_children_of_a_deleted_snapshot_move_to_its_parent(live: Live) -> None:
     _create_chain(live, "one", "two", "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    assert _simplify_tree(live.engine.snapshots.build_lineage()) == {"base": {"one": {"two": {"three": {}}}}}
     live.do(live.engine.snapshots.delete("two"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
     live.do(live.engine.snapshots.delete("one"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
+    assert _simplify_tree(live.engine.snapshots.build_lineage()) == {"base": {"three": {}}}
 
 
 def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Live) -> None:
@@ -190,7 +190,7 @@ def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Li
     assert live.engine.sandboxes.get("box").head == live.engine.snapshots.get("one").id
     _create_chain(live, "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> None:
@@ -201,7 +201,7 @@ def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> No
     assert not live.do(live.engine.snapshots.delete("two", when_unused=True))
     live.do(live.engine.sandboxes.delete("fork"))
     live.do(live.engine.sandboxes.delete("box"))
-    assert _simplify_tree(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(live.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
@@ -237,7 +237,7 @@ def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -
     assert live.do(live.engine.snapshots.delete("one"))
     assert one_id not in live.engine.index.snapshots
     assert live.engine.snapshots.get("two").parent == one_id
-    (root,) = live.engine.snapshots.lineage()
+    (root,) = live.engine.snapshots.build_lineage()
     assert two_id in str(root), "it is not shown below the template"
 
 

@@ -22,13 +22,13 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, wo
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
     live.do(live.engine.sandboxes.pause("f2"))
-    sandboxes, lineage = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
+    sandboxes, lineage = live.engine.sandboxes.list(), live.engine.snapshots.build_lineage()
     traces_before = world.traces(live.config)
     live.close()
 
     live_after_restart = make_live(config=live.config)
     assert live_after_restart.engine.sandboxes.list() == sandboxes
-    assert live_after_restart.engine.snapshots.lineage() == lineage
+    assert live_after_restart.engine.snapshots.build_lineage() == lineage
     assert world.traces(live_after_restart.config) == traces_before
     assert live_after_restart.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:

@@ -120,7 +120,7 @@ def test_a_scan_reports_a_duplicate_name_and_a_mount_of_a_missing_volume() -> No
         [sandbox := Sandbox(name="box", mounts=mounts)], [], [newer_volume, older_volume]
     )
     assert newer_volume.id in name_problem and "/lost" in mount_problem
-    assert index.volume("data") is older_volume and index.volume(newer_volume.id).name == newer_volume.id
+    assert index.get_volume("data") is older_volume and index.get_volume(newer_volume.id).name == newer_volume.id
     assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "the volume may be restored"
 
 

@@ -104,7 +104,7 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
     assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
-    (sample,) = live.do(live.engine.loads.history("free"))
+    (sample,) = live.do(live.engine.loads.get_history("free"))
     assert sample.memory_bytes is None and sample.cpu_percent is None, (
         "a value that the host cannot measure is not None"
     )

@@ -40,7 +40,7 @@ def export(live: Live, ref: str) -> bytes:
     async def read() -> bytes:
         export = await live.engine.transfers.export(ref)
         try:
-            return b"".join([piece async for piece in export.pieces()])
+            return b"".join([piece async for piece in export.read_pieces()])
         finally:
             await export.close()
 
@@ -57,7 +57,7 @@ def import_(live: Live, file: bytes, name: str | None = None) -> Snapshot:
 
 def make_file(live: Live, stream: bytes) -> bytes:
     """Return a snapshot file that the gateway has signed, with ``stream`` as its contents."""
-    encoder = Encoder(live.engine.transfers.signer())
+    encoder = Encoder(live.engine.transfers.get_signer())
     manifest = Manifest(
         snapshot_id="0123456789ab",
         kind="snapshot",
@@ -75,8 +75,8 @@ def make_file(live: Live, stream: bytes) -> bytes:
     for start in range(0, len(stream), CHUNK_BYTES):
         data = stream[start : start + CHUNK_BYTES]
         if data.strip(b"\0"):
-            chunks.append(encoder.chunk(compress_chunk(0, start, data)))
-    return b"".join([encoder.head(manifest), *chunks, encoder.end()])
+            chunks.append(encoder.encode_chunk(compress_chunk(0, start, data)))
+    return b"".join([encoder.encode_head(manifest), *chunks, encoder.encode_end()])
 
 
 def list_objects(live: Live) -> set[str]:

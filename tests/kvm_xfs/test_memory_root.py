@@ -108,7 +108,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(live: Live, roo
     capture_source(live, "later")
     live.do(live.engine.snapshots.delete("mark", when_unused=True))
     live.do(live.engine.prewarm.set_target("later", 1))
-    eventually(lambda: live.engine.prewarm.total().ready == 1, 60)
+    eventually(lambda: live.engine.prewarm.get_total_level().ready == 1, 60)
     live.do(live.engine.forks.create("later", ForkSpec(names=["claimed"])))
     assert read_digest(live, "claimed") == digest
     assert live.engine.machines.starts["prewarmed"] == 1

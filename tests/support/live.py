@@ -88,7 +88,7 @@ class Live:
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
-        eventually(lambda: self.engine.prewarm.total().ready == 0)
+        eventually(lambda: self.engine.prewarm.get_total_level().ready == 0)
 
     def sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)

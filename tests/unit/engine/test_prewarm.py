@@ -54,7 +54,7 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
 
 
 def count_ready(engine: Engine, ref: str = "s") -> int:
-    return engine.prewarm.level(engine.snapshots.get(ref)).ready
+    return engine.prewarm.get_level(engine.snapshots.get(ref)).ready
 
 
 async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:

@@ -238,7 +238,7 @@ async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(eng
 async def test_a_stalled_machine_is_not_resumed_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
     """A capture stops the machine, and nothing else may resume the machine during the capture."""
     sandbox = engine.sandboxes.get("a")
-    async with engine.sandboxes._locking.sandbox("a"):
+    async with engine.sandboxes._locking.sandbox_locked("a"):
         host.set_free_space(disk_mb=0)
         host.stalled_instances.add(sandbox.instance)
         await wait_until(lambda: engine.room.get_stall_reason(sandbox))
@@ -317,7 +317,7 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
     """The room for an import is checked once, but its last byte can arrive hours later."""
     monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
     export = await engine.transfers.export("s")
-    pieces = [piece async for piece in export.pieces()]
+    pieces = [piece async for piece in export.read_pieces()]
     await export.close()
     size = export.manifest.sum_data_bytes(memory=True)
     host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)

@@ -75,9 +75,9 @@ def make_file(chunks: list[tuple[int, int, bytes]] = CHUNKS, **changes: Any) -> 
     """Return a file, and the offsets of the edges of its records."""
     encoder = Encoder(SIGNER)
     records = [
-        encoder.head(make_manifest(**changes)),
-        *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks),
-        encoder.end(),
+        encoder.encode_head(make_manifest(**changes)),
+        *(encoder.encode_chunk(compress_chunk(*chunk)) for chunk in chunks),
+        encoder.encode_end(),
     ]
     edges = [sum(map(len, records[:count])) for count in range(len(records) + 1)]
     return b"".join(records), edges
@@ -178,7 +178,7 @@ def test_another_file_is_refused_at_once() -> None:
 def sign(records: list[bytes]) -> bytes:
     """Return a file with a valid head, ``records`` and a valid end."""
     encoder = Encoder(SIGNER)
-    return b"".join([encoder.head(make_manifest()), *map(encoder._add, records), encoder.end()])
+    return b"".join([encoder.encode_head(make_manifest()), *map(encoder._add, records), encoder.encode_end()])
 
 
 def frame_chunk(part: int, offset: int, length: int, frame: bytes, data: bytes = b"") -> bytes:
@@ -228,9 +228,9 @@ def test_a_bad_record_is_refused_without_much_memory(name: str) -> None:
 
 def test_only_one_chunk_is_decompressed_at_a_time() -> None:
     encoder, zeros = Encoder(SIGNER), bytes(CHUNK_BYTES)
-    chunks = [encoder.chunk(compress_chunk(2, number * CHUNK_BYTES, zeros)) for number in range(8)]
+    chunks = [encoder.encode_chunk(compress_chunk(2, number * CHUNK_BYTES, zeros)) for number in range(8)]
     decoder = Decoder()
-    decoder.feed(Encoder(SIGNER).head(make_manifest()) + b"".join(chunks))
+    decoder.feed(Encoder(SIGNER).encode_head(make_manifest()) + b"".join(chunks))
     tracemalloc.start()
     try:
         assert decoder.read_manifest() is not None
@@ -265,7 +265,7 @@ def test_chunks_that_take_more_disk_than_announced_are_refused(
 
 def test_the_signature_of_another_key_does_not_fit() -> None:
     other = Encoder(Signer(b"o" * 32))
-    head = other.head(make_manifest())
+    head = other.encode_head(make_manifest())
     signed_by_other = head.replace(Signer(b"o" * 32).public_key, SIGNER.public_key)
     with pytest.raises(Invalid, match="the signature of its manifest does not match"):
         decode(signed_by_other)

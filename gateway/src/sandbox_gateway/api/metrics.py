@@ -148,7 +148,7 @@ class _Inventory(Collector):
         for kind in ("snapshot", "template"):
             snapshot_gauge.add_metric([kind], count_by_kind[kind])
         yield snapshot_gauge
-        level = self._engine.prewarm.total()
+        level = self._engine.prewarm.get_total_level()
         prewarmed_fork_gauge = GaugeMetricFamily(
             "sandbox_gateway_prewarmed_forks",
             "Prewarmed forks: those that are ready, and the target.",

@@ -74,7 +74,7 @@ class Captures:
         return snapshot
 
     async def _add_to_lineage(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
-        head = self._index.sandbox(sandbox.id).head
+        head = self._index.get_sandbox(sandbox.id).head
         if head != snapshot.parent:
             # The previous head was deleted during the capture.
             snapshot = await save_snapshot(self._context, snapshot.id, parent=head)
@@ -104,7 +104,7 @@ class Captures:
         """
         memory = memory and self._host.abilities.memory
         await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
-        async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
+        async with self._locking.volumes_locked(self._require_mounted(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
@@ -116,7 +116,7 @@ class Captures:
 
     def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
         """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
-        volumes = [self._index.volume(ref) for ref in refs]
+        volumes = [self._index.get_volume(ref) for ref in refs]
         for volume in volumes:
             if all(mount.volume != volume.id for mount in sandbox.mounts):
                 raise Invalid(
@@ -132,7 +132,7 @@ class Captures:
         captured memory includes the cache.
         """
         try:
-            await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
+            await self._agents.create_client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         except GatewayError as error:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
@@ -143,7 +143,7 @@ class Captures:
             await self._sync_guest(sandbox)
             yield
             return
-        agent = self._agents.client(sandbox)
+        agent = self._agents.create_client(sandbox)
         if not await agent.freeze(seconds=_FREEZE_SECONDS):
             raise BackendFailed("the sandbox's file system could not be frozen: take the snapshot with memory instead")
         try:

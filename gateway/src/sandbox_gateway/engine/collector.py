@@ -61,7 +61,7 @@ class Collector:
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in [each.id for each in self._index.snapshots_in(self._index.collectable)]:
+        for id in [each.id for each in self._index.list_snapshots_in(self._index.collectable)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
@@ -96,11 +96,11 @@ class Collector:
 
         The captures themselves may remain for a long time, as the heads of their source sandboxes.
         """
-        for snapshot in self._index.snapshots_in(self._index.collectable):
+        for snapshot in self._index.list_snapshots_in(self._index.collectable):
             if not self._references.can_collect_volume_snapshots(snapshot):
                 continue
             try:
-                for each in self._index.volume_snapshots_in(snapshot):
+                for each in self._index.list_volume_snapshots_in(snapshot):
                     await finish_despite_cancellation(self._removal.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:

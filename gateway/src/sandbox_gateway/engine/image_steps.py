@@ -42,9 +42,9 @@ class ImageSteps:
         """Add a step. Raises Unsupported if it cannot be carried out, Invalid if its arguments are not valid."""
         match kind, list(args):
             case "RUN", [command]:
-                self._add_command(self.command(command))
+                self._add_command(self.build_command(command))
             case "RUN", [command, user]:
-                self._add_command(self.command(command, user=_check_length("user", user)))
+                self._add_command(self.build_command(command, user=_check_length("user", user)))
             case "ENV", pairs if pairs and len(pairs) % 2 == 0:
                 for name, value in zip(pairs[::2], pairs[1::2], strict=True):
                     self._set_variable(name, value)
@@ -59,7 +59,7 @@ class ImageSteps:
             case _:
                 raise Unsupported(f"the step {kind[:40]!r} is not supported: use RUN, ENV, WORKDIR and USER")
 
-    def command(self, text: str, **changes: Any) -> str:
+    def build_command(self, text: str, **changes: Any) -> str:
         """Return a shell command that runs ``text`` in the image's environment, changed by the steps so far.
 
         Raises Invalid if the command is too long.

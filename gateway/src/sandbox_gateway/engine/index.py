@@ -218,9 +218,9 @@ class Index:
             if snapshot is not None and (include_hidden or not snapshot.is_hidden):
                 yield snapshot
 
-    def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
+    def list_snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
         """Return the snapshots in ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
-        return oldest_first(self.snapshots[id] for id in group)
+        return sort_oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
     def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
@@ -229,7 +229,7 @@ class Index:
         ``taken_from``: the ids of objects that give up their names inside this context.
         """
         requested_names = list(names)
-        owned_names = {name for name in requested_names if (owner := self.owner(name)) and owner not in taken_from}
+        owned_names = {name for name in requested_names if (owner := self.find_owner(name)) and owner not in taken_from}
         taken_names = [
             name
             for name in requested_names
@@ -237,11 +237,11 @@ class Index:
         ]
         if taken_names:
             conflicts = ", ".join(
-                f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
+                f"{name!r} ({self.find_owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
             )
             raise NameTaken(
                 f"the name is already in use: {conflicts}. Choose another name, or remove the object that uses it",
-                blockers=[owner for name in taken_names if (owner := self.owner(name))],
+                blockers=[owner for name in taken_names if (owner := self.find_owner(name))],
             )
         self._reserved.update(requested_names)
         try:
@@ -249,14 +249,14 @@ class Index:
         finally:
             self._reserved.difference_update(requested_names)
 
-    def owner(self, name: str) -> str:
+    def find_owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
         if name in self._names:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
     def is_free(self, name: str) -> bool:
-        return not self.owner(name) and name not in self._reserved
+        return not self.find_owner(name) and name not in self._reserved
 
     @contextlib.contextmanager
     def pinned(self, *records: Record) -> Iterator[None]:
@@ -272,13 +272,13 @@ class Index:
     def is_pinned(self, record: Record) -> bool:
         return self._pins[record.id] > 0
 
-    def sandbox(self, ref: str) -> Sandbox:
+    def get_sandbox(self, ref: str) -> Sandbox:
         sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if sandbox is None:
             raise NotFound("sandbox", shorten(ref))
         return sandbox
 
-    def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
+    def get_snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
         snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
@@ -286,38 +286,38 @@ class Index:
             raise NotFound(what, shorten(ref))
         return snapshot
 
-    def any_snapshot(self, id: str) -> Snapshot:
+    def get_any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
         if id not in self.snapshots:
             raise NotFound("snapshot", shorten(id))
         return self.snapshots[id]
 
-    def volume(self, ref: str) -> Volume:
+    def get_volume(self, ref: str) -> Volume:
         volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if volume is None:
             raise NotFound("volume", shorten(ref))
         return volume
 
-    def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
+    def get_volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
         """Find a snapshot of a volume by id, or by its name among the snapshots of ``volume``."""
         snapshot = self.volume_snapshots.get(ref)
         if volume is not None:
-            snapshot = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
+            snapshot = next((each for each in self.list_snapshots_of(volume) if ref in (each.id, each.name)), None)
         if snapshot is None:
             message = f"snapshot {shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
             parent = volume.name if volume else ""
             raise NotFound("volume snapshot", shorten(ref), message=message, resource="volume_snapshot", parent=parent)
         return snapshot
 
-    def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
+    def list_snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
+        return sort_oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
 
-    def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+    def list_volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the volume snapshots that are part of a sandbox snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
 
-    def running_sandboxes(self) -> list[Sandbox]:
+    def list_running_sandboxes(self) -> list[Sandbox]:
         return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
@@ -329,7 +329,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
+    def list_sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
 
@@ -339,7 +339,7 @@ def is_removed_when_unused(snapshot: Snapshot) -> bool:
     return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
 
 
-def oldest_first(records: Iterable[_Record]) -> list[_Record]:
+def sort_oldest_first(records: Iterable[_Record]) -> list[_Record]:
     """Return objects in the order in which they were created."""
     return sorted(records, key=lambda each: (each.created_at, each.id))
 

@@ -48,7 +48,7 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
         children.setdefault(_find_parent(record, records), []).append(id)
     root_ids = children.get("", [])
     if root is not None:
-        id = root if root in records else index.owner(root)
+        id = root if root in records else index.find_owner(root)
         if id not in records:
             raise NotFound("sandbox, snapshot or template", shorten(root), resource="sandbox")
         root_ids = [id]

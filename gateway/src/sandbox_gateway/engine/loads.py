@@ -93,19 +93,19 @@ class Loads:
                 del self._histories[id]
             try:
                 await self._measure(
-                    each for each in self._index.running_sandboxes() if not self._has_fresh_sample(each)
+                    each for each in self._index.list_running_sandboxes() if not self._has_fresh_sample(each)
                 )
             except Exception as error:
                 self._log_failure(error)
             else:
                 self._has_failed = False
 
-    async def history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
+    async def get_history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
         """Return the samples of a sandbox from ``start`` to ``end``, oldest first.
 
         A running sandbox is measured first. A paused sandbox has only samples from before its pause.
         """
-        sandbox = self._index.sandbox(ref)
+        sandbox = self._index.get_sandbox(ref)
         if sandbox.state is SandboxState.RUNNING and end >= time.time() and not self._has_fresh_sample(sandbox):
             await self._measure([sandbox])
         history = self._histories.get(sandbox.id)
@@ -115,7 +115,7 @@ class Loads:
     def list_current(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         earliest_time = time.time() - _MAX_AGE_SECONDS
-        for sandbox in self._index.running_sandboxes():
+        for sandbox in self._index.list_running_sandboxes():
             newest_sample = self._find_newest_sample(sandbox)
             if newest_sample is not None and newest_sample.at >= earliest_time:
                 yield sandbox, newest_sample

@@ -131,7 +131,7 @@ class MachineLifecycle:
             # after a restart the gateway detects it again.
             log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
-            index.put(copy_with_changes(index.sandbox(sandbox.id), **changes))
+            index.put(copy_with_changes(index.get_sandbox(sandbox.id), **changes))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def mark_if_stopped(self, sandbox: Sandbox) -> None:
@@ -144,11 +144,11 @@ class MachineLifecycle:
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:
-        for sandbox in self._context.index.running_sandboxes():
+        for sandbox in self._context.index.list_running_sandboxes():
             if sandbox.instance == instance:
                 self._context.background.start(self._mark_stopped_if_current(sandbox.id, instance))
 
     async def _mark_stopped_if_current(self, id: str, instance: str) -> None:
-        async with self._locking.sandbox(id) as sandbox:
+        async with self._locking.sandbox_locked(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
                 await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

@@ -52,7 +52,7 @@ class MountPlanner:
 
     def resolve_volumes(self, specs: Sequence[MountSpec]) -> list[Volume]:
         """Return the volumes in ``specs``. Raises NotFound, or Invalid if one sandbox cannot mount all of them."""
-        volumes = [self._index.volume(spec.volume) for spec in specs]
+        volumes = [self._index.get_volume(spec.volume) for spec in specs]
         for volume in volumes:
             if volumes.count(volume) > 1:
                 raise Invalid(
@@ -93,7 +93,7 @@ class MountPlanner:
         return remaining_mounts
 
     @contextlib.asynccontextmanager
-    async def with_mounts(
+    async def mounts_added(
         self, planned_mounts: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
     ) -> AsyncIterator[dict[str, list[Volume]]]:
         """Add the planned mounts to the records of new sandboxes.
@@ -103,7 +103,7 @@ class MountPlanner:
         shared_volume_ids = [each.volume.id for each in planned_mounts if each.source is None]
         sources = [each.source for each in planned_mounts if each.source is not None]
         try:
-            async with self._locking.shared_volumes(shared_volume_ids):
+            async with self._locking.volumes_shared(shared_volume_ids):
                 clones: dict[str, list[Volume]] = {}
                 names: set[str] = set()
                 for sandbox in sandboxes:

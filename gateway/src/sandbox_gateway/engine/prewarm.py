@@ -79,24 +79,24 @@ class PrewarmPool:
             self._requested_start_count -= 1
             self._change_event.set()
 
-    def level(self, snapshot: Snapshot) -> Level:
+    def get_level(self, snapshot: Snapshot) -> Level:
         return Level(target=snapshot.prewarm, ready=len(self._ready_forks.get(snapshot.id, ())))
 
-    def total(self) -> Level:
+    def get_total_level(self) -> Level:
         """Return the target and the number of ready forks, summed over all snapshots."""
-        levels = [self.level(snapshot) for snapshot in self._index.snapshots_in(self._index.prewarmed)]
+        levels = [self.get_level(snapshot) for snapshot in self._index.list_snapshots_in(self._index.prewarmed)]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready_forks.values())))
 
     @measured("prewarm.set")
     async def set_target(self, ref: str, count: int) -> Level:
         """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
-        snapshot = self._index.snapshot(ref)
+        snapshot = self._index.get_snapshot(ref)
         self.check_count(snapshot.memory is not MemoryMode.NONE, count)
         if snapshot.prewarm != count:
             snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
         self._backoff.forget([snapshot.id])
         self._change_event.set()
-        return self.level(snapshot)
+        return self.get_level(snapshot)
 
     def check_count(self, memory: bool, count: int) -> None:
         """Raise Invalid or Unsupported if ``count`` forks of a snapshot cannot be kept ready.
@@ -157,7 +157,9 @@ class PrewarmPool:
         await clean_up(log, *(self._host.discard(fork) for fork in forks))
 
     def _read_targets(self) -> dict[str, int]:
-        targets = {each.id: each.prewarm for each in self._index.snapshots_in(self._index.prewarmed) if not each.doomed}
+        targets = {
+            each.id: each.prewarm for each in self._index.list_snapshots_in(self._index.prewarmed) if not each.doomed
+        }
         self._backoff.retain_only(targets)
         return targets
 
@@ -176,7 +178,9 @@ class PrewarmPool:
         if self._ready_forks and room is not None and room.memory_free >> 20 < free_memory_mb:
             largest_group = max(self._ready_forks.values(), key=len)
             surplus.append(largest_group.pop())
-            log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
+            log.warning(
+                "prewarmed fork dropped", reason="the host is short of memory", ready=self.get_total_level().ready
+            )
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
     async def _start_one(self, room: Room) -> bool:
@@ -214,7 +218,7 @@ class PrewarmPool:
         try:
             if is_template:
                 await self._agents.identify(fork, booted=False)
-                await self._agents.client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
+                await self._agents.create_client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
             await self._host.flush_fork(fork)
         except BaseException:
             await clean_up(log, self._host.discard(fork))

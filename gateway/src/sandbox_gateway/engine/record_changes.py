@@ -49,8 +49,8 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
 
 
 async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Sandbox:
-    async with record_locked(context, context.index.sandbox(id)):
-        current_record = context.index.sandbox(id)
+    async with record_locked(context, context.index.get_sandbox(id)):
+        current_record = context.index.get_sandbox(id)
         if not _has_values(current_record, only_if):
             return current_record
         new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)
@@ -60,8 +60,8 @@ async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fie
 
 
 async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Snapshot:
-    async with record_locked(context, context.index.any_snapshot(id)):
-        current_record = context.index.any_snapshot(id)
+    async with record_locked(context, context.index.get_any_snapshot(id)):
+        current_record = context.index.get_any_snapshot(id)
         if not _has_values(current_record, only_if):
             return current_record
         new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)

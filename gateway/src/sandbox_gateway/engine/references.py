@@ -46,11 +46,11 @@ class References:
     # -- snapshots of sandboxes, and templates ----------------------------------------------------------------------
 
     def users_of(self, snapshot: Snapshot) -> SnapshotUsers:
-        sandboxes = self._index.sandboxes_using(snapshot)
+        sandboxes = self._index.list_sandboxes_using(snapshot)
         blocking_sandboxes = sandboxes
         if self._host.abilities.independent_snapshots:
             blocking_sandboxes = [each for each in sandboxes if snapshot.id in (each.forked_from, each.pause_snapshot)]
-        volume_snapshots = self._index.volume_snapshots_in(snapshot)
+        volume_snapshots = self._index.list_volume_snapshots_in(snapshot)
         return SnapshotUsers(
             sandboxes=sandboxes,
             blocking_sandboxes=blocking_sandboxes,
@@ -80,7 +80,7 @@ class References:
 
     def can_collect_volume_snapshots(self, snapshot: Snapshot) -> bool:
         """Return whether the volume snapshots in a capture for clones are unused, even if the capture itself is not."""
-        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.volume_snapshots_in(snapshot):
+        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.list_volume_snapshots_in(snapshot):
             return False
         users = self.users_of(snapshot)
         return not (users.blocking_volumes or users.is_busy)
@@ -92,7 +92,7 @@ class References:
 
         ``with_snapshots``: the volume's own snapshots are removed too, so they do not count as users.
         """
-        snapshots = self._index.snapshots_of(volume)
+        snapshots = self._index.list_snapshots_of(volume)
         sandbox_snapshots = self._find_blocking_snapshots(snapshots)
         contained_ids = {
             capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes

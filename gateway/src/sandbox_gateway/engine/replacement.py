@@ -38,7 +38,7 @@ class Replacement:
         new_sandbox = old_sandbox.model_copy(update=changes)
         new_sandbox.instance, new_sandbox.host, new_sandbox.started_at = new_id(), {}, now()
         new_sandbox.state, new_sandbox.state_reason, new_sandbox.pause_snapshot = SandboxState.RUNNING, "", ""
-        async with self._collector.pinned_then_collected(snapshot), self._locking.shared_mounts(new_sandbox):
+        async with self._collector.pinned_then_collected(snapshot), self._locking.mounts_shared(new_sandbox):
             with_memory = not from_disk and snapshot.memory is not MemoryMode.NONE
             await self._machines.fork(snapshot, new_sandbox, with_memory=with_memory)
             return await finish_despite_cancellation(self._take_over(old_sandbox, new_sandbox))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime, timedelta
 
-from sandbox_gateway.engine.index import Index, oldest_first
+from sandbox_gateway.engine.index import Index, sort_oldest_first
 from sandbox_gateway.records import Snapshot
 
 
@@ -23,7 +23,7 @@ class Surplus:
         """Return the ids of the snapshots that no rule keeps."""
         aged_series = {source for source, time in self._next_changes.items() if time <= at}
         for source in self._index.changed_series | aged_series:
-            snapshots = self._index.snapshots_in(self._index.series[source])
+            snapshots = self._index.list_snapshots_in(self._index.series[source])
             self._ids[source] = [each.id for each in find_surplus(snapshots, at)]
             if next_change := find_next_change(snapshots, at):
                 self._next_changes[source] = next_change
@@ -75,7 +75,7 @@ def find_next_change(snapshots: Sequence[Snapshot], at: datetime) -> datetime | 
 
 
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
-    newest_first = oldest_first(members)[::-1]
+    newest_first = sort_oldest_first(members)[::-1]
     newest_snapshot = newest_first[0]
     rule = newest_snapshot.retention
     assert rule is not None

@@ -84,7 +84,7 @@ class RoomMonitor:
         """Return the room. Raises Timeout if the host does not report it soon."""
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
         disk_sizes = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
-        memory_sizes = [each.resources.memory_mb for each in self._index.running_sandboxes()]
+        memory_sizes = [each.resources.memory_mb for each in self._index.list_running_sandboxes()]
         stalled_ids = sorted(self._stalled_ids & self._index.sandboxes.keys())
         return RoomReport(await self._read_room(), sum(disk_sizes) * _MIB, sum(memory_sizes) * _MIB, stalled_ids)
 
@@ -229,7 +229,7 @@ class RoomMonitor:
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or resumed since the last check."""
-        running_sandboxes = self._index.running_sandboxes()
+        running_sandboxes = self._index.list_running_sandboxes()
         stalled_ids = {each.id for each in running_sandboxes if each.instance in instances}
         for id in stalled_ids - self._stalled_ids:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")
@@ -243,7 +243,7 @@ class RoomMonitor:
         """Resume a stalled machine. The lock excludes captures, which stop the machine themselves."""
         self._resuming_ids.add(id)
         try:
-            async with self._locking.running_sandbox(id) as sandbox:
+            async with self._locking.running_sandbox_locked(id) as sandbox:
                 await self._host.resume_stalled(sandbox)
         except GatewayError as error:
             log.warning("sandbox not continued", sandbox=id, reason=error.message)

@@ -47,7 +47,7 @@ class Snapshots:
 
     def get(self, ref: str) -> Snapshot:
         """Find a snapshot or template by id or name."""
-        return self._index.snapshot(ref)
+        return self._index.get_snapshot(ref)
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
         return [*self.walk(kinds)]
@@ -66,7 +66,7 @@ class Snapshots:
         """Return the number of visible snapshots and templates by kind."""
         return Counter(each.kind.value for each in self._index.snapshots.values() if not each.is_hidden)
 
-    def lineage(self, root: str | None = None) -> Trees:
+    def build_lineage(self, root: str | None = None) -> Trees:
         """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``.
 
         Raises Invalid if a tree is too deep.
@@ -106,7 +106,7 @@ class Snapshots:
         self._prewarm.check_count(memory == "auto" and self._host.abilities.memory, prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
-            async with self._locking.running_sandbox(ref) as sandbox:
+            async with self._locking.running_sandbox_locked(ref) as sandbox:
                 snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
@@ -125,7 +125,7 @@ class Snapshots:
 
     async def _choose_next_branch_name(self, ref: str) -> str:
         """Return the next generated name. Its number is saved before use, so that it is never reused."""
-        async with self._locking.running_sandbox(ref) as sandbox:
+        async with self._locking.running_sandbox_locked(ref) as sandbox:
             number = sandbox.branches + 1
             while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1

@@ -54,7 +54,7 @@ class Templates:
             self._builds[build.build_id] = build
 
     def get(self, ref: str) -> Snapshot:
-        return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+        return self._index.get_snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
 
     def list(self) -> Sequence[Snapshot]:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
@@ -68,7 +68,7 @@ class Templates:
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -108,7 +108,7 @@ class Templates:
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
@@ -132,7 +132,7 @@ class Templates:
         name = ref if ref in template.names else template.names[0]
         return await self.build(name, Recipe.model_validate(template.recipe), template.description)
 
-    async def guest_digest(self) -> str:
+    async def compute_guest_digest(self) -> str:
         """Return the digest of the guest files with which this gateway builds templates."""
         return await asyncio.to_thread(self._context.host.guest_digest)
 
@@ -198,7 +198,7 @@ class Templates:
 
     def _require_available(self, name: str) -> None:
         """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""
-        owner_id = self._index.owner(name)
+        owner_id = self._index.find_owner(name)
         if owner_id and not (
             owner_id in self._index.snapshots and self._index.snapshots[owner_id].kind is SnapshotKind.TEMPLATE
         ):
@@ -280,7 +280,7 @@ def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
     """Return whether a template is outdated, or None if this cannot be determined.
 
     It is outdated if it was built with different guest files, so that a new build would differ from it.
-    ``guest_digest``: the result of ``Templates.guest_digest``.
+    ``guest_digest``: the result of ``Templates.compute_guest_digest``.
     """
     if not template.recipe:
         return None

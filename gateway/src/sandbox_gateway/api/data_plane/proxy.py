@@ -183,7 +183,7 @@ class DataPlane:
         may_resume = headers.get(_RESUME_HEADER, "").lower() != "false"
         sandbox = await self._find_running(admission.sandbox, may_resume=may_resume)
         try:
-            address, token = self.engine.agents.endpoint(sandbox.id)
+            address, token = self.engine.agents.get_endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
             raise NotRunning.from_error(error) from None
         host = _choose_host_for_service(target, sandbox)

@@ -217,7 +217,7 @@ def _describe_snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInf
 
 def _describe_sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
     try:
-        address, _ = engine.agents.endpoint(sandbox.id)
+        address, _ = engine.agents.get_endpoint(sandbox.id)
     except GatewayError:
         address = ""
     return shapes.describe_sandbox(sandbox, _find_tag_or_id(engine, sandbox.forked_from), address)

@@ -519,8 +519,8 @@ class BuildFromImage(NativeBody):
                 source=Source.IMAGE,
                 image=self.from_image,
                 setup=steps.commands,
-                start_command=steps.command(self.start_cmd) if self.start_cmd else "true",
-                ready_probe=steps.command(self.ready_cmd) if self.ready_cmd else "",
+                start_command=steps.build_command(self.start_cmd) if self.start_cmd else "true",
+                ready_probe=steps.build_command(self.ready_cmd) if self.ready_cmd else "",
                 ready_timeout=_IMAGE_READY_SECONDS,
                 resources=resources,
             )

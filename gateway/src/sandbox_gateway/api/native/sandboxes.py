@@ -104,7 +104,7 @@ async def metrics(
         raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
     # `end` is in whole seconds, and its last second is included completely.
-    samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
+    samples = await engine.loads.get_history(sandbox.id, start or 0, math.inf if end is None else end + 1)
     return [shapes.describe_sample(sandbox, sample) for sample in samples]
 
 

@@ -71,7 +71,7 @@ class _ExportResponse(StreamingResponse):
     """A response that ends the export when the client disconnects, or reads too slowly for ``stalled_seconds``."""
 
     def __init__(self, export: Export, stalled_seconds: float) -> None:
-        super().__init__(export.pieces(), media_type=_FILE_TYPE)
+        super().__init__(export.read_pieces(), media_type=_FILE_TYPE)
         self._export = export
         self._stalled_seconds = stalled_seconds
 
@@ -164,7 +164,7 @@ async def _read_pieces(request: Request) -> AsyncIterator[bytes]:
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])
 async def signer(engine: EngineDep) -> shapes.SignerShape:
-    return shapes.SignerShape(fingerprint=engine.transfers.signer().fingerprint)
+    return shapes.SignerShape(fingerprint=engine.transfers.get_signer().fingerprint)
 
 
 @router.get(
@@ -224,7 +224,7 @@ async def lineage(
         Query(description="A list instead of trees: each object before its descendants, with `parent` and `depth`"),
     ] = False,
 ) -> Response:
-    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
+    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.build_lineage(root or None)
     # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory.
     texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
     return Response(f"[{','.join(texts)}]", media_type="application/json")

@@ -78,7 +78,7 @@ async def index(
     name: str = "",
 ) -> list[shapes.TemplateShape]:
     """List the templates that are ready or being built, and those whose build has failed since the gateway started."""
-    guest_digest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.compute_guest_digest()
     ready_templates = engine.snapshots.list([SnapshotKind.TEMPLATE])
     ready_ids = {template.id for template in ready_templates}
     templates = [
@@ -97,7 +97,7 @@ async def index(
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
-    guest_digest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.compute_guest_digest()
     try:
         return _describe_ready_template(engine, engine.templates.get(ref), guest_digest)
     except NotFound:
@@ -116,7 +116,7 @@ async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
-    guest_digest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.compute_guest_digest()
     return _describe_ready_template(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
 
 
@@ -172,7 +172,7 @@ def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: s
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest_digest),
         forks=len(engine.references.users_of(template).blocking_sandboxes),
-        prewarm=engine.prewarm.level(template),
+        prewarm=engine.prewarm.get_level(template),
         memory_problem=engine.host.memory_problem(template),
     )
 

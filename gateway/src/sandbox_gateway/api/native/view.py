@@ -61,7 +61,7 @@ class View:
             snapshot,
             backend=self.backend,
             forks=len(users.blocking_sandboxes),
-            prewarm=self.engine.prewarm.level(snapshot),
+            prewarm=self.engine.prewarm.get_level(snapshot),
             memory_problem=self.engine.host.memory_problem(snapshot),
             mounts=self._describe_mounts(snapshot.mounts),
             volumes=[
@@ -113,10 +113,10 @@ class View:
     def _build_connection_fields(self, sandbox: Sandbox, with_secrets: bool) -> dict[str, Any]:
         extra = {}
         if with_secrets:
-            extra["envd_access_token"] = self.engine.agents.access_token(sandbox)
+            extra["envd_access_token"] = self.engine.agents.derive_access_token(sandbox)
             extra["traffic_access_token"] = derive_traffic_token(self.engine, sandbox.id)
         try:
-            address, _ = self.engine.agents.endpoint(sandbox.id)
+            address, _ = self.engine.agents.get_endpoint(sandbox.id)
         except GatewayError:
             return extra
         return {**extra, "address": address}

@@ -59,23 +59,23 @@ class Chunk:
 
 
 class Encoder:
-    """Creates a file. Call ``head``, then ``chunk`` for each chunk in order, then ``end``, and join the results."""
+    """Creates a file: the results of ``encode_head``, ``encode_chunk`` for each chunk in order, and ``encode_end``."""
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._digest = hashlib.sha256()
 
-    def head(self, manifest: Manifest) -> bytes:
+    def encode_head(self, manifest: Manifest) -> bytes:
         text = manifest.model_dump_json().encode()
         signature = self._signer.sign(_HEAD_PURPOSE, text)
         prefix = MAGIC + _PREFIX.pack(VERSION)
         return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
 
-    def chunk(self, contents: bytes) -> bytes:
+    def encode_chunk(self, contents: bytes) -> bytes:
         """Return the record of a chunk. ``contents``: the result of ``compress_chunk``."""
         return self._add(_frame(b"C", contents))
 
-    def end(self) -> bytes:
+    def encode_end(self) -> bytes:
         digest = self._digest.digest()
         return _frame(b"E", digest + self._signer.sign(_END_PURPOSE, digest))
 

@@ -52,7 +52,7 @@ class Transfers:
         self._room = room
         self._active_count = 0
 
-    def signer(self) -> Signer:
+    def get_signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
         self._require_ability()
         from sandbox_gateway.engine.transfer.signing import Signer
@@ -71,9 +71,9 @@ class Transfers:
     async def export(self, ref: str, *, memory: bool = True) -> Export:
         """Open a snapshot or template for an export. ``memory``: include its memory, if it has any.
 
-        The caller reads ``Export.pieces`` and must call ``Export.close``.
+        The caller calls ``Export.read_pieces``, and must call ``Export.close``.
         """
-        snapshot = self._index.snapshot(ref)
+        snapshot = self._index.get_snapshot(ref)
         self._require_ability()
         memory = memory and snapshot.memory is not MemoryMode.NONE
         if snapshot.volumes:
@@ -86,7 +86,7 @@ class Transfers:
             async with self._collector.pinned_then_collected(snapshot):
                 source = await self._host.open_snapshot(snapshot, memory=memory)
             stack.callback(source.close)
-            export = Export(self.signer(), snapshot, source)
+            export = Export(self.get_signer(), snapshot, source)
             await finish_despite_cancellation(asyncio.to_thread(export.prepare))
             export.on_close = stack.pop_all()
         return export
@@ -149,7 +149,7 @@ class Transfers:
         from sandbox_gateway.engine.transfer.signing import fingerprint_of
 
         fingerprint = fingerprint_of(decoder.public_key)
-        if fingerprint not in {self.signer().fingerprint, *trusted_fingerprints}:
+        if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
                 f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
                 "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported the file; if "
@@ -244,20 +244,20 @@ class Export:
             parts=parts,
         )
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def read_pieces(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
         from sandbox_gateway.engine.transfer.container import Encoder
 
         encoder = Encoder(self._signer)
-        yield encoder.head(self.manifest)
+        yield encoder.encode_head(self.manifest)
         for place in self._iterate_chunk_places():
             self._pending.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
             if len(self._pending) > _COMPRESSION_THREADS and (contents := await self._take_first()):
-                yield await asyncio.to_thread(encoder.chunk, contents)
+                yield await asyncio.to_thread(encoder.encode_chunk, contents)
         while self._pending:
             if contents := await self._take_first():
-                yield await asyncio.to_thread(encoder.chunk, contents)
-        yield encoder.end()
+                yield await asyncio.to_thread(encoder.encode_chunk, contents)
+        yield encoder.encode_end()
 
     async def _take_first(self) -> bytes:
         """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
