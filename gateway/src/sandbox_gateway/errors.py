@@ -35,7 +35,7 @@ class NotFound(GatewayError):
         """Create an error. ``what``: the kind of object ("sandbox", "template", …). ``ref``: the requested id or name.
 
         ``message`` replaces the default message. ``details`` contains ``resource``, by default ``what``, and
-        ``parent``, the id or name of the object in which ``ref`` was searched for.
+        ``parent``, the id or name of the object that was searched for ``ref``.
         """
         details = {"resource": resource or what, "parent": parent}
         super().__init__(message or f"{what} {ref!r} not found", details=details)

@@ -267,7 +267,7 @@ class SnapshotKind(StrEnum):
 
 
 class MemoryMode(StrEnum):
-    """The method by which a snapshot's memory was captured.
+    """How a snapshot's memory was captured.
 
     Every method except NONE and FULL compares pages with an earlier image. The new image starts as a clone of the
     earlier one, and only pages that differ are written to it. Every image is therefore complete.

@@ -36,7 +36,7 @@ _PIECE_BYTES = 32 << 10
 _MAX_UNSPLIT_BYTES = 16 << 10
 """Maximum size of a body that is sent in one piece and never counts as unsent, because it takes little memory."""
 _LARGE_RESPONSE_TYPE = "sandbox_gateway.large_response"
-"""The type of the ASGI message with which a response passes itself to ``LargeResponseMiddleware``."""
+"""The type of the ASGI message that a response sends to pass itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
 """The size of the responses that count as unsent, by the owner of the limit, worded as in error messages."""
 

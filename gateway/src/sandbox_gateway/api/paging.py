@@ -47,7 +47,7 @@ def paginate(
 def paginate_list(
     items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str
 ) -> list[Item]:
-    """Return the page after ``token`` of a list that is short and need not be sorted. Raises Invalid, like ``page``."""
+    """Return the page after ``token`` of a short list, which need not be sorted. Raises Invalid, like ``paginate``."""
     sorted_items = sorted(items, key=key)
     return paginate(
         lambda after, _: sorted_items if after is None else [item for item in sorted_items if key(item) > after],

@@ -90,7 +90,7 @@ def _find_in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> st
 _REMEDIES = {
     "mount": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
     "sandbox_snapshot": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
-    "withSnapshots": "--with-snapshots removes its snapshots, too",
+    "withSnapshots": "--with-snapshots also removes its snapshots",
     "clone": "`sandboxctl volume delete VOLUME` removes its clone",
     "force": "--force rolls it back anyway",
 }

@@ -309,7 +309,7 @@ def _is_shallow(document: Any) -> bool:
 
 
 def _check_format(path: Path, document: Mapping[str, Any]) -> None:
-    """Raise Failure if another release made the plan. Its other keys may then differ, too."""
+    """Raise Failure if another release made the plan. Its other keys may then also differ."""
     number = document.get("format")
     if type(number) is not int or number < 1:
         raise _create_invalid_failure(path, _format_wrong_value("format", "a positive integer", number))

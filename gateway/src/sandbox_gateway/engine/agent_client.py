@@ -1,4 +1,4 @@
-"""A client for the agent inside a sandbox, using HTTP/1.1 with JSON, and Connect streams for live output."""
+"""A client for the agent inside a sandbox. It uses HTTP/1.1 with JSON, and Connect streams for live output."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Attachments:
     async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
         """Detach a volume from a sandbox, even while programs use it. A paused sandbox resumes without the volume."""
         async with self._locking.sandbox_locked(sandbox_ref) as sandbox:
-            # A volume whose record is missing can be named by its id.
+            # A volume whose record is missing can be specified by its id.
             mount = next((each for each in sandbox.mounts if each.volume == volume_ref), None)
             name = volume_ref
             if mount is None or mount.volume in self._index.volumes:

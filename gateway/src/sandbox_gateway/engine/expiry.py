@@ -27,7 +27,7 @@ class Expiry:
         self._sandboxes = sandboxes
         self._backoff = Backoff()
         self._expiring_ids: set[str] = set()
-        """Ids of the sandboxes that are being paused or deleted, or whose lock is awaited."""
+        """Ids of the sandboxes that are being paused or deleted, including those that still wait for their lock."""
 
     async def watch(self) -> None:
         """Expire objects, checking every quarter of a second. Never returns."""

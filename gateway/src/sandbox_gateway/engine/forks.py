@@ -1,4 +1,4 @@
-"""Create sandboxes from snapshots, by default either all of the requested ones or none."""
+"""Create sandboxes from snapshots: by default, either all requested sandboxes or none."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def create_in_use_error(
     """Return the error that counts and names all ``users``, or None if there are none and the object is not ``busy``.
 
     ``users``: grouped by noun. ``busy``: another request currently uses the object. ``volume``: the name of the volume,
-    if ``record`` is a VolumeSnapshot. ``overrides``: request parameters with which the request would succeed.
+    if ``record`` is a VolumeSnapshot. ``overrides``: request parameters that would make the request succeed.
     """
     subject = what, resource = _describe(record, volume)
     users_by_noun = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}

@@ -30,7 +30,7 @@ class PlannedMount:
     path: str
     read_only: bool
     source: VolumeSnapshot | None = None
-    """The snapshot of which each sandbox mounts its own clone. None: all sandboxes mount the volume itself."""
+    """The snapshot that each sandbox mounts its own clone of. None: all sandboxes mount the volume itself."""
 
 
 class MountPlanner:

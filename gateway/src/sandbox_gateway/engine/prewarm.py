@@ -62,7 +62,7 @@ class PrewarmPool:
         self._change_event = asyncio.Event()
         self._backoff = Backoff()
         self._next_start_at = 0.0
-        """The monotonic time before which no fork is started, because a claimed sandbox runs its first command."""
+        """No fork is started before this monotonic time, so that a newly claimed fork can run its first command."""
         self._requested_start_count = 0
         """Number of forks that requests are starting, including those that wait for a start slot.
 
@@ -179,7 +179,7 @@ class PrewarmPool:
             largest_group = max(self._ready_forks.values(), key=len)
             surplus.append(largest_group.pop())
             log.warning(
-                "prewarmed fork dropped", reason="the host is short of memory", ready=self.get_total_level().ready
+                "prewarmed fork discarded", reason="the host is short of memory", ready=self.get_total_level().ready
             )
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 

@@ -75,7 +75,7 @@ class RoomMonitor:
         """Ids of the stalled sandboxes."""
         self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
-        """Ids of the sandboxes whose lock is awaited."""
+        """Ids of the sandboxes whose machines are being resumed, including those that wait for their lock."""
         self._was_disk_low = False
         self._next_full_check_at = 0.0
         self._pending_reading: asyncio.Future[Room] | None = None
@@ -95,7 +95,7 @@ class RoomMonitor:
         """
         if self._pending_reading is None or self._pending_reading.done():
             self._pending_reading = asyncio.ensure_future(self._host.room())
-            # If nobody waits for the reading any more, nobody else retrieves its exception.
+            # Without this, an exception that no caller waits for any more would never be retrieved.
             self._pending_reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
@@ -107,7 +107,7 @@ class RoomMonitor:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
         return _STALL_REASON if sandbox.id in self._stalled_ids else ""
 
-    # -- refusing ---------------------------------------------------------------------------------------------------
+    # -- refusals ---------------------------------------------------------------------------------------------------
 
     async def require_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""

@@ -124,7 +124,7 @@ class Snapshots:
         return await self.create(ref, name=name or await self._choose_next_branch_name(ref))
 
     async def _choose_next_branch_name(self, ref: str) -> str:
-        """Return the next generated name. Its number is saved before use, so that it is never reused."""
+        """Return the next generated name. The number in it is saved before the name is used, so it is never reused."""
         async with self._locking.running_sandbox_locked(ref) as sandbox:
             number = sandbox.branches + 1
             while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):

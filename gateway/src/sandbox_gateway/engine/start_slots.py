@@ -26,7 +26,7 @@ _Queue = deque[asyncio.Future[None]]
 class StartSlots:
     """A fixed number of slots, assigned to the clients in turn, and to the requests of each client in turn.
 
-    Thus a request for a hundred machines delays a request for one machine by one start, not by a hundred.
+    A request for a hundred machines therefore delays a request for one machine by one start, not by a hundred.
     """
 
     def __init__(self, count: int, max_hold_seconds: float) -> None:

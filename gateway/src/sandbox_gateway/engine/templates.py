@@ -40,7 +40,7 @@ class Templates:
         self._prewarm = prewarm
         self._builds: dict[str, Build] = {}
         self._announced_builds: dict[str, tuple[Build, Resources]] = {}
-        """Builds whose recipes have not arrived yet, by their ids, and the sizes of their machines."""
+        """By build id: the builds whose recipes have not arrived yet, with the resources of their machines."""
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
@@ -133,7 +133,7 @@ class Templates:
         return await self.build(name, Recipe.model_validate(template.recipe), template.description)
 
     async def compute_guest_digest(self) -> str:
-        """Return the digest of the guest files with which this gateway builds templates."""
+        """Return the digest of the guest files that this gateway uses to build templates."""
         return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
@@ -181,7 +181,7 @@ class Templates:
         return renamed_template
 
     async def _digest_source(self, recipe: Recipe) -> str:
-        """Return the digest of the recipe's source. If it may not be read, return the digest of its last build."""
+        """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
         digest = await self._context.host.source_digest(recipe)
         if digest is not None:
             return digest

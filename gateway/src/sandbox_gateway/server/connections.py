@@ -124,7 +124,7 @@ class Connections:
 
 
 def _make_counting_key(address: str) -> str:
-    """Return the key by which connections from an address are counted.
+    """Return the key under which connections from an address are counted.
 
     An IPv6 address is counted by its /64 network, the smallest network that a client is usually assigned.
     """

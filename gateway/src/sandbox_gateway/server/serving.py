@@ -331,7 +331,7 @@ def _find_group_id(group: str) -> int:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove a socket on which no process listens."""
+    """Remove a socket that no process is listening on."""
     if not path.exists():
         return
     if not path.is_socket():

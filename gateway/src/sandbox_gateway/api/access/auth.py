@@ -24,10 +24,10 @@ from sandbox_gateway.records import check_name
 MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
-"""The beginning of the paths with which E2B's clients access the files of volumes."""
+"""The prefix of the paths that E2B's clients use to access the files of volumes."""
 _EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _EXPORT_PATHS = re.compile(r"/snapshots/[^/]+/export")
-"""Paths whose GET returns the disk and the memory of a machine, with every secret in them."""
+"""GET requests to these paths return the disk and the memory of a machine, including all secrets in them."""
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")

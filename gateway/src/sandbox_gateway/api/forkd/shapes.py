@@ -117,8 +117,8 @@ class SnapshotInfo(BaseModel):
     tag: str
     id: str
     dir: str = Field(description="Directory of the snapshot on the host.")
-    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file; likewise memory.")
-    memory: str | None = None
+    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file.")
+    memory: str | None = Field(None, description="Path of the memory image, if it is a file.")
     created_at_unix: int
     branched_from: str | None = Field(None, description="Id of the source sandbox; null for templates.")
     pause_ms: int | None = Field(None, description="Milliseconds for which the source was paused, rounded up.")

@@ -312,8 +312,8 @@ class VolumeShape(Shape):
     mounts: list[VolumeUserShape]
     from_snapshot: str = Field(description="The volume snapshot that this volume was made from.")
     owner_sandbox_id: str = Field(
-        description="The sandbox that owns this clone and removes it at its end. Empty: the volume stays until it is "
-        "deleted."
+        description="The sandbox that this clone was created for. The clone is removed with the last sandbox that "
+        "mounts it. Empty: the volume is kept until it is deleted."
     )
     generation: int = Field(description=_GENERATION)
     stuck: list[str] = Field(
@@ -327,7 +327,7 @@ class VolumeSnapshotShape(Shape):
     volume_id: str
     size_mb: int
     sandbox_snapshot_id: str = Field(
-        description="The sandbox snapshot that this snapshot is part of, and with which it is removed."
+        description="The sandbox snapshot that this snapshot is part of; both are removed together."
     )
     created_at: datetime
 

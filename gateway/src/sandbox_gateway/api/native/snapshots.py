@@ -112,7 +112,7 @@ def _split(message: Message) -> Iterator[Message]:
     "/snapshots/{ref}/export",
     summary="Export a snapshot or template as a file, with all secrets of its guest. Needs the scope admin",
     response_class=Response,
-    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The file, in the order in which it is read"}},
+    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The snapshot file, sent while it is created"}},
 )
 async def export(
     ref: Ref,

@@ -54,12 +54,12 @@ async def rebuild(
     return shapes.describe_started_build(build)
 
 
-@router.post("/v3/templates", status_code=202, summary="Request a build whose steps follow (E2B)")
+@router.post("/v3/templates", status_code=202, summary="Announce a build, whose steps are sent later (E2B)")
 async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes.BuildAnnounced:
     return shapes.describe_announced_build(engine.templates.announce(body.name, body.build_resources()))
 
 
-@router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start a requested build (E2B)")
+@router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start an announced build (E2B)")
 async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: EngineDep) -> shapes.BuildStarted:
     return shapes.describe_started_build(await engine.templates.start(ref, build, body.build_recipe))
 

@@ -92,7 +92,7 @@ class View:
         return self.describe_sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
     async def describe_sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
-        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not answer."""
+        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not respond."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
         async def query(sandbox: Sandbox) -> bool | None:
@@ -104,7 +104,7 @@ class View:
         return [self.describe_sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
-        """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
+        """Return whether a sandbox has diverged; None if it was removed or its agent does not respond in time."""
         try:
             return await self.engine.sandboxes.has_diverged(sandbox.id)
         except GatewayError:

@@ -31,7 +31,7 @@ from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, S
 
 _STOP_REASON = "the plan stops it"
 may_read_sources: ContextVar[bool] = ContextVar("may_read_sources", default=False)
-"""Whether the current request comes from an administrator, who could build templates outside the session, too."""
+"""Whether the current request comes from an administrator, who could also build templates outside the session."""
 
 
 class PlannedHost:

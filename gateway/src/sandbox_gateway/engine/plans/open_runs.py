@@ -71,7 +71,7 @@ class OpenRuns(Generic[_Run]):
 
 
 def make_id(owner: str, run: str) -> str:
-    """Return the id by which all tasks of a run find the run. ``run``: a name that only this run uses."""
+    """Return the id that all tasks of a run use to find the run. ``run``: a name that only this run uses."""
     return hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
 
 

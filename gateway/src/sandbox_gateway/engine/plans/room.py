@@ -80,7 +80,7 @@ class PlannedRoom:
         self._started_instances.add(instance)
 
     def stop(self, sandbox: Sandbox, *, frees_disk: bool) -> None:
-        """Stop counting a machine. ``frees_disk``: its disk is removed, too."""
+        """Stop counting a machine. ``frees_disk``: its disk is also removed."""
         if sandbox.instance in self._started_instances:
             self._started_instances.discard(sandbox.instance)
         elif sandbox.instance in self._stopped_machines:
