@@ -102,4 +102,4 @@ async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, mon
     assert source.is_closed
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert all(not task.cancelled() and task.exception() is None for task in export._pending)
+    assert all(not task.cancelled() and task.exception() is None for task in export._pending_tasks)

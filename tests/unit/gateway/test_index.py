@@ -266,10 +266,10 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("group", "changes"),
     [
-        ("expiring", {"expires_at": now()}),
-        ("prewarmed", {"prewarm": 1}),
-        ("collectable", {"doomed": True}),
-        ("collectable", {"kind": SnapshotKind.TRANSIENT}),
+        ("expiring_ids", {"expires_at": now()}),
+        ("prewarmed_ids", {"prewarm": 1}),
+        ("collectable_ids", {"doomed": True}),
+        ("collectable_ids", {"kind": SnapshotKind.TRANSIENT}),
     ],
 )
 def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
@@ -293,7 +293,7 @@ def list_series(index: Index) -> dict[str, set[str]]:
 def test_hidden_snapshots_do_not_expire(changes: dict[str, Any]) -> None:
     index = Index()
     index.put(Snapshot(expires_at=now(), retention=Retention(keep_last=1)).model_copy(update=changes))
-    assert not index.expiring and not list_series(index)
+    assert not index.expiring_ids and not list_series(index)
 
 
 def test_series_follow_the_records() -> None:

@@ -57,11 +57,11 @@ class Collector:
                 yield
         finally:
             ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
-            if not self._index.collectable.isdisjoint(ids):
+            if not self._index.collectable_ids.isdisjoint(ids):
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in [each.id for each in self._index.list_snapshots_in(self._index.collectable)]:
+        for id in [each.id for each in self._index.list_snapshots_in(self._index.collectable_ids)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
@@ -70,9 +70,13 @@ class Collector:
 
     async def collect_expired(self) -> None:
         """Remove unused snapshots that have expired, or that no retention rule keeps."""
-        at = now()
-        expired_ids = [id for id in self._index.expiring if (self._index.snapshots[id].expires_at or at) <= at]
-        surplus_ids = self._surplus.find(at)
+        current_time = now()
+        expired_ids = [
+            id
+            for id in self._index.expiring_ids
+            if (self._index.snapshots[id].expires_at or current_time) <= current_time
+        ]
+        surplus_ids = self._surplus.find(current_time)
         for id in [*expired_ids, *surplus_ids]:
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or self._references.find_snapshot_refusal(snapshot):
@@ -96,7 +100,7 @@ class Collector:
 
         The captures themselves may remain for a long time, as the heads of their source sandboxes.
         """
-        for snapshot in self._index.list_snapshots_in(self._index.collectable):
+        for snapshot in self._index.list_snapshots_in(self._index.collectable_ids):
             if not self._references.can_collect_volume_snapshots(snapshot):
                 continue
             try:

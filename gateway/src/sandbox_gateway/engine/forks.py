@@ -129,7 +129,7 @@ class Forks:
         """Make the previous head the head of ``sandbox`` again, so that the capture can be collected."""
         previous_head = self._index.get_any_snapshot(snapshot.id).parent
         try:
-            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=previous_head)
+            await save_sandbox(self._context, sandbox.id, required_values={"head": snapshot.id}, head=previous_head)
         except GatewayError as error:
             log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
 

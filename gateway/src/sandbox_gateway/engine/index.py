@@ -25,7 +25,7 @@ from sandbox_gateway.records import (
     compact,
 )
 
-_GROUPS = ("expiring", "prewarmed", "collectable")
+_GROUPS = ("expiring_ids", "prewarmed_ids", "collectable_ids")
 """The attributes of ``Index`` that contain the ids of a group of snapshots."""
 _Record = TypeVar("_Record", bound=Record)
 
@@ -56,15 +56,15 @@ class Index:
         self.snapshots: dict[str, Snapshot] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
-        self.expiring: set[str] = set()
+        self.expiring_ids: set[str] = set()
         """Ids of the visible snapshots that expire at a certain time."""
         self.series = IdGroups()
         """Ids of the visible snapshots with a retention rule, by the id of their sandbox."""
         self.changed_series: set[str] = set()
         """The keys of ``series`` for which ``retention.Surplus`` has to apply the rule again."""
-        self.prewarmed: set[str] = set()
+        self.prewarmed_ids: set[str] = set()
         """Ids of the snapshots for which forks are kept ready."""
-        self.collectable: set[str] = set()
+        self.collectable_ids: set[str] = set()
         """Ids of the snapshots that are removed as soon as they are unused."""
         self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
         """The order of snapshots, by kind, and of sandboxes (``_SANDBOXES``)."""
@@ -72,7 +72,7 @@ class Index:
         """By the id of a snapshot: the ids of the sandboxes that use it."""
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
-        self._reserved: set[str] = set()
+        self._reserved_names: set[str] = set()
         self._pins: Counter[str] = Counter()
 
     def copy(self) -> Index:
@@ -154,9 +154,9 @@ class Index:
 
     def _put_in_groups(self, snapshot: Snapshot) -> None:
         for group, is_member in (
-            (self.expiring, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
-            (self.prewarmed, snapshot.prewarm > 0),
-            (self.collectable, is_removed_when_unused(snapshot)),
+            (self.expiring_ids, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
+            (self.prewarmed_ids, snapshot.prewarm > 0),
+            (self.collectable_ids, is_removed_when_unused(snapshot)),
         ):
             if is_member:
                 group.add(snapshot.id)
@@ -185,7 +185,7 @@ class Index:
         if entry.series:
             self.series.discard(entry.series, id)
             self.changed_series.add(entry.series)
-        for group in (self.expiring, self.prewarmed, self.collectable):
+        for group in (self.expiring_ids, self.prewarmed_ids, self.collectable_ids):
             group.discard(id)
 
     # -- lists ------------------------------------------------------------------------------------------------------
@@ -219,21 +219,23 @@ class Index:
                 yield snapshot
 
     def list_snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
-        """Return the snapshots in ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
+        """Return the snapshots in ``group`` (such as ``expiring_ids``, or one of ``series``), oldest first."""
         return sort_oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
-    def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
+    def reserved(self, names: Iterable[str], *, releasing_ids: Container[str] = ()) -> Iterator[None]:
         """Reserve names for new objects inside this context. Raises NameTaken, which lists the names that are not free.
 
-        ``taken_from``: the ids of objects that give up their names inside this context.
+        ``releasing_ids``: the ids of objects that give up their names inside this context.
         """
         requested_names = list(names)
-        owned_names = {name for name in requested_names if (owner := self.find_owner(name)) and owner not in taken_from}
+        owned_names = {
+            name for name in requested_names if (owner := self.find_owner(name)) and owner not in releasing_ids
+        }
         taken_names = [
             name
             for name in requested_names
-            if name in owned_names or name in self._reserved or requested_names.count(name) > 1
+            if name in owned_names or name in self._reserved_names or requested_names.count(name) > 1
         ]
         if taken_names:
             conflicts = ", ".join(
@@ -243,11 +245,11 @@ class Index:
                 f"the name is already in use: {conflicts}. Choose another name, or remove the object that uses it",
                 blockers=[owner for name in taken_names if (owner := self.find_owner(name))],
             )
-        self._reserved.update(requested_names)
+        self._reserved_names.update(requested_names)
         try:
             yield
         finally:
-            self._reserved.difference_update(requested_names)
+            self._reserved_names.difference_update(requested_names)
 
     def find_owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
@@ -256,7 +258,7 @@ class Index:
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
     def is_free(self, name: str) -> bool:
-        return not self.find_owner(name) and name not in self._reserved
+        return not self.find_owner(name) and name not in self._reserved_names
 
     @contextlib.contextmanager
     def pinned(self, *records: Record) -> Iterator[None]:

@@ -84,7 +84,7 @@ class PrewarmPool:
 
     def get_total_level(self) -> Level:
         """Return the target and the number of ready forks, summed over all snapshots."""
-        levels = [self.get_level(snapshot) for snapshot in self._index.list_snapshots_in(self._index.prewarmed)]
+        levels = [self.get_level(snapshot) for snapshot in self._index.list_snapshots_in(self._index.prewarmed_ids)]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready_forks.values())))
 
     @measured("prewarm.set")
@@ -158,7 +158,9 @@ class PrewarmPool:
 
     def _read_targets(self) -> dict[str, int]:
         targets = {
-            each.id: each.prewarm for each in self._index.list_snapshots_in(self._index.prewarmed) if not each.doomed
+            each.id: each.prewarm
+            for each in self._index.list_snapshots_in(self._index.prewarmed_ids)
+            if not each.doomed
         }
         self._backoff.retain_only(targets)
         return targets

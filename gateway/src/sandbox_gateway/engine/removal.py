@@ -74,10 +74,16 @@ class Removal:
                 attempted_ids.add(each.id)
                 try:
                     if isinstance(each, Sandbox):
-                        await save_sandbox(self._context, each.id, only_if={"head": id}, is_counted=False, head=parent)
+                        await save_sandbox(
+                            self._context, each.id, required_values={"head": id}, counts_as_change=False, head=parent
+                        )
                     else:
                         await save_snapshot(
-                            self._context, each.id, only_if={"parent": id}, is_counted=False, parent=parent
+                            self._context,
+                            each.id,
+                            required_values={"parent": id},
+                            counts_as_change=False,
+                            parent=parent,
                         )
                     old_records.append(each)
                 except NotFound:
@@ -100,9 +106,13 @@ class Removal:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
                     conditions = {"head": parent, "instance": each.instance}
-                    await save_sandbox(self._context, each.id, only_if=conditions, is_counted=False, head=id)
+                    await save_sandbox(
+                        self._context, each.id, required_values=conditions, counts_as_change=False, head=id
+                    )
                 else:
-                    await save_snapshot(self._context, each.id, only_if={"parent": parent}, is_counted=False, parent=id)
+                    await save_snapshot(
+                        self._context, each.id, required_values={"parent": parent}, counts_as_change=False, parent=id
+                    )
 
     def _find_children(self, id: str) -> list[Sandbox | Snapshot]:
         return [

@@ -169,7 +169,7 @@ class Templates:
 
     async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
         previous_owners = [each for each in self.list() if alias in each.names]
-        with self._index.reserved([alias], taken_from={each.id for each in previous_owners}):
+        with self._index.reserved([alias], releasing_ids={each.id for each in previous_owners}):
             for each in previous_owners:
                 await self._set_names(each, [name for name in each.names if name != alias])
             try:

@@ -24,6 +24,6 @@ def compute_end_time(timeout: float | Unset | None, config: Config) -> datetime 
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 
-def has_expired(sandbox: Sandbox, at: datetime) -> bool:
+def has_expired(sandbox: Sandbox, current_time: datetime) -> bool:
     """Return whether a sandbox is still running after the end of its timeout."""
-    return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at
+    return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= current_time

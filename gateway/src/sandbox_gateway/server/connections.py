@@ -85,7 +85,7 @@ class Connections:
         self._limit = limit
         self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics
-        metrics.connections.set_function(lambda: len(self))
+        metrics.connection_gauge.set_function(lambda: len(self))
         self._open_counts: Counter[str] = Counter()
         self._unlogged_counts: Counter[str] = Counter()
 

@@ -121,21 +121,21 @@ def _check_permissions(path: Path, status: os.stat_result) -> None:
         raise Invalid(f"the key file {path} belongs to user {status.st_uid}: run chown root {path}")
 
 
-def _parse_line(line: str, where: str) -> Key:
+def _parse_line(line: str, location: str) -> Key:
     words = line.split()
     if len(words) != 3:
-        raise Invalid(f"{where}: the line has {len(words)} words instead of 3: write `name scope key`")
+        raise Invalid(f"{location}: the line has {len(words)} words instead of 3: write `name scope key`")
     name, scope, secret = words
     try:
         check_name(name)
         permission = Permission[scope.upper()]
     except ValueError as error:
-        raise Invalid(f"{where}: {error}") from None
+        raise Invalid(f"{location}: {error}") from None
     except KeyError:
-        raise Invalid(f"{where}: the scope {scope!r} is unknown: use read, exec or admin") from None
+        raise Invalid(f"{location}: the scope {scope!r} is unknown: use read, exec or admin") from None
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
-            f"{where}: the key is {len(secret)} characters long, but must be at least {MIN_KEY_LENGTH}: create one "
+            f"{location}: the key is {len(secret)} characters long, but must be at least {MIN_KEY_LENGTH}: create one "
             "with `echo e2b_$(openssl rand -hex 24)`"
         )
     return Key(name, permission, hash_secret(secret))

@@ -221,7 +221,7 @@ class ForkBody(Sizes):
         description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
 
-    def build_spec(self, **more: Any) -> ForkSpec:
+    def build_spec(self, **kwargs: Any) -> ForkSpec:
         network = self.network or Network()
         return ForkSpec(
             cpus=self.cpus,
@@ -237,7 +237,7 @@ class ForkBody(Sizes):
             timeout=self.value_or_unset("timeout"),
             on_timeout=self._choose_on_timeout(),
             auto_resume=self._should_auto_resume(),
-            **more,
+            **kwargs,
         )
 
     def _choose_on_timeout(self) -> OnTimeout:

@@ -149,7 +149,7 @@ async def import_(
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     in_plan = bool(plan_of(request.scope))
     snapshot = await engine.transfers.import_(
-        _read_pieces(request), name=name or None, trust=trust or (), only_head=in_plan
+        _read_pieces(request), name=name or None, trust=trust or (), head_only=in_plan
     )
     return view.describe_snapshot(snapshot)
 

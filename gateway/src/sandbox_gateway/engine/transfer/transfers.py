@@ -98,13 +98,13 @@ class Transfers:
         *,
         name: str | None = None,
         trust: Collection[str] = (),
-        only_head: bool = False,
+        head_only: bool = False,
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
         ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
-        ``only_head``: for a plan session. The file may end after its head, and its contents are not read.
+        ``head_only``: for a plan session. The file may end after its head, and its contents are not read.
         """
         self._require_ability()
         from sandbox_gateway.engine.transfer.container import Decoder
@@ -128,14 +128,14 @@ class Transfers:
                 with self._index.reserved(snapshot.names):
                     target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
                     try:
-                        if not only_head:
+                        if not head_only:
                             await _write_chunks(decoder, batches, target, sizes, pending_import)
                         await finish_despite_cancellation(self._commit(target, snapshot))
                     except BaseException:
                         if snapshot.id not in self._index.snapshots:
                             await target.discard()
                         raise
-        if not only_head:
+        if not head_only:
             log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
         return snapshot
 
@@ -206,7 +206,7 @@ class Export:
         self._signer = signer
         self._snapshot = snapshot
         self._source = source
-        self._pending: deque[asyncio.Task[bytes]] = deque()
+        self._pending_tasks: deque[asyncio.Task[bytes]] = deque()
         """Chunks that threads are reading and compressing, in the order of the file."""
         self.on_close = contextlib.ExitStack()
 
@@ -251,18 +251,18 @@ class Export:
         encoder = Encoder(self._signer)
         yield encoder.encode_head(self.manifest)
         for place in self._iterate_chunk_places():
-            self._pending.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
-            if len(self._pending) > _COMPRESSION_THREADS and (contents := await self._take_first()):
+            self._pending_tasks.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
+            if len(self._pending_tasks) > _COMPRESSION_THREADS and (contents := await self._take_first()):
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
-        while self._pending:
+        while self._pending_tasks:
             if contents := await self._take_first():
                 yield await asyncio.to_thread(encoder.encode_chunk, contents)
         yield encoder.encode_end()
 
     async def _take_first(self) -> bytes:
         """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
-        contents = await finish_despite_cancellation(self._pending[0])
-        self._pending.popleft()
+        contents = await finish_despite_cancellation(self._pending_tasks[0])
+        self._pending_tasks.popleft()
         return contents
 
     def _iterate_chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
@@ -284,7 +284,7 @@ class Export:
     async def close(self) -> None:
         try:
             # No thread may read from the source when it is closed.
-            await finish_despite_cancellation(asyncio.gather(*self._pending, return_exceptions=True))
+            await finish_despite_cancellation(asyncio.gather(*self._pending_tasks, return_exceptions=True))
         finally:
             self.on_close.close()
 
