@@ -190,7 +190,7 @@ async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, ca
 
     original_fork, host.fork = host.fork, fail  # type: ignore[method-assign]
     await engine.prewarm.set_target("s", 1)
-    await wait_until(lambda: "fork not prewarmed" in caplog.messages)
+    await wait_until(lambda: "a fork could not be prewarmed" in caplog.messages)
     host.fork = original_fork  # type: ignore[method-assign]
     await wait_until(lambda: count_ready(engine) == 1)
 

@@ -90,7 +90,7 @@ class Captures:
         try:
             await self._removal.remove_snapshot(snapshot)
         except GatewayError as error:
-            log.warning("snapshot not removed", snapshot=id, reason=error.message)
+            log.warning("the snapshot of a failed operation could not be removed", snapshot=id, reason=error.message)
 
     async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0

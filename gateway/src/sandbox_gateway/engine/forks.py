@@ -131,7 +131,12 @@ class Forks:
         try:
             await save_sandbox(self._context, sandbox.id, required_values={"head": snapshot.id}, head=previous_head)
         except GatewayError as error:
-            log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
+            log.warning(
+                "the previous head could not be restored",
+                sandbox=sandbox.id,
+                snapshot=snapshot.id,
+                reason=error.message,
+            )
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config

@@ -129,7 +129,7 @@ class MachineLifecycle:
         except GatewayError as error:
             # The machine has stopped even if that cannot be saved. The next save of the record includes the state, and
             # after a restart the gateway detects it again.
-            log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
+            log.error("the stop of a sandbox could not be saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
             index.put(copy_with_changes(index.get_sandbox(sandbox.id), **changes))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)

@@ -201,7 +201,7 @@ class PrewarmPool:
                     fork = await self._start(snapshot)
             except GatewayError as error:
                 self._backoff.delay(id)
-                log.warning("fork not prewarmed", snapshot=id, reason=error.message)
+                log.warning("a fork could not be prewarmed", snapshot=id, reason=error.message)
                 continue
             self._backoff.forget([id])
             if id in self._index.snapshots:

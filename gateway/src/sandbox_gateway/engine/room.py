@@ -212,7 +212,7 @@ class RoomMonitor:
             try:
                 await self._check()
             except Exception as error:
-                log.error("room not checked", reason=str(error) or type(error).__name__)
+                log.error("the free disk space could not be checked", reason=str(error) or type(error).__name__)
             await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
 
     async def _check(self) -> None:
@@ -246,7 +246,7 @@ class RoomMonitor:
             async with self._locking.running_sandbox_locked(id) as sandbox:
                 await self._host.resume_stalled(sandbox)
         except GatewayError as error:
-            log.warning("sandbox not continued", sandbox=id, reason=error.message)
+            log.warning("a stalled machine could not be resumed", sandbox=id, reason=error.message)
         finally:
             self._resuming_ids.discard(id)
 

@@ -145,7 +145,7 @@ class PortAccess:
             return auth.create_insufficient_scope_error(caller, auth.Permission.EXEC)
         if port != AGENT_PORT and "x-api-key" not in headers:
             return Forbidden(
-                "the ports of this sandbox are not public, and the request has no valid token of the sandbox: send "
+                "the ports of this sandbox are not public, and the request has no valid token for the sandbox: send "
                 "E2B-Traffic-Access-Token: TOKEN (GET /sandboxes/ID returns it) or X-API-Key: KEY"
             )
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):

@@ -86,7 +86,7 @@ async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     tag = shapes.tag_of(engine.snapshots.get(ref))
     raise Unsupported(
-        f"compacting is not supported, because snapshot {tag} is already complete: make sandboxes from it directly"
+        f"compacting is not supported, because snapshot {tag} is already complete: create sandboxes from it directly"
     )
 
 

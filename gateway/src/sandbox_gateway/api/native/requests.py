@@ -593,7 +593,7 @@ class CreateTemplate(Sizes):
         if rest or self.cpus not in (None, cpus):
             raise Invalid(
                 f"'cpu' is {thousandths} thousandths of a CPU, but a sandbox has a whole number of CPUs: set "
-                "'cpuCount' to that number, and leave 'cpu' out"
+                "'cpuCount' to a whole number, and leave 'cpu' out"
             )
         return cpus
 

@@ -73,7 +73,7 @@ class AppliedRuns:
         if run is None:
             # Not NotFound, which would say that the requested object does not exist.
             raise Gone(
-                f"applied run {id[:80]!r} not found: it ended, sent no request for a long time, or the gateway was "
+                f"applied run {id[:80]!r} not found: it has ended, sent no request for a long time, or the gateway was "
                 f"restarted. {_REMEDY}"
             )
         return run
