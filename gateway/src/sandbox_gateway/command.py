@@ -36,8 +36,8 @@ def build_child_environment(**variables: str) -> dict[str, str]:
     The rest of the gateway's environment is not passed on, because it may contain keys and proxy passwords, and a
     guest may take over a process that serves it.
     """
-    inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
-    return {**inherited, "LC_ALL": "C", **variables}
+    inherited_variables = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    return {**inherited_variables, "LC_ALL": "C", **variables}
 
 
 def read_proxy_settings() -> dict[str, str]:
@@ -112,7 +112,7 @@ def _communicate(
 ) -> None:
     """Like ``Popen.communicate``, but store the output in objects that limit its size."""
     deadline = time.monotonic() + timeout
-    pending = memoryview(input)
+    pending_input = memoryview(input)
     with selectors.DefaultSelector() as selector:
         assert process.stdout is not None and process.stderr is not None
         selector.register(process.stdout, selectors.EVENT_READ, output)
@@ -125,10 +125,10 @@ def _communicate(
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                 if key.data is None:
                     try:
-                        pending = pending[os.write(key.fd, pending[: select.PIPE_BUF]) :]
+                        pending_input = pending_input[os.write(key.fd, pending_input[: select.PIPE_BUF]) :]
                     except BrokenPipeError:
-                        pending = pending[:0]
-                    is_finished = not pending
+                        pending_input = pending_input[:0]
+                    is_finished = not pending_input
                 else:
                     chunk = os.read(key.fd, _CHUNK_BYTES)
                     key.data.add(chunk)

@@ -28,8 +28,8 @@ _MAX_WARNING_LENGTH = 600
 MAX_LIST_ENTRIES = 1000
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
-_CAPITALS = re.compile("(?<=.)[A-Z]+")
-_UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
+_CAPITALS_PATTERN = re.compile("(?<=.)[A-Z]+")
+_UNPRINTABLE_PATTERN = re.compile(r'[^\x20-\x7e]|["\\]')
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _FieldPath:
     @property
     def name(self) -> str:
         """Return ``path`` in a form that is safe in headers and sentences."""
-        return clip(_UNPRINTABLE.sub("?", self.path), MAX_SHOWN_CHARS)
+        return clip(_UNPRINTABLE_PATTERN.sub("?", self.path), MAX_SHOWN_CHARS)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type
 @cache
 def _map_snake_names(model: type[Body]) -> dict[str, str]:
     """Return a map from the snake_case name to the JSON name of each refused field."""
-    return {_CAPITALS.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
+    return {_CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
 
 
 @cache

@@ -97,10 +97,10 @@ def _parse_option(word: str, words: list[str], options: Mapping[str, str]) -> tu
 
     Remove the value from ``words`` if it is the next word.
     """
-    name, equals, value = word.partition("=")
-    if name not in options or (equals and not name.startswith("--")):
+    name, separator, value = word.partition("=")
+    if name not in options or (separator and not name.startswith("--")):
         return None
-    if not equals:
+    if not separator:
         if not words or words[0].startswith("-"):
             return None
         value = words.pop(0)

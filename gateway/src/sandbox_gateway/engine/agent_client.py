@@ -30,7 +30,7 @@ _MAX_REASON_LENGTH = 1000
 _EXIT_CODE_RANGE = (-255, 255)
 _ATTEMPT_INTERVAL_SECONDS = 0.01
 _SLOW_ATTEMPT_INTERVAL_SECONDS = 0.25
-_FAST_ATTEMPTS_SECONDS = 0.5
+_FAST_ATTEMPT_PERIOD_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
 _CALL_TIMEOUT_SECONDS = 30.0
 _MAX_LINE_FRAME_BYTES = 4096
@@ -175,7 +175,7 @@ class AgentClient:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
                 interval = (
                     _ATTEMPT_INTERVAL_SECONDS
-                    if time.monotonic() - start_time < _FAST_ATTEMPTS_SECONDS
+                    if time.monotonic() - start_time < _FAST_ATTEMPT_PERIOD_SECONDS
                     else _SLOW_ATTEMPT_INTERVAL_SECONDS
                 )
                 finished_attempts, _ = await asyncio.wait(

@@ -38,6 +38,6 @@ def extract_last_lines(console: str) -> list[str]:
     """
     # The end of a console can be a long line without a line break.
     text = remove_control_characters(console[-8 * MAX_LINES * MAX_LINE_LENGTH :].replace("\r", "\n"))
-    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    lines = [stripped_line for line in text.split("\n") if (stripped_line := line.strip())]
     panic_index = next((index for index, line in enumerate(lines) if _PANIC_MESSAGE in line), len(lines))
     return [line[-MAX_LINE_LENGTH:] for line in lines[: panic_index + 1]][-MAX_LINES:]

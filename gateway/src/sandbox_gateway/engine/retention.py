@@ -75,16 +75,16 @@ def find_next_change(snapshots: Sequence[Snapshot], current_time: datetime) -> d
 
 
 def _find_surplus_of_series(members: list[Snapshot], current_time: datetime) -> list[Snapshot]:
-    newest_first = sort_oldest_first(members)[::-1]
-    newest_snapshot = newest_first[0]
+    snapshots_newest_first = sort_oldest_first(members)[::-1]
+    newest_snapshot = snapshots_newest_first[0]
     rule = newest_snapshot.retention
     assert rule is not None
     kept_ids = {newest_snapshot.id}
     if rule.keep_last is None and rule.keep_daily is None:
         kept_ids |= {each.id for each in members}
-    kept_ids |= {each.id for each in newest_first[: rule.keep_last or 0]}
+    kept_ids |= {each.id for each in snapshots_newest_first[: rule.keep_last or 0]}
     days: dict[date, str] = {}
-    for each in newest_first:
+    for each in snapshots_newest_first:
         days.setdefault(each.created_at.date(), each.id)
     kept_ids |= set(list(days.values())[: rule.keep_daily or 0])
     if rule.max_age is not None:

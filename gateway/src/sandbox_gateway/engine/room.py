@@ -76,7 +76,7 @@ class RoomMonitor:
         self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
         """Ids of the sandboxes whose machines are being resumed, including those that wait for their lock."""
-        self._was_disk_low = False
+        self._disk_was_low = False
         self._next_full_check_at = 0.0
         self._pending_reading: asyncio.Future[Room] | None = None
 
@@ -219,13 +219,13 @@ class RoomMonitor:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
-        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
+        if is_disk_low or self._disk_was_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
             self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
             self._publish_changes(await self._host.find_stalled())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:
                     self._context.background.start(self._resume_machine(id))
-        self._was_disk_low = is_disk_low
+        self._disk_was_low = is_disk_low
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or resumed since the last check."""

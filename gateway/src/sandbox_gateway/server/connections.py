@@ -53,14 +53,15 @@ def reserve_descriptors(config: Config) -> int:
     requested_connection_count = config.server.connections
     reserved_descriptor_count = _OWN_DESCRIPTOR_COUNT + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
     needed_descriptor_count = _DESCRIPTORS_PER_CONNECTION * requested_connection_count + reserved_descriptor_count
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
         return requested_connection_count
     open_file_limit = max(
-        soft, needed_descriptor_count if hard == resource.RLIM_INFINITY else min(needed_descriptor_count, hard)
+        soft_limit,
+        needed_descriptor_count if hard_limit == resource.RLIM_INFINITY else min(needed_descriptor_count, hard_limit),
     )
-    if open_file_limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_file_limit, hard))
+    if open_file_limit > soft_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_file_limit, hard_limit))
     # If there are too few, keep half of them for the sandboxes.
     possible_connection_count = (
         open_file_limit - min(reserved_descriptor_count, open_file_limit // 2)

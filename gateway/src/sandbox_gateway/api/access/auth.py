@@ -25,10 +25,10 @@ MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
 """The prefix of the paths that E2B's clients use to access the files of volumes."""
-_EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
-_EXPORT_PATHS = re.compile(r"/snapshots/[^/]+/export")
+_EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_EXPORT_PATH_PATTERN = re.compile(r"/snapshots/[^/]+/export")
 """GET requests to these paths return the disk and the memory of a machine, including all secrets in them."""
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
 """A path with the id of a plan session, followed by the path of a request in that session.
@@ -214,7 +214,7 @@ def create_unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
 
 def determine_required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
-    if _EXPORT_PATHS.fullmatch(path) and not in_plan:
+    if _EXPORT_PATH_PATTERN.fullmatch(path) and not in_plan:
         return Permission.ADMIN
     if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
@@ -223,7 +223,7 @@ def determine_required_permission(method: str, path: str, *, in_plan: bool = Fal
 
 def runs_code(method: str, path: str) -> bool:
     """Return whether a request runs a command or code in a sandbox."""
-    return method == "POST" and _EXEC_PATHS.fullmatch(path) is not None
+    return method == "POST" and _EXEC_PATH_PATTERN.fullmatch(path) is not None
 
 
 class AuthMiddleware:
@@ -236,7 +236,7 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             # The `$` in the router's patterns also matches before a line feed at the end of a path.
-            if _CONTROL_CHARACTERS.search(scope["path"]):
+            if _CONTROL_CHARACTER_PATTERN.search(scope["path"]):
                 raise Invalid("the path contains a control character: remove it")
             caller = identify(scope, self.keys)
             for key, pattern in ((_PLAN_KEY, _PLAN_REQUEST_PATTERN), (_RUN_KEY, _RUN_REQUEST_PATTERN)):

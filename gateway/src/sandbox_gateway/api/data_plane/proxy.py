@@ -49,7 +49,7 @@ _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
 # With the value `false`, the request does not resume a paused sandbox.
 _RESUME_HEADER = "x-sandbox-auto-resume"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
-_CONTROL_PLANE_PATHS = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
+_CONTROL_PLANE_PATH_PATTERN = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
 _HOP_BY_HOP_HEADERS = frozenset(
     {
         "connection",
@@ -71,7 +71,7 @@ _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 # A browser that opens a signed URL must not run a sandbox's file as a page at the gateway's address.
 _ISOLATION_HEADERS = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
-_COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
+_COOKIE_DOMAIN_PATTERN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
 
@@ -119,7 +119,7 @@ class AddressFormats:
                     "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
-            if port == AGENT_PORT and _CONTROL_PLANE_PATHS.match(path):
+            if port == AGENT_PORT and _CONTROL_PLANE_PATH_PATTERN.match(path):
                 return None
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
@@ -514,7 +514,9 @@ def _build_headers_for_client(
 
 def _is_for_other_hosts(cookie: bytes, host: str) -> bool:
     """Return whether the Domain attribute of a cookie includes other hosts, that is, other sandboxes."""
-    return any(domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN.findall(cookie) if domain)
+    return any(
+        domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN_PATTERN.findall(cookie) if domain
+    )
 
 
 def _encode_headers(headers: websockets.datastructures.Headers) -> list[tuple[bytes, bytes]]:

@@ -16,12 +16,12 @@ from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind,
 FORKD_AGENT_PORT = 8888
 """The port of forkd's agent in a sandbox."""
 MAX_TAG_LENGTH = 64
-_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
+_TAG_PATTERN = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
 _MIB = 1 << 20
 
 
 def _check_tag(value: str) -> str:
-    if not _TAG.fullmatch(value):
+    if not _TAG_PATTERN.fullmatch(value):
         raise ValueError(f"{value[:80]!r} is not a valid tag: use 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
@@ -157,7 +157,7 @@ class Pong(BaseModel):
 
 def tag_of(snapshot: Snapshot) -> str:
     """Return the first of a snapshot's names that is a valid tag, or else its id, which is always valid."""
-    return next((name for name in snapshot.names if _TAG.fullmatch(name)), snapshot.id)
+    return next((name for name in snapshot.names if _TAG_PATTERN.fullmatch(name)), snapshot.id)
 
 
 def describe_sandbox(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:

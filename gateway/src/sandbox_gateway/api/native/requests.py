@@ -96,7 +96,7 @@ Metadata = Annotated[StoredPairs, AfterValidator(_check_metadata)]
 _DEFAULT_POLICY = NetworkPolicy()
 _MAX_HOST_LENGTH = 255
 Address = Annotated[str, Field(max_length=_MAX_HOST_LENGTH)]
-_HOST_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
+_HOST_MASK_PATTERN = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
 PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
@@ -143,7 +143,7 @@ class Network(NativeBody):
     @field_validator("mask_request_host")
     @classmethod
     def _check_host(cls, value: str | None) -> str | None:
-        if value and not _HOST_MASK.fullmatch(value):
+        if value and not _HOST_MASK_PATTERN.fullmatch(value):
             raise ValueError(f"{value!r} is not a host name: use letters, digits, '-', '.' and ${{PORT}}")
         return value
 

@@ -157,8 +157,8 @@ class PlanSessions:
         session = self._sessions.find(owner, id)
         if session is None:
             message = (
-                f"plan session {id[:80]!r} not found: it has ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway was "
-                "restarted. Start the check run again"
+                f"plan session {id[:80]!r} not found: it has ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway "
+                "was restarted. Start the check run again"
             )
             raise NotFound("plan", id[:80], message=message)
         return session

@@ -37,15 +37,15 @@ MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
 VERSION = 1
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4096
-_PREFIX = struct.Struct(">H")
-_RECORD = struct.Struct(">cI")
-_CHUNK = struct.Struct(">BQI32s")
+_PREFIX_STRUCT = struct.Struct(">H")
+_RECORD_STRUCT = struct.Struct(">cI")
+_CHUNK_STRUCT = struct.Struct(">BQI32s")
 _HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 _END_BYTES = 32 + SIGNATURE_BYTES
 _MAX_COMPRESSED_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 7) + 1024
 _MAX_RECORD_BYTES = {
     b"H": _HEAD_BYTES + MAX_MANIFEST_BYTES,
-    b"C": _CHUNK.size + _MAX_COMPRESSED_BYTES,
+    b"C": _CHUNK_STRUCT.size + _MAX_COMPRESSED_BYTES,
     b"E": _END_BYTES,
 }
 _HEAD_PURPOSE, _END_PURPOSE = b"snapshot file head", b"snapshot file end"
@@ -68,7 +68,7 @@ class Encoder:
     def encode_head(self, manifest: Manifest) -> bytes:
         text = manifest.model_dump_json().encode()
         signature = self._signer.sign(_HEAD_PURPOSE, text)
-        prefix = MAGIC + _PREFIX.pack(VERSION)
+        prefix = MAGIC + _PREFIX_STRUCT.pack(VERSION)
         return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
 
     def encode_chunk(self, contents: bytes) -> bytes:
@@ -88,11 +88,11 @@ def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
     """Return the contents of a chunk record. ``part``: its index in the manifest. Threads can call this in parallel."""
     # Only one thread at a time can use a compressor.
     compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
-    return _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
+    return _CHUNK_STRUCT.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
 
 
 def _frame(kind: bytes, contents: bytes) -> bytes:
-    return _RECORD.pack(kind, len(contents)) + contents
+    return _RECORD_STRUCT.pack(kind, len(contents)) + contents
 
 
 class Decoder:
@@ -164,9 +164,9 @@ class Decoder:
                 "this is not a snapshot file, or it was changed in transit: use a file that "
                 "`sandboxctl snapshot export` wrote, and copy it as binary data"
             )
-        if len(self._buffer) < len(MAGIC) + _PREFIX.size:
+        if len(self._buffer) < len(MAGIC) + _PREFIX_STRUCT.size:
             return False
-        (version,) = _PREFIX.unpack_from(self._buffer, len(MAGIC))
+        (version,) = _PREFIX_STRUCT.unpack_from(self._buffer, len(MAGIC))
         if version > VERSION:
             raise Unsupported(
                 f"the snapshot file has format version {version}, which a newer release of the gateway wrote; this "
@@ -176,22 +176,22 @@ class Decoder:
         if version < 1:
             raise self._create_damage_error("its format version is 0")
         self._has_prefix = True
-        self._consume(len(MAGIC) + _PREFIX.size)
+        self._consume(len(MAGIC) + _PREFIX_STRUCT.size)
         return True
 
     def _take_record(self) -> tuple[bytes, bytes] | None:
         """Remove the next complete record from the buffer, and return its type and contents, or None."""
-        if self._is_complete or len(self._buffer) < _RECORD.size:
+        if self._is_complete or len(self._buffer) < _RECORD_STRUCT.size:
             return None
-        kind, length = _RECORD.unpack_from(self._buffer)
+        kind, length = _RECORD_STRUCT.unpack_from(self._buffer)
         if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self._manifest is None):
             raise self._create_damage_error("it has an unexpected record")
         if length > _MAX_RECORD_BYTES[kind]:
             raise self._create_damage_error(f"it has a record of {length} bytes, more than the format allows")
-        if len(self._buffer) < _RECORD.size + length:
+        if len(self._buffer) < _RECORD_STRUCT.size + length:
             return None
-        contents = bytes(self._buffer[_RECORD.size : _RECORD.size + length])
-        self._consume(_RECORD.size + length, is_hashed=kind != b"E")
+        contents = bytes(self._buffer[_RECORD_STRUCT.size : _RECORD_STRUCT.size + length])
+        self._consume(_RECORD_STRUCT.size + length, is_hashed=kind != b"E")
         return kind, contents
 
     def _consume(self, size: int, *, is_hashed: bool = True) -> None:
@@ -210,9 +210,9 @@ class Decoder:
 
     def _read_chunk(self, contents: bytes) -> Chunk:
         assert self._manifest is not None
-        if len(contents) < _CHUNK.size:
+        if len(contents) < _CHUNK_STRUCT.size:
             raise self._create_damage_error("a chunk is too short")
-        index, offset, length, digest = _CHUNK.unpack_from(contents)
+        index, offset, length, digest = _CHUNK_STRUCT.unpack_from(contents)
         if index >= len(self._manifest.parts):
             raise self._create_damage_error("a chunk belongs to no part")
         part = self._manifest.parts[index]
@@ -226,7 +226,7 @@ class Decoder:
         self._part_data_bytes += length
         if self._part_data_bytes > part.data_bytes:
             raise self._create_damage_error(f"{part.name} has more data than the manifest says")
-        data = self._decompress(contents[_CHUNK.size :], length)
+        data = self._decompress(contents[_CHUNK_STRUCT.size :], length)
         if hashlib.sha256(data).digest() != digest:
             raise self._create_damage_error(f"the digest of a chunk of {part.name} does not match")
         self._last_chunk = (index, end)

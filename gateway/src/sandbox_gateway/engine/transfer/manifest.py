@@ -104,11 +104,11 @@ class Manifest(_StrictModel):
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
                 raise ValueError("a jail has no memory")
-            expected = frozenset({SnapshotPart.STREAM})
+            expected_names = frozenset({SnapshotPart.STREAM})
         else:
-            expected = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS
-        if set(names) != expected:
-            raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected))}")
+            expected_names = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS
+        if set(names) != expected_names:
+            raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected_names))}")
         sizes = {part.name: part.size for part in self.parts}
         if self.host_kind == "jail_zfs":
             return self

@@ -12,7 +12,7 @@ from sandbox_gateway.errors import Invalid
 
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 class Signer:
@@ -46,7 +46,7 @@ def fingerprint_of(public_key: bytes) -> str:
 
 def check_fingerprint(text: str) -> str:
     """Return ``text`` if it has the form of a fingerprint. Raises Invalid."""
-    if not _FINGERPRINT.fullmatch(text):
+    if not _FINGERPRINT_PATTERN.fullmatch(text):
         raise Invalid(
             f"{text[:80]!r} is not the fingerprint of a signer: use the 64 hexadecimal digits that "
             "`sandboxctl snapshot signer` prints on the gateway that exported the file"

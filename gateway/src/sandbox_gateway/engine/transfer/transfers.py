@@ -296,14 +296,14 @@ def _join_extents(extents: Iterable[tuple[int, int]], size: int) -> array[int]:
     """
     from sandbox_gateway.engine.transfer.container import BLOCK_BYTES
 
-    joined = array("Q")
+    joined_extents = array("Q")
     for start, end in extents:
         start, end = start - start % BLOCK_BYTES, min(end + -end % BLOCK_BYTES, size)
-        if joined and start <= joined[-1]:
-            joined[-1] = end
+        if joined_extents and start <= joined_extents[-1]:
+            joined_extents[-1] = end
         else:
-            joined.extend((start, end))
-    return joined
+            joined_extents.extend((start, end))
+    return joined_extents
 
 
 def _iterate_pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
