@@ -1,4 +1,4 @@
-"""Paginate lists. A cursor names the last entry, so that concurrent changes do not shift pages."""
+"""Paginate lists. A cursor identifies the last entry, so that concurrent changes do not shift pages."""
 
 from __future__ import annotations
 

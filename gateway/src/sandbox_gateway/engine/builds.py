@@ -99,7 +99,7 @@ class Build:
 
     @property
     def lines(self) -> list[str]:
-        """The texts of the log's lines."""
+        """The text of each line of the log."""
         return [line.text for line in self.log_lines]
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:

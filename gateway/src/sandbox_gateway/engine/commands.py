@@ -64,7 +64,7 @@ class Commands:
             raise await self._explain_failure(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``. Raises BackendFailed if the machine stops, because a dead guest closes no connections."""
+        """Await ``work``. Raises BackendFailed if the machine stops: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

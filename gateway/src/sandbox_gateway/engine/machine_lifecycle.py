@@ -1,6 +1,6 @@
 """Fork, boot and stop the machines of sandboxes, and handle machines that stop unexpectedly.
 
-``prewarm`` starts its forks itself, because they belong to no sandbox yet. This module gives them to sandboxes.
+``prewarm`` starts its forks itself, because they do not belong to a sandbox yet. This module gives them to sandboxes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A prewarmed fork of a snapshot is held at the captured instant. A prewarmed fork
 command is fast: for a template, the exact instant does not matter.
 
 These starts differ from those in ``machine_lifecycle``: a fork is held or warmed up, always has its memory, and mounts
-no volumes. They take no start slot, so that no request waits for them. Instead, only one fork starts at a time, and
-none while requests keep all cores busy.
+no volumes. They do not take a start slot, so that no request waits for them. Instead, only one fork starts at a time,
+and none while requests keep all cores busy.
 """
 
 from __future__ import annotations

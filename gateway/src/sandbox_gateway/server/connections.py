@@ -211,7 +211,7 @@ class _LimitedConnection(h11.Connection):
 
 
 class _FlowControl(FlowControl):
-    """Flow control that reads nothing while events from earlier data are pending, even if uvicorn resumes reading."""
+    """Flow control that does not read while events from earlier data are pending, even if uvicorn resumes reading."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)

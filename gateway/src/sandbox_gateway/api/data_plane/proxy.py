@@ -2,7 +2,7 @@
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
 `E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorizes requests. This module
-uses no proxy library: such libraries trust the service and pool connections by address, but here services are
+does not use a proxy library: such libraries trust the service and pool connections by address, but here services are
 untrusted, and connections end with the machine.
 """
 
@@ -100,7 +100,7 @@ class Target:
 
 
 class AddressFormats:
-    """The formats in which requests name a sandbox and a port."""
+    """The formats that requests use to specify a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
         self._host_pattern = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")

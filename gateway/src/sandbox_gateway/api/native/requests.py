@@ -560,7 +560,7 @@ class CreateTemplate(Sizes):
         ),
         "instanceType": Refusal("because a host has only one kind of machine: leave it out"),
         "nodes": Refusal("because a gateway manages a single host: leave it out"),
-        "enableIvshmem": Refusal("because sandboxes share no memory with the host: leave it out"),
+        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: leave it out"),
     }
 
     name: Name

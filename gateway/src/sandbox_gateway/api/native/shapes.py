@@ -189,9 +189,9 @@ class TemplateShape(Shape):
     aliases: list[str]
     build_id: str
     build_status: Literal["building", "ready", "error"]
-    status: Literal["BUILDING", "READY", "FAILED"] = Field(description="The build status, as CubeSandbox names it.")
+    status: Literal["BUILDING", "READY", "FAILED"] = Field(description="The build status, with CubeSandbox's names.")
     reason: str | None = Field(None, description="Why the build failed.")
-    last_error: str | None = Field(None, description="The same as reason, as CubeSandbox names it.")
+    last_error: str | None = Field(None, description="The same as reason; CubeSandbox's name for it.")
     digest: str
     outdated: bool | None = Field(
         description="Whether the template was built with guest files other than the gateway's, so that building "
@@ -235,7 +235,7 @@ class BuildShape(Shape):
     logs: list[str]
     log_entries: list[LogEntryShape] = Field(description="The same lines with their times, as E2B's clients read them.")
     reason: BuildReasonShape | None = Field(None, description="Why the build failed; absent if there is no error.")
-    error_message: str = Field(description="The message of reason, as CubeSandbox names it; empty if there is none.")
+    error_message: str = Field(description="The message of reason; CubeSandbox's name for it. Empty if there is none.")
 
 
 class LogShape(Shape):

@@ -1,4 +1,4 @@
-"""The host of a plan session: it changes nothing, and forwards queries about unchanged objects to the real host."""
+"""The host of a plan session. It changes nothing, and forwards queries about unchanged objects to the real host."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PlannedHost:
         return await self._room.read()
 
     def storage_commands(self) -> None:
-        """Return None, because a planned host runs no commands."""
+        """Return None, because a planned host does not run commands."""
 
     async def find_stalled(self) -> set[str]:
         return set()

@@ -214,7 +214,7 @@ class Decoder:
             raise self._create_damage_error("a chunk is too short")
         index, offset, length, digest = _CHUNK_STRUCT.unpack_from(contents)
         if index >= len(self._manifest.parts):
-            raise self._create_damage_error("a chunk belongs to no part")
+            raise self._create_damage_error("a chunk does not belong to any part")
         part = self._manifest.parts[index]
         end = offset + length
         if not 0 < length <= CHUNK_BYTES or end > part.size or (index, offset) < self._last_chunk:
