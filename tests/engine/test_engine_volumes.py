@@ -688,7 +688,7 @@ def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> Non
     create_sandbox(live, "other", MountSpec("data", "/data"))
     output = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in output for word in DISK_FULL_MESSAGES), output
-    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
+    assert 32 * MB < live.do(live.engine.volumes.get_state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
     assert live.do(live.engine.volumes.grow("data", 160)).size_mb == 160
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
     output = live.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")

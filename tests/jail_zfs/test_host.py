@@ -92,7 +92,7 @@ def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
     }
     allocation_result = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
     assert allocation_result.exit_code != 0
-    assert live.do(live.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
+    assert live.do(live.engine.sandboxes.get_usage("small")).memory_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("small"))
     assert jail_name not in run_shim("rctl")
 
@@ -103,7 +103,7 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     set_knob("kern.racct.enable", "0")
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
-    assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
+    assert live.do(live.engine.sandboxes.get_usage("free")).memory_bytes == 0
     (sample,) = live.do(live.engine.loads.get_history("free"))
     assert sample.memory_bytes is None and sample.cpu_percent is None, (
         "a value that the host cannot measure is not None"

@@ -344,18 +344,18 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs
     run_shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
         live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert live.do(live.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
+    assert live.do(live.engine.volumes.get_state("data")).stuck == [], "the failed detach changed something"
     live.shell("box", "touch /data/file")
     start_time = time.monotonic()
     live.do(live.engine.sandboxes.delete("box"))
     assert time.monotonic() - start_time < 10
     assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
-    (sentence,) = live.do(live.engine.volumes.state("data")).stuck
+    (sentence,) = live.do(live.engine.volumes.get_state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
     assert jail_zfs_world.traces(live.config) != traces_before, "the files were removed although a mount is stuck"
     run_shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.traces(live.config) == traces_before, 40)
-    assert live.do(live.engine.volumes.state("data")).stuck == []
+    assert live.do(live.engine.volumes.get_state("data")).stuck == []
 
 
 def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:

@@ -95,7 +95,7 @@ class Sandboxes:
         await self._agents.create_client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         return await self._host.has_diverged(sandbox, head)
 
-    async def usage(self, ref: str) -> Usage:
+    async def get_usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)
         if sandbox.state is SandboxState.PAUSED:
             return Usage(disk_bytes=0, memory_bytes=0)

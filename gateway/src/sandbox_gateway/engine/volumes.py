@@ -50,7 +50,7 @@ class Volumes:
         """Return the mounts of a volume, each with the running or paused sandbox that mounts it."""
         return self._index.mounts_of(volume)
 
-    async def state(self, ref: str) -> VolumeState:
+    async def get_state(self, ref: str) -> VolumeState:
         return await self._host.volume_state(self.get(ref))
 
     @measured("volume.create")

@@ -90,7 +90,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShap
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
 async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
-    return shapes.describe_usage(await engine.sandboxes.usage(ref))
+    return shapes.describe_usage(await engine.sandboxes.get_usage(ref))
 
 
 EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]

@@ -135,7 +135,7 @@ class View:
 
     async def _read_volume_state(self, volume: Volume) -> VolumeState | None:
         try:
-            return await self.engine.volumes.state(volume.id)
+            return await self.engine.volumes.get_state(volume.id)
         except GatewayError:
             return None
 
