@@ -87,7 +87,7 @@ async def _read_hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
 
 def _limit_clone_count(host: KvmXfs, source: Sandbox, requested_count: int, result: Result) -> int:
     """Return how many clones fit in memory, up to ``requested_count``. The estimate is based on the source's memory."""
-    clone_bytes = max(_MIN_BYTES_PER_CLONE, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
+    clone_bytes = max(_MIN_BYTES_PER_CLONE, host.live.do(host.live.engine.sandboxes.get_usage(source.id)).memory_bytes)
     max_clones = max(1, (read_available_memory_bytes() - _RESERVED_MEMORY_BYTES) // clone_bytes)
     if max_clones < requested_count:
         result.notes.append(

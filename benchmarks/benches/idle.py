@@ -38,7 +38,7 @@ class Idle:
             time.sleep(idle_seconds)
             steps.advance()
             running_forks = [fork for fork in forks if isinstance(fork, Sandbox)]
-            usages = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running_forks]
+            usages = [host.live.do(host.live.engine.sandboxes.get_usage(fork.id)) for fork in running_forks]
             private_bytes = [dict(read_memory_usage(fork.host["pid"]))["Private_Dirty"] for fork in running_forks]
             growth_bytes = (_measure_used_bytes(host) - bytes_before) / count
             steps.advance()

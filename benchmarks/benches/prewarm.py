@@ -86,7 +86,7 @@ class _ClaimTimer:
         """Prewarm ``count`` forks, and wait until they are ready and the machine is idle again."""
         engine = self.host.live.engine
         self.host.live.do(engine.prewarm.set_target(ref, count))
-        wait_until(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_TIMEOUT_SECONDS)
+        wait_until(lambda: engine.prewarm.get_level(engine.snapshots.get(ref)).ready == count, _READY_TIMEOUT_SECONDS)
         time.sleep(_COOLDOWN_SECONDS)
 
     def time_claim(self, key: str, request: Coroutine[Any, Any, Any]) -> Any:

@@ -151,7 +151,7 @@ def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
 
     def create_and_run() -> Any:
         (fork,) = host.live.do(engine.forks.fork(snapshot.id, ForkSpec()))
-        address, token = engine.agents.endpoint(fork.id)
+        address, token = engine.agents.get_endpoint(fork.id)
         response = httpx.post(
             f"http://{address}:{_INTERPRETER_PORT}/execute",
             json={"code": _CODE},

@@ -108,7 +108,7 @@ async def _export(host: KvmXfs, snapshot: Snapshot, target: Path) -> None:
     export = await host.live.engine.transfers.export(snapshot.id)
     try:
         with target.open("wb", buffering=0) as file:
-            async for piece in export.pieces():
+            async for piece in export.read_pieces():
                 file.write(piece)
     finally:
         await export.close()

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import token_for_port
-from sandbox_gateway.api.access.signed_urls import SignedUrl, SignerFinder, parse_signed_url, signed_query
+from sandbox_gateway.api.access.ports import derive_port_token
+from sandbox_gateway.api.access.signed_urls import SignedUrl, SignerFinder, parse_signed_url, verify_signed_query
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
@@ -86,7 +86,7 @@ def test_the_code_interpreter_token_is_valid_for_no_other_port(
             )
             headers = service.parse_request_headers()
             forwarded_token = headers["x-access-token"]
-            assert forwarded_token == token_for_port(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
+            assert forwarded_token == derive_port_token(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
             assert (
                 keyless_client.get(
                     "/files", headers=make_port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": forwarded_token})
@@ -350,7 +350,7 @@ def sign_query(
 
 def verify_query(fields: dict[str, str] | str, method: str = "GET", now: float = NOW) -> bytes | None:
     text = fields if isinstance(fields, str) else urlencode(fields, quote_via=quote)
-    return signed_query(method, text.encode(), TOKEN, now)
+    return verify_signed_query(method, text.encode(), TOKEN, now)
 
 
 @pytest.mark.parametrize("user", [None, "root", "ü user"])

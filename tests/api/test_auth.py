@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.api.access.auth import Keys, Permission, required_permission
+from sandbox_gateway.api.access.auth import Keys, Permission, determine_required_permission
 from sandbox_gateway.errors import Invalid
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
@@ -64,11 +64,11 @@ def test_a_key_file_of_another_owner_is_refused(tmp_path: Path) -> None:
 
 
 def test_each_route_requires_the_right_scope() -> None:
-    assert required_permission("GET", "/sandboxes") is Permission.READ
-    assert required_permission("POST", "/sandboxes/one/exec") is Permission.EXEC
+    assert determine_required_permission("GET", "/sandboxes") is Permission.READ
+    assert determine_required_permission("POST", "/sandboxes/one/exec") is Permission.EXEC
     for method, path in (("POST", "/sandboxes"), ("DELETE", "/sandboxes/exec"), ("POST", "/snapshots/exec/fork")):
-        assert required_permission(method, path) is Permission.ADMIN
-    assert required_permission("POST", "/templates/x/exec") is Permission.ADMIN
+        assert determine_required_permission(method, path) is Permission.ADMIN
+    assert determine_required_permission("POST", "/templates/x/exec") is Permission.ADMIN
 
 
 def test_requests_without_a_valid_key_are_refused(memory_gateway: MemoryGateway) -> None:

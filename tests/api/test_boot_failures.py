@@ -11,8 +11,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandb
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
-from sandbox_gateway.cli.failure import failure_from_response
-from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, last_lines
+from sandbox_gateway.cli.failure import create_failure_from_response
+from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, extract_last_lines
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
@@ -33,12 +33,12 @@ def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_hos
     error = response.json()
     assert response.status_code == 500 and error["kind"] == "backend_failed"
     assert error["details"] == {"console": CONSOLE_LINES}
-    console_text = "\n  ".join(["The end of its console:", *CONSOLE_LINES])
+    console_text = "\n  ".join(["The last lines of the guest's console:", *CONSOLE_LINES])
     assert error["message"].startswith("the sandbox did not start: its machine ended.") and error["message"].endswith(
         console_text
     )
     assert api.get("/sandboxes").json() == [] and broken_host.machines == {}
-    assert console_text in failure_from_response(500, error).message
+    assert console_text in create_failure_from_response(500, error).message
 
 
 def test_the_error_of_a_failed_resume_contains_the_console(api: httpx.Client, broken_host: Any) -> None:
@@ -101,17 +101,17 @@ def test_module_errors_contain_the_console(
 
 def test_a_guest_cannot_make_the_error_long_or_control_terminals() -> None:
     console = "".join(f"line {number} {'x' * 1000}\x1b]0;title\x07\u202e\n" for number in range(10_000))
-    console_lines = last_lines(console)
+    console_lines = extract_last_lines(console)
     assert len(console_lines) == MAX_LINES and max(map(len, console_lines)) == MAX_LINE_LENGTH
     assert {*"".join(console_lines)} <= {*"line 0123456789x"}
-    assert last_lines("y" * 1_000_000) == ["y" * MAX_LINE_LENGTH]
-    assert last_lines("") == []
+    assert extract_last_lines("y" * 1_000_000) == ["y" * MAX_LINE_LENGTH]
+    assert extract_last_lines("") == []
 
 
 def test_the_dump_after_a_kernel_panic_is_left_out() -> None:
     dump = "".join(f"[    2.9] RAX: {number:016x}\n" for number in range(40))
     console = f"sh: 1: cannot open /sbin/init\n[    2.9] Kernel panic - not syncing: Attempted to kill init!\n{dump}"
-    assert last_lines(console) == [
+    assert extract_last_lines(console) == [
         "sh: 1: cannot open /sbin/init",
         "[    2.9] Kernel panic - not syncing: Attempted to kill init!",
     ]

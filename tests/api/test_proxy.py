@@ -163,7 +163,7 @@ def test_a_request_to_a_closed_port_fails(api: httpx.Client, sandbox: dict[str, 
     response = api.get("/", headers=make_port_headers(sandbox, PORT))
     assert response.status_code == 502 and response.json()["kind"] == "backend_failed"
     assert (
-        "nothing listens on port 3000" in response.json()["message"]
+        "nothing is listening on port 3000" in response.json()["message"]
         and "port is not open" in response.json()["message"]
     )
 

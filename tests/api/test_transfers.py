@@ -34,7 +34,7 @@ def snapshot(memory_gateway: MemoryGateway, api: httpx.Client) -> Iterator[dict[
     yield api.post("/sandboxes/source/snapshots", json={"name": "taken", "description": "Blue"}).json()
     assert memory_gateway.host.partial_imports == set()
     assert all(source.is_closed for source in memory_gateway.host.sources)
-    assert memory_gateway.engine.transfers._active == 0
+    assert memory_gateway.engine.transfers._active_count == 0
 
 
 def export(api: httpx.Client, ref: str = "taken", **params: str) -> bytes:
@@ -51,11 +51,11 @@ def make_foreign_file() -> tuple[bytes, str]:
     """Return a file that another gateway signed, and the fingerprint of the signer."""
     signer = Signer(b"f" * 32)
     encoder = Encoder(signer)
-    head = encoder.head(parse_manifest(json.dumps(make_manifest_fields()).encode()))
+    head = encoder.encode_head(parse_manifest(json.dumps(make_manifest_fields()).encode()))
     chunks = [chunk for chunk in CHUNKS if chunk[0] != 2]
     chunks.insert(2, (2, 0, b'{"color": "green"}'.ljust(4096)))
     return b"".join(
-        [head, *(encoder.chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.end()]
+        [head, *(encoder.encode_chunk(compress_chunk(*chunk)) for chunk in chunks), encoder.encode_end()]
     ), signer.fingerprint
 
 
@@ -205,12 +205,12 @@ def test_the_number_of_transfers_is_limited_and_a_lost_client_ends_its_import(
         head = f"POST /snapshots/import?name=open-{number} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
         client.sendall(head.encode() + file[:50])
         clients.append(client)
-    wait_until(lambda: memory_gateway.engine.transfers._active == 2)
+    wait_until(lambda: memory_gateway.engine.transfers._active_count == 2)
     for refused in (import_(api, file, name="third"), api.get("/snapshots/taken/export")):
         assert (refused.status_code, refused.json()["kind"]) == (429, "busy")
     for client in clients:
         client.close()
-    wait_until(lambda: memory_gateway.engine.transfers._active == 0)
+    wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
     assert import_(api, file, name="third").status_code == 201
 
 
@@ -219,7 +219,7 @@ def test_a_client_that_stops_reading_an_export_releases_the_snapshot(
 ) -> None:
     with api.stream("GET", "/snapshots/taken/export") as response:
         next(response.iter_raw(16))
-    wait_until(lambda: memory_gateway.engine.transfers._active == 0)
+    wait_until(lambda: memory_gateway.engine.transfers._active_count == 0)
     assert memory_gateway.host.sources[-1].is_closed
 
 
@@ -321,13 +321,13 @@ def test_a_module_waits_until_another_transfer_ends(
 ) -> None:
     pieces: list[bytes] = []
     transfers = memory_gateway.engine.transfers
-    transfers._active = 2
-    threading.Timer(1, setattr, (transfers, "_active", 0)).start()
+    transfers._active_count = 2
+    threading.Timer(1, setattr, (transfers, "_active_count", 0)).start()
     client = Client(memory_gateway.unix_url)
     client.download("/snapshots/taken/export", pieces.append)
-    wait_until(lambda: transfers._active == 0)
-    transfers._active = 2
-    threading.Timer(1, setattr, (transfers, "_active", 0)).start()
+    wait_until(lambda: transfers._active_count == 0)
+    transfers._active_count = 2
+    threading.Timer(1, setattr, (transfers, "_active_count", 0)).start()
     imported = client.upload("/snapshots/import", lambda: iter(pieces), name="copy")
     assert imported["imported"]["snapshotID"] == snapshot["snapshotID"]
 

@@ -16,7 +16,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
-from sandbox_gateway.api.unknown_fields import MAX_LIST_ENTRIES, find_unknown_fields, model_in
+from sandbox_gateway.api.unknown_fields import MAX_LIST_ENTRIES, find_model, find_unknown_fields
 from sandbox_gateway.cli.client import Client as CommandClient
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_errors import check_refused
@@ -209,7 +209,7 @@ def test_no_valid_list_is_longer_than_the_part_that_is_examined() -> None:
         f"{model.__name__}.{name}": max(item.max_length for item in field.metadata if hasattr(item, "max_length"))
         for model in models
         for name, field in model.model_fields.items()
-        if "list[" in str(field.annotation) and model_in(field.annotation)
+        if "list[" in str(field.annotation) and find_model(field.annotation)
     }
     assert limits["BuildFromImage.steps"] == MAX_LIST_ENTRIES
     assert max(limits.values()) <= MAX_LIST_ENTRIES, limits

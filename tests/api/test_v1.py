@@ -111,7 +111,7 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
 
 @pytest.mark.parametrize("mode", [each for each in MemoryMode if each is not MemoryMode.NONE])
 def test_incremental_captures_report_their_size(mode: MemoryMode) -> None:
-    info = shapes.snapshot_info(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
+    info = shapes.describe_snapshot(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
     assert info.diff_physical_bytes == (None if mode is MemoryMode.FULL else 4096)
 
 

@@ -94,25 +94,25 @@ def test_a_configuration_without_addresses_is_refused(tmp_path: Path) -> None:
 
 def test_the_unix_socket_is_created_and_removed(tmp_path: Path) -> None:
     socket_path = tmp_path / "run" / "gateway.sock"
-    with serving.unix_socket(socket_path, "") as listener:
+    with serving.unix_socket_bound(socket_path, "") as listener:
         listener.listen()
         assert socket_path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(Invalid, match="another gateway"), serving.unix_socket(socket_path, ""):
+        with pytest.raises(Invalid, match="another gateway"), serving.unix_socket_bound(socket_path, ""):
             pass
     assert not socket_path.exists()
     stale_socket = socket.socket(socket.AF_UNIX)
     stale_socket.bind(str(socket_path))
     stale_socket.close()
     group = "daemon"
-    with serving.unix_socket(socket_path, group):
+    with serving.unix_socket_bound(socket_path, group):
         assert socket_path.stat().st_mode & 0o777 == 0o660 and socket_path.group() == group
     socket_path.write_text("mine")
-    with pytest.raises(Invalid, match="is not a socket"), serving.unix_socket(socket_path, ""):
+    with pytest.raises(Invalid, match="is not a socket"), serving.unix_socket_bound(socket_path, ""):
         pass
     assert socket_path.read_text() == "mine"
-    with pytest.raises(Invalid, match="groupadd"), serving.unix_socket(tmp_path / "x.sock", "no-such-group"):
+    with pytest.raises(Invalid, match="groupadd"), serving.unix_socket_bound(tmp_path / "x.sock", "no-such-group"):
         pass
-    with pytest.raises(Invalid, match="cannot be created"), serving.unix_socket(tmp_path / ("x" * 200), ""):
+    with pytest.raises(Invalid, match="cannot be created"), serving.unix_socket_bound(tmp_path / ("x" * 200), ""):
         pass
 
 

@@ -394,7 +394,9 @@ def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: Me
     try:
         outcome = run("create", "base", "--name", "one", "--cold-start")
         assert outcome.code == 1 and outcome.out == ""
-        assert outcome.err.endswith("The end of its console:\n  Loading\n  Kernel panic: no init found\n")
+        assert outcome.err.endswith(
+            "The last lines of the guest's console:\n  Loading\n  Kernel panic: no init found\n"
+        )
         build_outcome = run("template", "build", "unbootable")
         assert build_outcome.code == 1 and build_outcome.err.count("Kernel panic: no init found") >= 1
     finally:

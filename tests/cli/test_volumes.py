@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.cli import formats
-from sandbox_gateway.cli.failure import Failure, failure_from_response
+from sandbox_gateway.cli.failure import Failure, create_failure_from_response
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.cli.running import Run, check_succeeded
 
@@ -137,7 +137,7 @@ def test_the_hint_for_a_cloned_volume_is_to_delete_it() -> None:
     users = [{"kind": "clone", "id": "e2d0ad307996", "name": "copy"}]
     details = {"resource": "snapshot", "users": users, "overrides": ["when=unused"]}
     body = {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"], "details": details}
-    failure = failure_from_response(409, body)
+    failure = create_failure_from_response(409, body)
     assert failure.code == 4 and "sandboxctl volume delete VOLUME" in failure.hint
 
 

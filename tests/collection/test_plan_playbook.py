@@ -220,7 +220,7 @@ def test_the_page_shows_the_plan_of_its_first_play(
 ) -> None:
     """The costs of recent captures are fixed, because real ones differ between runs."""
     costs = CaptureCostsShape(pause_ms=6, memory_bytes_written=10 << 20, disk_bytes_unique=1 << 20)
-    monkeypatch.setattr(plans, "_typical_costs", lambda session: costs)
+    monkeypatch.setattr(plans, "_compute_typical_costs", lambda session: costs)
     with gateway.client() as api:
         api.post("/sandboxes", json={"templateID": "base", "name": "web"}).raise_for_status()
     play = PAGE_PATH.read_text().partition("```yaml\n")[2].partition("```")[0]

@@ -121,7 +121,7 @@ def prevent_snapshot_removal(gateway: MemoryGateway, name: str) -> None:
 
     tests/jail_zfs/test_volume_storage.py checks that ZfsStorage raises it.
     """
-    volume_id, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
+    volume_id, remove = gateway.engine.index.get_volume(name).id, gateway.host.remove_volume_snapshot
 
     async def refuse(snapshot: VolumeSnapshot) -> None:
         if snapshot.volume == volume_id:

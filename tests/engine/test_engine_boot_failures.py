@@ -28,5 +28,5 @@ def test_the_error_of_a_failed_boot_contains_the_console(runner: EngineRunner, w
     console = error.details["console"]
     assert any(line.endswith("broken-init") for line in console), error.message
     assert any("Kernel panic" in line for line in console), error.message
-    assert error.message.endswith("\n  ".join(["The end of its console:", *console]))
+    assert error.message.endswith("\n  ".join(["The last lines of the guest's console:", *console]))
     assert [sandbox.name for sandbox in runner.engine.sandboxes.list()] == ["broken"]

@@ -171,7 +171,7 @@ def test_retention_removes_old_snapshots_that_are_not_in_use(runner: EngineRunne
 def test_lineage_shows_each_object_below_its_origin(runner: EngineRunner, source: str) -> None:
     runner.do(runner.engine.snapshots.create(source, name="fork-point"))
     runner.do(runner.engine.forks.create("fork-point", ForkSpec(names=["child"])))
-    (tree,) = runner.engine.snapshots.lineage(TEMPLATE)
+    (tree,) = runner.engine.snapshots.build_lineage(TEMPLATE)
     sandbox = next(node for node in tree["children"] if node["names"] == ["source"])
     (snapshot,) = sandbox["children"]
     assert snapshot["names"] == ["fork-point"]

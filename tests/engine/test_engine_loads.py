@@ -32,9 +32,9 @@ def test_a_host_measures_cpu_memory_and_disk(runner: EngineRunner) -> None:
     assert measure_disk_growth()[1] < _WRITTEN_BYTES / 2
     # One sandbox runs a busy loop, and the other one waits.
     runner.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")
-    runner.do(runner.engine.loads.history("busy"))
+    runner.do(runner.engine.loads.get_history("busy"))
     time.sleep(3)
-    cpu_percents = [runner.do(runner.engine.loads.history(name))[-1].cpu_percent for name in ("busy", "idle")]
+    cpu_percents = [runner.do(runner.engine.loads.get_history(name))[-1].cpu_percent for name in ("busy", "idle")]
     assert all(percent is not None for percent in cpu_percents)
     assert cpu_percents[0] * busy.resources.cpus > 20 and cpu_percents[1] < cpu_percents[0]
     runner.do(runner.engine.sandboxes.pause("busy", memory=False))

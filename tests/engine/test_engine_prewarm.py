@@ -27,7 +27,7 @@ def keep_ready(runner: EngineRunner, ref: str, count: int) -> None:
     """Set a snapshot's prewarm target, and wait until that many forks are ready."""
     runner.do(runner.engine.prewarm.set_target(ref, count))
     snapshot = runner.engine.snapshots.get(ref)
-    wait_until(lambda: runner.engine.prewarm.level(snapshot).ready == count, 120)
+    wait_until(lambda: runner.engine.prewarm.get_level(snapshot).ready == count, 120)
 
 
 @pytest.mark.usefixtures("requires_prewarming")
@@ -114,7 +114,7 @@ def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_runner: Call
     assert reopened_runner.shell("kept", "cat /run/kept").strip() == "here"
     assert reopened_runner.get_sandbox("kept").instance == sandbox.instance
     template = reopened_runner.engine.snapshots.get(TEMPLATE)
-    wait_until(lambda: reopened_runner.engine.prewarm.level(template).ready == 1, 120)
+    wait_until(lambda: reopened_runner.engine.prewarm.get_level(template).ready == 1, 120)
     keep_ready(reopened_runner, TEMPLATE, 0)
 
 

@@ -177,11 +177,11 @@ def _simplify_tree(nodes: list[dict[str, Any]]) -> dict[str, Any]:
 def test_children_of_a_deleted_snapshot_move_to_its_parent(runner: EngineRunner) -> None:
     _create_chain(runner, "one", "two", "three")
     runner.do(runner.engine.sandboxes.delete("box"))
-    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    assert _simplify_tree(runner.engine.snapshots.build_lineage()) == {"base": {"one": {"two": {"three": {}}}}}
     runner.do(runner.engine.snapshots.delete("two"))
-    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(runner.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
     runner.do(runner.engine.snapshots.delete("one"))
-    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"three": {}}}
+    assert _simplify_tree(runner.engine.snapshots.build_lineage()) == {"base": {"three": {}}}
 
 
 def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(runner: EngineRunner) -> None:
@@ -190,7 +190,7 @@ def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(runner: 
     assert runner.engine.sandboxes.get("box").head == runner.engine.snapshots.get("one").id
     _create_chain(runner, "three")
     runner.do(runner.engine.sandboxes.delete("box"))
-    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(runner.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_children_of_a_hidden_snapshot_are_listed_in_its_place(runner: EngineRunner) -> None:
@@ -201,7 +201,7 @@ def test_children_of_a_hidden_snapshot_are_listed_in_its_place(runner: EngineRun
     assert not runner.do(runner.engine.snapshots.delete("two", when_unused=True))
     runner.do(runner.engine.sandboxes.delete("fork"))
     runner.do(runner.engine.sandboxes.delete("box"))
-    assert _simplify_tree(runner.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _simplify_tree(runner.engine.snapshots.build_lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(runner: EngineRunner, host: FaultyHost) -> None:
@@ -237,7 +237,7 @@ def test_a_full_disk_does_not_prevent_a_deletion(runner: EngineRunner, host: Fau
     assert runner.do(runner.engine.snapshots.delete("one"))
     assert one_id not in runner.engine.index.snapshots
     assert runner.engine.snapshots.get("two").parent == one_id
-    (root,) = runner.engine.snapshots.lineage()
+    (root,) = runner.engine.snapshots.build_lineage()
     assert two_id in str(root), "it is not shown below the template"
 
 

@@ -22,13 +22,13 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_runner: Any, 
     runner.do(runner.engine.snapshots.create("source", name="mark"))
     runner.do(runner.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
     runner.do(runner.engine.sandboxes.pause("f2"))
-    sandboxes, lineage = runner.engine.sandboxes.list(), runner.engine.snapshots.lineage()
+    sandboxes, lineage = runner.engine.sandboxes.list(), runner.engine.snapshots.build_lineage()
     traces_before = world.read_traces(runner.config)
     runner.close()
 
     runner_after_restart = make_runner(config=runner.config)
     assert runner_after_restart.engine.sandboxes.list() == sandboxes
-    assert runner_after_restart.engine.snapshots.lineage() == lineage
+    assert runner_after_restart.engine.snapshots.build_lineage() == lineage
     assert world.read_traces(runner_after_restart.config) == traces_before
     assert runner_after_restart.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:

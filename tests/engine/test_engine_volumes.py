@@ -122,7 +122,7 @@ def test_a_scan_reports_a_duplicate_name_and_a_mount_of_a_missing_volume() -> No
         [sandbox := Sandbox(name="box", mounts=mounts)], [], [newer_volume, older_volume]
     )
     assert newer_volume.id in name_problem and "/lost" in mount_problem
-    assert index.volume("data") is older_volume and index.volume(newer_volume.id).name == newer_volume.id
+    assert index.get_volume("data") is older_volume and index.get_volume(newer_volume.id).name == newer_volume.id
     assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "the volume may be restored"
 
 
@@ -705,7 +705,7 @@ def test_a_full_volume_reports_enospc_and_grows_while_mounted(runner: EngineRunn
     create_sandbox(runner, "other", MountSpec("data", "/data"))
     output = runner.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in output for word in DISK_FULL_MESSAGES), output
-    assert 32 * MB < runner.do(runner.engine.volumes.state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
+    assert 32 * MB < runner.do(runner.engine.volumes.get_state("data")).used_bytes < (MIN_VOLUME_MB + 1) * MB
     assert runner.do(runner.engine.volumes.grow("data", 160)).size_mb == 160
     runner.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
     output = runner.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")

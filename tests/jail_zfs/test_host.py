@@ -92,7 +92,7 @@ def test_limits_are_enforced_and_removed_with_the_sandbox(runner: EngineRunner) 
     }
     allocation_result = runner.do(runner.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
     assert allocation_result.exit_code != 0
-    assert runner.do(runner.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
+    assert runner.do(runner.engine.sandboxes.get_usage("small")).memory_bytes > 1 << 20
     runner.do(runner.engine.sandboxes.delete("small"))
     assert jail_name not in run_shim("rctl")
 
@@ -103,8 +103,8 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     set_knob("kern.racct.enable", "0")
     runner = make_runner()
     runner.do(runner.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
-    assert runner.do(runner.engine.sandboxes.usage("free")).memory_bytes == 0
-    (sample,) = runner.do(runner.engine.loads.history("free"))
+    assert runner.do(runner.engine.sandboxes.get_usage("free")).memory_bytes == 0
+    (sample,) = runner.do(runner.engine.loads.get_history("free"))
     assert sample.memory_bytes is None and sample.cpu_percent is None, (
         "a value that the host cannot measure is not None"
     )

@@ -40,7 +40,7 @@ def export(runner: EngineRunner, ref: str) -> bytes:
     async def read() -> bytes:
         export = await runner.engine.transfers.export(ref)
         try:
-            return b"".join([piece async for piece in export.pieces()])
+            return b"".join([piece async for piece in export.read_pieces()])
         finally:
             await export.close()
 
@@ -57,7 +57,7 @@ def import_(runner: EngineRunner, file: bytes, name: str | None = None) -> Snaps
 
 def make_file(runner: EngineRunner, stream: bytes) -> bytes:
     """Return a snapshot file that the gateway has signed, with ``stream`` as its contents."""
-    encoder = Encoder(runner.engine.transfers.signer())
+    encoder = Encoder(runner.engine.transfers.get_signer())
     manifest = Manifest(
         snapshot_id="0123456789ab",
         kind="snapshot",
@@ -71,12 +71,12 @@ def make_file(runner: EngineRunner, stream: bytes) -> bytes:
         line=False,
         parts=[Part(name=SnapshotPart.STREAM, size=len(stream), data_bytes=len(stream))],
     )
-    records = [encoder.head(manifest)]
+    records = [encoder.encode_head(manifest)]
     for start in range(0, len(stream), CHUNK_BYTES):
         data = stream[start : start + CHUNK_BYTES]
         if data.strip(b"\0"):
-            records.append(encoder.chunk(compress_chunk(0, start, data)))
-    return b"".join([*records, encoder.end()])
+            records.append(encoder.encode_chunk(compress_chunk(0, start, data)))
+    return b"".join([*records, encoder.encode_end()])
 
 
 def list_objects(runner: EngineRunner) -> set[str]:

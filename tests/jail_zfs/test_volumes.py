@@ -354,20 +354,20 @@ def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(runner: EngineRunner
     run_shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
         runner.do(get_jail_host(runner).detach(sandbox, Mount(volume=volume.id, path="/data")))
-    assert runner.do(runner.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
+    assert runner.do(runner.engine.volumes.get_state("data")).stuck == [], "the failed detach changed something"
     runner.shell("box", "touch /data/file")
     start_time = time.monotonic()
     runner.do(runner.engine.sandboxes.delete("box"))
     assert time.monotonic() - start_time < 10
     assert [each.name for each in runner.engine.sandboxes.list()] == ["bystander"]
-    (sentence,) = runner.do(runner.engine.volumes.state("data")).stuck
+    (sentence,) = runner.do(runner.engine.volumes.get_state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
     assert jail_zfs_world.read_traces(runner.config) != traces_before, (
         "the files were removed although a mount is stuck"
     )
     run_shim("freebsd-shim", "set", "busy", "")
     wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 40)
-    assert runner.do(runner.engine.volumes.state("data")).stuck == []
+    assert runner.do(runner.engine.volumes.get_state("data")).stuck == []
 
 
 def test_a_stuck_volume_is_removed_later(

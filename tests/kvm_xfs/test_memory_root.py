@@ -108,7 +108,7 @@ def test_machines_can_start_from_memory_in_every_way_with_a_root(runner: EngineR
     capture_source(runner, "later")
     runner.do(runner.engine.snapshots.delete("mark", when_unused=True))
     runner.do(runner.engine.prewarm.set_target("later", 1))
-    wait_until(lambda: runner.engine.prewarm.total().ready == 1, 60)
+    wait_until(lambda: runner.engine.prewarm.get_total_level().ready == 1, 60)
     runner.do(runner.engine.forks.create("later", ForkSpec(names=["claimed"])))
     assert read_digest(runner, "claimed") == digest
     assert runner.engine.machines.starts["prewarmed"] == 1

@@ -18,7 +18,7 @@ from sandbox_gateway.api import app
 from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
-from sandbox_gateway.api.unknown_fields import fields_of, find_refusal, find_refused_fields, model_in
+from sandbox_gateway.api.unknown_fields import fields_of, find_model, find_refusal, find_refused_fields
 from tests.sdk import fields
 from tests.sdk.fields import ClientRequest, Fields
 from tests.support.session import REPOSITORY
@@ -135,7 +135,7 @@ def list_rows(client: Client) -> Iterator[Row]:
         yield from _list_query_rows(client, request, ROUTES[name])
         if request.body:
             body = ROUTES[name].body_field
-            model = model_in(body.field_info.annotation) if body else None
+            model = find_model(body.field_info.annotation) if body else None
             assert model is not None, f"{name} of {client.title} has a body, but the route does not"
             yield from _list_body_rows(name, model, request.body)
 
@@ -227,7 +227,7 @@ MODELS = sorted(
     {
         model
         for route in ROUTES.values()
-        if route.body_field and (top_model := model_in(route.body_field.field_info.annotation))
+        if route.body_field and (top_model := find_model(route.body_field.field_info.annotation))
         for model in list_models(top_model)
     },
     key=lambda model: model.__name__,

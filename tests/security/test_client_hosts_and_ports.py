@@ -241,7 +241,7 @@ def test_host_ports_are_not_sandbox_ports(
     with guarded_services(memory_gateway, sandbox, other_sandbox):
         for port in (HOST_PORT, memory_gateway.port, 22):
             response = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
-            assert response.status_code == 502 and "nothing listens" in response.json()["message"]
+            assert response.status_code == 502 and "nothing is listening" in response.json()["message"]
 
 
 def test_request_targets_reach_only_their_own_sandbox(

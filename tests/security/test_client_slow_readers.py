@@ -116,7 +116,7 @@ def test_many_slow_clients_share_the_memory_for_reads(
         streams = [each for each in heads._streams if each._transport.get_extra_info("peername")[1] == PORT]
         assert len(streams) == CLIENT_COUNT
         # Connections that were opened when there were fewer of them hold more than their share.
-        assert sum(len(each._unread) + count_buffered_bytes(each) for each in streams) < 4 * total_bytes
+        assert sum(len(each._unread_data) + count_buffered_bytes(each) for each in streams) < 4 * total_bytes
     wait_until(lambda: not service.open_connection_count)
 
 

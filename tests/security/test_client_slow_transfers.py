@@ -24,7 +24,7 @@ SIZE = 4 << 20
 class FakeExport:
     is_closed = False
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def read_pieces(self) -> AsyncIterator[bytes]:
         for _ in range(SIZE >> 20):
             yield bytes(1 << 20)
 

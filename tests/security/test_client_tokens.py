@@ -11,7 +11,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import token_for_port
+from sandbox_gateway.api.access.ports import derive_port_token
 from tests.api.inside import (
     AGENT_PORT,
     PORT,
@@ -52,7 +52,7 @@ def list_tokens(sandbox: dict[str, Any]) -> list[str]:
     return [
         envd_token,
         sandbox["trafficAccessToken"],
-        token_for_port(envd_token, CODE_PORT),
+        derive_port_token(envd_token, CODE_PORT),
         f"{envd_token},{envd_token}",
     ]
 

@@ -66,7 +66,7 @@ def hostile_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         if route.endswith("/exec"):
             return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
         if method == "DELETE":
-            raise failure.failure_from_response(
+            raise failure.create_failure_from_response(
                 409, {"kind": "in_use", "message": HOSTILE_TEXT, "blockers": [HOSTILE_TEXT]}
             )
         return {

@@ -20,7 +20,7 @@ import pytest
 
 import sandbox_agent
 from sandbox_agent.http.server import MAX_CONNECTIONS
-from sandbox_gateway.api.access.ports import token_for_port
+from sandbox_gateway.api.access.ports import derive_port_token
 from sandbox_gateway.engine import agent_client
 from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed
@@ -132,11 +132,14 @@ def test_a_host_user_cannot_run_code_on_the_port_of_the_interpreter(
 ) -> None:
     """Only the token of this sandbox opens the port. The gateway's key does not open it."""
     key = identity.read_gateway_key(run_directory)
-    derived_token = {"X-Access-Token": token_for_port(TOKEN, CODE_PORT)}
+    derived_token = {"X-Access-Token": derive_port_token(TOKEN, CODE_PORT)}
     if is_identified:
         send_identity(agent_port, key, monkeypatch)
     attacks = [{}, {"X-Access-Token": ""}, {"X-Access-Token": "mine"}, {"X-Gateway-Key": "0" * 64}]
-    attacks += [{"X-Access-Token": token_for_port("", CODE_PORT)}, {"X-Access-Token": token_for_port("x", CODE_PORT)}]
+    attacks += [
+        {"X-Access-Token": derive_port_token("", CODE_PORT)},
+        {"X-Access-Token": derive_port_token("x", CODE_PORT)},
+    ]
     for headers in (*attacks, {"X-Gateway-Key": key}, *([] if is_identified else [derived_token])):
         assert send_to_code_port(code_port, headers) == {401}
     if is_identified:
@@ -156,7 +159,7 @@ def test_a_host_user_cannot_lock_the_gateway_out(
             for _ in range(MAX_CONNECTIONS + 8):
                 stack.enter_context(socket.create_connection((ADDRESS, port), timeout=20)).sendall(sent)
         assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n"
-        derived_token = {"X-Access-Token": token_for_port(TOKEN, CODE_PORT)}
+        derived_token = {"X-Access-Token": derive_port_token(TOKEN, CODE_PORT)}
         assert send_request(code_port, "/contexts", {}, derived_token, method="GET") == 200
 
 

@@ -63,7 +63,7 @@ async def _claim_prewarmed_fork(engine: Engine) -> None:
 
 async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
     async with asyncio.timeout(60):
-        while engine.prewarm.level(engine.snapshots.get(ref)).ready != count:  # noqa: ASYNC110
+        while engine.prewarm.get_level(engine.snapshots.get(ref)).ready != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -71,7 +71,7 @@ async def _import_copy(engine: Engine) -> None:
     """Export a snapshot without its memory, and import the file under another name."""
     export = await engine.transfers.export("mark", memory=False)
     try:
-        pieces = [piece async for piece in export.pieces()]
+        pieces = [piece async for piece in export.read_pieces()]
     finally:
         await export.close()
 

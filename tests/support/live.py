@@ -97,7 +97,7 @@ class EngineRunner:
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
-        wait_until(lambda: self.engine.prewarm.total().ready == 0)
+        wait_until(lambda: self.engine.prewarm.get_total_level().ready == 0)
 
     def get_sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)

@@ -360,7 +360,7 @@ def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
         return
     fields = CreateTemplate.model_fields
     assert data.keys() <= {field.alias or name for name, field in fields.items()}
-    CreateTemplate.model_validate(data).recipe()
+    CreateTemplate.model_validate(data).build_recipe()
 
 
 # --- commands --------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def build_child_environment(**variables: str) -> dict[str, str]:
     The rest of the gateway's environment is not passed on, because it may contain keys and proxy passwords, and a
     guest may take over a process that serves it.
     """
-    inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
-    return {**inherited, "LC_ALL": "C", **variables}
+    inherited_variables = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    return {**inherited_variables, "LC_ALL": "C", **variables}
 
 
 def read_proxy_settings() -> dict[str, str]:
@@ -93,7 +93,7 @@ def run(
             pass_fds=pass_fds,
         )
     except FileNotFoundError:
-        raise BackendFailed(missing_program_message(argv[0])) from None
+        raise BackendFailed(format_missing_program_message(argv[0])) from None
     output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
     with process:
         try:
@@ -112,7 +112,7 @@ def _communicate(
 ) -> None:
     """Like ``Popen.communicate``, but store the output in objects that limit its size."""
     deadline = time.monotonic() + timeout
-    pending = memoryview(input)
+    pending_input = memoryview(input)
     with selectors.DefaultSelector() as selector:
         assert process.stdout is not None and process.stderr is not None
         selector.register(process.stdout, selectors.EVENT_READ, output)
@@ -125,10 +125,10 @@ def _communicate(
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                 if key.data is None:
                     try:
-                        pending = pending[os.write(key.fd, pending[: select.PIPE_BUF]) :]
+                        pending_input = pending_input[os.write(key.fd, pending_input[: select.PIPE_BUF]) :]
                     except BrokenPipeError:
-                        pending = pending[:0]
-                    is_finished = not pending
+                        pending_input = pending_input[:0]
+                    is_finished = not pending_input
                 else:
                     chunk = os.read(key.fd, _CHUNK_BYTES)
                     key.data.add(chunk)
@@ -185,7 +185,7 @@ async def run_async_bytes(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(missing_program_message(argv[0])) from None
+        raise BackendFailed(format_missing_program_message(argv[0])) from None
     output, errors = _Output(max_output_bytes), _Output(_MAX_ERROR_BYTES, keeps_end=True)
     assert process.stdout is not None and process.stderr is not None
     try:
@@ -231,7 +231,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
 
 def _make_result(argv: Sequence[str], code: int, output: _Output, errors: _Output) -> CompletedProcess[bytes]:
     if output.is_too_large:
-        raise BackendFailed(f"{_shorten(argv)} printed too much and was killed")
+        raise BackendFailed(f"{_shorten(argv)} produced too much output and was killed")
     return CompletedProcess(list(argv), code, output.read(), errors.read())
 
 
@@ -247,7 +247,7 @@ def _check_status(argv: Sequence[str], result: CompletedProcess[str], check: boo
     return result
 
 
-def missing_program_message(program: str) -> str:
+def format_missing_program_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 

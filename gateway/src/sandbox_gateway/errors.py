@@ -35,7 +35,7 @@ class NotFound(GatewayError):
         """Create an error. ``what``: the kind of object ("sandbox", "template", …). ``ref``: the requested id or name.
 
         ``message`` replaces the default message. ``details`` contains ``resource``, by default ``what``, and
-        ``parent``, the id or name of the object in which ``ref`` was searched for.
+        ``parent``, the id or name of the object that was searched for ``ref``.
         """
         details = {"resource": resource or what, "parent": parent}
         super().__init__(message or f"{what} {ref!r} not found", details=details)
@@ -102,7 +102,7 @@ class Forbidden(GatewayError):
 
 
 class Untrusted(GatewayError):
-    """A file is signed by a key that the caller has not said to trust."""
+    """A file is signed with a key that the caller has not declared as trusted."""
 
     kind = "untrusted"
     status = 403
@@ -123,7 +123,7 @@ class Busy(GatewayError):
 class OutputLost(GatewayError):
     """A limit was reached after a request had taken effect, or a command had started.
 
-    A second request repeats the operation.
+    Sending the request again repeats the operation.
     """
 
     kind = "output_lost"

@@ -61,14 +61,14 @@ def parse_image_reference(text: str) -> ImageReference:
         if _is_plain(path) and (not tag or _is_image_name(tag)) and not rest.endswith(":"):
             return ImageReference(Transport(transport), path=path, tag=tag)
     elif match := _NAME_PATTERN.fullmatch(text.removeprefix(f"{Transport.REGISTRY}://")):
-        return _registry_reference(match)
+        return _create_registry_reference(match)
     raise ValueError(
         f"the image {text[:200]!r} is not valid: use docker://REGISTRY/NAME:TAG, oci:/DIRECTORY[:TAG], "
         "oci-archive:/FILE[:TAG] or docker-archive:/FILE[:NAME:TAG], with an absolute path that contains no colon"
     )
 
 
-def _registry_reference(match: re.Match[str]) -> ImageReference:
+def _create_registry_reference(match: re.Match[str]) -> ImageReference:
     registry, name, digest = match["registry"] or "", match["name"], match["digest"] or ""
     if not (registry == "localhost" or any(character in registry for character in ".:[")):
         # As in Docker: a first component that cannot be a host name belongs to the name.

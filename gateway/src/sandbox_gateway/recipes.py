@@ -21,9 +21,9 @@ from sandbox_gateway.image_references import parse_image_reference
 from sandbox_gateway.records import Resources
 
 _MAX_DIGEST_SECONDS = 300
-"""The time within which the digest of a source must be computed, because it occupies one of the gateway's threads."""
+"""The time limit for computing the digest of a source, which occupies one of the gateway's threads."""
 _MAX_DIGEST_ENTRIES = 2_000_000
-"""The maximum number of files in a directory that is a source. Each takes about 500 bytes of memory."""
+"""The maximum number of files in a source directory. Each takes about 500 bytes of memory."""
 _PACKAGE_PATTERN = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
 
 
@@ -92,7 +92,7 @@ class Recipe(BaseModel):
         """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and the source)."""
         fields = {**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}
         if not self.image:
-            # Recipes without an image have the same digest as before images existed.
+            # Recipes without an image have the same digest as before images were supported.
             del fields["image"]
         return _digest(fields, salts)
 
@@ -106,7 +106,7 @@ def source_digest(recipe: Recipe) -> str:
     """Return a digest of the source at ``recipe.path``, or "" if the recipe has no path.
 
     The digest covers the contents of a tarball, or the paths, modes, sizes and modification times of everything below a
-    directory. Raises Invalid if the source cannot be read, or not within five minutes.
+    directory. Raises Invalid if the source cannot be read within five minutes.
     """
     if not recipe.path:
         return ""
@@ -126,19 +126,19 @@ def digest_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError for other files, and if it takes too long."""
     # Opening a device can have side effects. Opening a pipe that replaces the file after this check must not block.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise _not_regular_error()
+        raise _create_not_regular_error()
     deadline = time.monotonic() + _MAX_DIGEST_SECONDS
     hasher = hashlib.sha256()
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _not_regular_error()
+            raise _create_not_regular_error()
         while chunk := file.read(1 << 20):
             hasher.update(chunk)
             _check_deadline(deadline)
     return hasher.hexdigest()
 
 
-def _not_regular_error() -> OSError:
+def _create_not_regular_error() -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file")
 
 

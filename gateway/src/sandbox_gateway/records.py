@@ -36,14 +36,14 @@ PLANNED_PREFIX = "5e5510ff"
 """The beginning of the ids of objects that exist only in a plan session. No other id begins like this."""
 
 
-def random_id() -> str:
+def create_random_id() -> str:
     """Create a random id of 12 hexadecimal digits (48 bits)."""
     while (id := secrets.token_hex(6)).startswith(PLANNED_PREFIX):
         pass
     return id
 
 
-id_source: ContextVar[Callable[[], str]] = ContextVar("id_source", default=random_id)
+id_source: ContextVar[Callable[[], str]] = ContextVar("id_source", default=create_random_id)
 """The function that creates ids in the current context. In a plan session, ids are numbered instead of random."""
 
 
@@ -80,7 +80,7 @@ class _Part(BaseModel):
 class _Record(_Part):
     format: int = FORMAT
     generation: int = Field(default=0, ge=0)
-    """The number of changes since the object was created, by which a saved plan detects changes by others."""
+    """The number of changes since the object was created. A saved plan uses it to detect changes by others."""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +129,7 @@ class NetworkPolicy(_Part):
 
     @property
     def allows_egress(self) -> bool:
-        """Return whether the sandbox can reach any address. If not, it is given no name servers."""
+        """Return whether the sandbox can reach any address. If not, it gets no name servers."""
         return self.allow_internet or bool(self.allow_out)
 
 
@@ -151,7 +151,7 @@ class VolumeCapture(_Part):
 
 
 class Volume(_Record):
-    """Storage that outlives sandboxes. Any number of sandboxes can mount it at once."""
+    """Storage that outlives sandboxes. Any number of sandboxes can mount it at the same time."""
 
     id: Id = Field(default_factory=new_id)
     name: Name
@@ -204,7 +204,7 @@ class Sandbox(_Record):
     """The current machine: the host names its directory, process and network after it."""
     state: SandboxState = SandboxState.RUNNING
     state_reason: str = ""
-    """Why the sandbox is paused without a request, for example because its machine stopped or the host rebooted."""
+    """Why the sandbox is paused if no request paused it: for example, its machine stopped, or the host rebooted."""
     template_id: str = ""
     forked_from: str = ""
     """The snapshot or template that the sandbox was created from. It never changes."""
@@ -242,7 +242,7 @@ class Sandbox(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_former_fields(cls, record: Any) -> Any:
+    def _rename_old_fields(cls, record: Any) -> Any:
         """Rename the field ``life`` of records from older releases to ``timeout``."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}
@@ -267,7 +267,7 @@ class SnapshotKind(StrEnum):
 
 
 class MemoryMode(StrEnum):
-    """The method by which a snapshot's memory was captured.
+    """How a snapshot's memory was captured.
 
     Every method except NONE and FULL compares pages with an earlier image. The new image starts as a clone of the
     earlier one, and only pages that differ are written to it. Every image is therefore complete.
@@ -408,7 +408,7 @@ def compact(record: AnyRecord) -> AnyRecord:
     The gateway keeps the records of all objects in memory. Without this function, each record would have its own set of
     field names, which takes more memory than the rest of the record, and its own copy of equal resources.
     """
-    if record.__pydantic_fields_set__ is _field_names(type(record)):
+    if record.__pydantic_fields_set__ is _get_field_names(type(record)):
         return record  # It is compact already.
     _intern_field_names(record)
     for value in vars(record).values():
@@ -440,11 +440,11 @@ def _share_keys(record: _Part) -> None:
 def _intern_field_names(part: _Part) -> None:
     """Make a record share its set of field names with all others of its class, as if every field had been set."""
     if not part.model_extra:
-        object.__setattr__(part, "__pydantic_fields_set__", _field_names(type(part)))
+        object.__setattr__(part, "__pydantic_fields_set__", _get_field_names(type(part)))
 
 
 @functools.cache
-def _field_names(kind: type[_Part]) -> set[str]:
+def _get_field_names(kind: type[_Part]) -> set[str]:
     return set(kind.model_fields)
 
 

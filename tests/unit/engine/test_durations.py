@@ -62,7 +62,7 @@ _Call = Callable[[Engine], Awaitable[Any]]
 async def import_copy(engine: Engine) -> None:
     export = await engine.transfers.export("s")
     try:
-        await engine.transfers.import_(export.pieces(), name="imported")
+        await engine.transfers.import_(export.read_pieces(), name="imported")
     finally:
         await export.close()
 
@@ -105,7 +105,7 @@ _CALLS: list[tuple[str, str, str, _Call]] = [
     ("", "template.build", "incremental", lambda e: build(e, "w", "jq")),
     ("Templates.set_alias", "template.alias", "", lambda e: e.templates.set_alias("t", "alias")),
     ("PrewarmPool.set_target", "prewarm.set", "", lambda e: e.prewarm.set_target("s", 1)),
-    ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.level(e.snapshots.get("s")).ready)),
+    ("", "prewarm.start", "incremental", lambda e: wait_until(lambda: e.prewarm.get_level(e.snapshots.get("s")).ready)),
     ("", "prewarm.claim", "incremental", lambda e: create(e, "f", "s")),
     ("Templates.start", "template.request", "", lambda e: start_announced(e, "u")),
 ]

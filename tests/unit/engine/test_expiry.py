@@ -23,7 +23,7 @@ async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path
     async with opened_engine(tmp_path) as engine:
         for name in ("busy", "idle"):
             await create(engine, name)
-        async with engine._expiry._sandboxes._locking.sandbox("busy"):
+        async with engine._expiry._sandboxes._locking.sandbox_locked("busy"):
             for name in ("busy", "idle"):
                 expire_timeout(engine, name)
             await wait_until(lambda: list_sandbox_names(engine) == ["busy"])

@@ -36,7 +36,7 @@ async def test_chunks_are_in_order_and_zeros_are_left_out(engine: Engine) -> Non
     export._source.contents[SnapshotPart.DISK] = _DISK
     export._source.sizes[SnapshotPart.DISK] = len(_DISK)
     export.prepare()
-    file = b"".join([piece async for piece in export.pieces()])
+    file = b"".join([piece async for piece in export.read_pieces()])
     await export.close()
     decoder = Decoder()
     decoder.feed(file)
@@ -66,7 +66,7 @@ async def test_odd_extents_become_whole_blocks_that_an_import_accepts(
     assert isinstance(export._source, MemorySource)
     export._source.sizes[SnapshotPart.DISK] = size
     export.prepare()
-    file = b"".join([piece async for piece in export.pieces()])
+    file = b"".join([piece async for piece in export.read_pieces()])
     await export.close()
     decoder = Decoder()
     decoder.feed(file)
@@ -89,7 +89,7 @@ async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, mon
     export = await engine.transfers.export("s")
     source = export._source
     assert isinstance(source, MemorySource)
-    pieces = export.pieces()
+    pieces = export.read_pieces()
     await anext(pieces)
     reader = asyncio.create_task(anext(pieces))
     await wait_until(lambda: reads)
@@ -102,4 +102,4 @@ async def test_the_source_is_closed_only_after_its_last_read(engine: Engine, mon
     assert source.is_closed
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert all(not task.cancelled() and task.exception() is None for task in export._pending)
+    assert all(not task.cancelled() and task.exception() is None for task in export._pending_tasks)

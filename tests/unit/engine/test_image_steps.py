@@ -47,7 +47,7 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
     }
     assert third["env"] == {"A": "2", "B": "it's $HOME"}
     assert (third["cwd"], third["user"]) == ("/srv/below", "root")
-    assert parse(steps.command("start"))["user"] == "app"
+    assert parse(steps.build_command("start"))["user"] == "app"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,9 @@ def test_commands_that_repeat_a_large_environment_are_refused_before_they_fill_t
             compiled_count += 1
             yield "RUN", ["true"]
 
-    with pytest.raises(Invalid, match="the commands have more than 256 KiB in total, because each contains the var"):
+    with pytest.raises(
+        Invalid, match="the commands are more than 256 KiB long in total, because each contains the var"
+    ):
         compile_steps(make_steps(), MAX_BYTES)
     assert compiled_count == 5
 
@@ -108,6 +110,6 @@ def test_values_that_linux_would_refuse_are_refused(steps: list[tuple[str, list[
 
 def test_a_start_command_that_linux_would_refuse_is_refused() -> None:
     steps = compile_steps([("ENV", ["A", "x" * 60_000])] * 100, MAX_BYTES)
-    assert len(steps.command("x" * 60_000)) > 120_000
+    assert len(steps.build_command("x" * 60_000)) > 120_000
     with pytest.raises(Invalid, match="bytes long with its environment"):
-        steps.command("x" * 64_000)
+        steps.build_command("x" * 64_000)

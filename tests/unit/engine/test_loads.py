@@ -52,16 +52,16 @@ async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
     async with opened_engine(tmp_path, host) as engine:
         await create(engine, "one", cpus=2, cold_start=True)
         time_before = time.time()
-        (sample,) = await engine.loads.history("one")
+        (sample,) = await engine.loads.get_history("one")
         assert time_before <= sample.at <= time.time()
         # Since the start of the machine: half a CPU of two.
         assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
-        assert list(await engine.loads.history("one")) == [sample] and len(host.measured_names) == 1, (
+        assert list(await engine.loads.get_history("one")) == [sample] and len(host.measured_names) == 1, (
             "the sample is fresh"
         )
-        assert await engine.loads.history("one", end=time_before - 1) == [] and len(host.measured_names) == 1
+        assert await engine.loads.get_history("one", end=time_before - 1) == [] and len(host.measured_names) == 1
         with pytest.raises(NotFound):
-            await engine.loads.history("two")
+            await engine.loads.get_history("two")
 
 
 async def test_cpu_use_is_the_average_since_the_last_sample(
@@ -73,21 +73,21 @@ async def test_cpu_use_is_the_average_since_the_last_sample(
         for at, cpu_seconds in ((1000.0, 3.0), (1010.0, 23.0), (1020.0, 23.0)):
             clock[0] = at
             host.load = Load(cpu_seconds=cpu_seconds, running_seconds=6.0)
-            samples = await engine.loads.history("one")
+            samples = await engine.loads.get_history("one")
         assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0]
         assert {sample.memory_bytes for sample in samples} == {None}, "values that were not measured are None"
         snapshot = await engine.snapshots.create("one")
         await engine.sandboxes.rollback(sandbox.id, snapshot.id)
         clock[0] = 1030.0
         host.load = Load(cpu_seconds=1.0, running_seconds=5.0)
-        samples = await engine.loads.history("one")
+        samples = await engine.loads.get_history("one")
         assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0, 10.0], "the machine is a new one"
         clock[0] = 1040.0
         host.load = Load(cpu_percent=150)
-        assert (await engine.loads.history("one"))[-1].cpu_percent == 75.0
+        assert (await engine.loads.get_history("one"))[-1].cpu_percent == 75.0
         host.load = Load()
         clock[0] = 1050.0
-        assert (await engine.loads.history("one"))[-1].cpu_percent is None
+        assert (await engine.loads.get_history("one"))[-1].cpu_percent is None
 
 
 async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[float]) -> None:
@@ -95,11 +95,11 @@ async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[f
         await create(engine, "one")
         for number in range(300):
             clock[0] = 1000.0 + 5 * number
-            await engine.loads.history("one")
-        samples = await engine.loads.history("one")
+            await engine.loads.get_history("one")
+        samples = await engine.loads.get_history("one")
         assert len(samples) == loads.HISTORY_SECONDS / 5 + 1
         assert samples[0].at == clock[0] - loads.HISTORY_SECONDS and samples[-1].at == clock[0]
-        filtered_samples = await engine.loads.history("one", start=clock[0] - 20, end=clock[0] - 10)
+        filtered_samples = await engine.loads.get_history("one", start=clock[0] - 20, end=clock[0] - 10)
         assert [sample.at - clock[0] for sample in filtered_samples] == [-20, -15, -10]
 
 
@@ -115,9 +115,11 @@ async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> 
         host.measured_names.clear()
         await wait_until(lambda: len(host.measured_names) > 5)
         assert {name for names in host.measured_names for name in names} == {"one"}
-        sample_count = len(await engine.loads.history("two"))
-        assert len(await engine.loads.history("two")) == sample_count, "the history of a paused sandbox does not grow"
-        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.current()] == [
+        sample_count = len(await engine.loads.get_history("two"))
+        assert len(await engine.loads.get_history("two")) == sample_count, (
+            "the history of a paused sandbox does not grow"
+        )
+        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.list_current()] == [
             (running_sandbox.id, 5 << 20)
         ]
         await engine.sandboxes.delete("one")
@@ -135,9 +137,9 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
         await create(engine, "one")
         await wait_until(lambda: len(host.measured_names) > 5)
         assert caplog.text.count("the resource usage could not be measured") == 1
-        assert list(engine.loads.current()) == []
+        assert list(engine.loads.list_current()) == []
         host.fails = False
-        await wait_until(lambda: list(engine.loads.current()))
+        await wait_until(lambda: list(engine.loads.list_current()))
 
 
 def test_a_history_needs_little_memory() -> None:

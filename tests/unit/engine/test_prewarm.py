@@ -54,7 +54,7 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
 
 
 def count_ready(engine: Engine, ref: str = "s") -> int:
-    return engine.prewarm.level(engine.snapshots.get(ref)).ready
+    return engine.prewarm.get_level(engine.snapshots.get(ref)).ready
 
 
 async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:
@@ -106,10 +106,10 @@ async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, 
 
 async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1, "t")
-    instance = engine.prewarm._ready[engine.snapshots.get("t").id][0].instance
+    instance = engine.prewarm._ready_forks[engine.snapshots.get("t").id][0].instance
     assert host.machines[instance].identity, "a fork of a template has been identified"
     await keep_ready(engine, 1)
-    instance = engine.prewarm._ready[engine.snapshots.get("s").id][0].instance
+    instance = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0].instance
     assert not host.machines[instance].identity, "a fork of a snapshot is untouched"
 
 
@@ -140,7 +140,7 @@ async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine
 
 async def test_a_stopped_machine_is_replaced_instead_of_claimed(engine: Engine, host: _Host) -> None:
     await keep_ready(engine, 1)
-    fork = engine.prewarm._ready[engine.snapshots.get("s").id][0]
+    fork = engine.prewarm._ready_forks[engine.snapshots.get("s").id][0]
     await host.machines.pop(fork.instance).stop()
     sandbox = await create(engine, "b", "s")
     assert sandbox.instance != fork.instance and host.claim_count == 0
@@ -190,7 +190,7 @@ async def test_a_failed_prewarm_is_retried_later(engine: Engine, host: _Host, ca
 
     original_fork, host.fork = host.fork, fail  # type: ignore[method-assign]
     await engine.prewarm.set_target("s", 1)
-    await wait_until(lambda: "fork not prewarmed" in caplog.messages)
+    await wait_until(lambda: "a fork could not be prewarmed" in caplog.messages)
     host.fork = original_fork  # type: ignore[method-assign]
     await wait_until(lambda: count_ready(engine) == 1)
 
@@ -265,8 +265,8 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
         return await read_room()
 
     monkeypatch.setattr(host, "room", count_measurement)
-    engine.prewarm._changed.set()
-    await wait_until(lambda: not engine.prewarm._changed.is_set())
+    engine.prewarm._change_event.set()
+    await wait_until(lambda: not engine.prewarm._change_event.is_set())
     assert measurement_count == 0
     await keep_ready(engine, 1)
     assert measurement_count > 0

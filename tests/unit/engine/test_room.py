@@ -222,15 +222,15 @@ async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(eng
     with engine.events.subscribed() as events:
         host.set_free_space(disk_mb=0)
         host.stalled_instances.add(sandbox.instance)
-        await wait_until(lambda: engine.room.stall_reason(sandbox))
-        assert engine.room.stall_reason(sandbox).startswith("the host's disk has no space left")
+        await wait_until(lambda: engine.room.get_stall_reason(sandbox))
+        assert engine.room.get_stall_reason(sandbox).startswith("the host's disk has no space left")
         assert (await engine.room.report()).stalled == [sandbox.id]
         host.set_free_space(disk_mb=999)
         await _wait_for_checks(host)
         assert host.stalled_instances == {sandbox.instance}, "it was resumed below the reserve"
         host.set_free_space(disk_mb=1000)
         await wait_until(lambda: not host.stalled_instances)
-        await wait_until(lambda: not engine.room.stall_reason(sandbox))
+        await wait_until(lambda: not engine.room.get_stall_reason(sandbox))
         event_types = [events.get_nowait().type for _ in range(2)]
     assert event_types == ["sandbox.stalled", "sandbox.continued"]
 
@@ -238,10 +238,10 @@ async def test_a_stalled_machine_is_reported_and_resumed_when_there_is_space(eng
 async def test_a_stalled_machine_is_not_resumed_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
     """A capture stops the machine, and nothing else may resume the machine during the capture."""
     sandbox = engine.sandboxes.get("a")
-    async with engine.sandboxes._locking.sandbox("a"):
+    async with engine.sandboxes._locking.sandbox_locked("a"):
         host.set_free_space(disk_mb=0)
         host.stalled_instances.add(sandbox.instance)
-        await wait_until(lambda: engine.room.stall_reason(sandbox))
+        await wait_until(lambda: engine.room.get_stall_reason(sandbox))
         host.set_free_space(disk_mb=2000)
         await _wait_for_checks(host)
         assert host.stalled_instances
@@ -317,9 +317,9 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
     """The room for an import is checked once, but its last byte can arrive hours later."""
     monkeypatch.setattr(transfers, "_BATCH_BYTES", 1)
     export = await engine.transfers.export("s")
-    pieces = [piece async for piece in export.pieces()]
+    pieces = [piece async for piece in export.read_pieces()]
     await export.close()
-    size = export.manifest.data_bytes(memory=True)
+    size = export.manifest.sum_data_bytes(memory=True)
     host.available_room = replace(host.available_room, disk_free=1000 * MIB + size + size // 2)
     release = asyncio.Event()
 
@@ -331,7 +331,7 @@ async def test_two_imports_that_together_fill_the_disk_are_not_both_accepted(
 
     first = asyncio.create_task(engine.transfers.import_(send(release), name="first"))
     await wait_until(lambda: host.partial_imports)
-    with pytest.raises(NoSpace, match=r"free, of which imports that are running need 1 MiB\."):
+    with pytest.raises(NoSpace, match=r"free, of which running imports need 1 MiB\."):
         await engine.transfers.import_(send(), name="second")
     release.set()
     await first
@@ -353,7 +353,7 @@ async def test_an_import_reserves_only_what_it_has_not_written(
     async with reserve(10000) as pending_import:
         pending_import.count_written(6000 * MIB, memory=True)
         set_free(9000)
-        with pytest.raises(NoSpace, match="9000 MiB free, of which imports that are running need 4000 MiB"):
+        with pytest.raises(NoSpace, match="9000 MiB free, of which running imports need 4000 MiB"):
             async with reserve(4001):
                 pass
         async with reserve(4000):

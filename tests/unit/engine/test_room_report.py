@@ -32,7 +32,7 @@ async def test_reports_do_not_pile_up_while_the_host_hangs(tmp_path: Path, monke
 
         monkeypatch.setattr(host, "room", hang)
         for _ in range(3):
-            with pytest.raises(Timeout, match="did not report its room"):
+            with pytest.raises(Timeout, match="did not report its free space"):
                 await engine.room.report()
         assert call_count == 1
         responds.set()

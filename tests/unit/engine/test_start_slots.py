@@ -19,10 +19,10 @@ async def get_start_order(*requests: tuple[str, str]) -> list[str]:
 
     async def start(client: str, request: str) -> None:
         requester.set(Requester(client, request))
-        async with slots.hold():
+        async with slots.held():
             started_machines.append(client + request)
 
-    async with slots.hold():
+    async with slots.held():
         tasks = [asyncio.create_task(start(client, request)) for client, request in requests]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
@@ -44,8 +44,8 @@ async def test_a_client_with_many_requests_does_not_get_more_turns() -> None:
 
 async def test_a_start_that_hangs_loses_its_slot() -> None:
     slots = StartSlots(1, 0.01)
-    async with slots.hold():
-        async with asyncio.timeout(5), slots.hold():
+    async with slots.held():
+        async with asyncio.timeout(5), slots.held():
             assert slots._free_count == 0
         assert slots._free_count == 1
     assert slots._free_count == 1
@@ -53,13 +53,13 @@ async def test_a_start_that_hangs_loses_its_slot() -> None:
 
 async def test_a_slot_granted_to_a_cancelled_task_is_passed_on() -> None:
     slots = StartSlots(1, 60)
-    async with slots.hold():
-        waiting_task = asyncio.create_task(slots.hold().__aenter__())
+    async with slots.held():
+        waiting_task = asyncio.create_task(slots.held().__aenter__())
         await asyncio.sleep(0)
     waiting_task.cancel()
     await asyncio.gather(waiting_task, return_exceptions=True)
     assert waiting_task.cancelled()
-    async with asyncio.timeout(5), slots.hold():
+    async with asyncio.timeout(5), slots.held():
         pass
     assert slots._free_count == 1
 
@@ -74,7 +74,7 @@ async def test_no_slot_is_lost_or_granted_twice(count: int, starts: list[tuple[s
     async def hold_slot(client: str, request: str) -> None:
         nonlocal running_count, peak_count
         requester.set(Requester(client, request))
-        async with slots.hold():
+        async with slots.held():
             running_count += 1
             peak_count = max(peak_count, running_count)
             try:
@@ -91,4 +91,4 @@ async def test_no_slot_is_lost_or_granted_twice(count: int, starts: list[tuple[s
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
     assert peak_count <= count
-    assert (slots._free_count, slots._waiting) == (count, {})
+    assert (slots._free_count, slots._waiting_tasks) == (count, {})

@@ -18,7 +18,7 @@ def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> 
         async with opened_engine(tmp_path) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
-            async with engine.sandboxes._locking.sandbox("a"):
+            async with engine.sandboxes._locking.sandbox_locked("a"):
                 rollback_task = asyncio.create_task(engine.sandboxes.rollback("a", "s"))
                 await asyncio.sleep(0.02)
                 with pytest.raises(InUse):
@@ -63,7 +63,7 @@ def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> 
             await engine.snapshots.create("a", name="s")
             await create(engine, "f", "s")
             ids_before = set(engine.index.snapshots)
-            async with engine.sandboxes._locking.sandbox("a"):
+            async with engine.sandboxes._locking.sandbox_locked("a"):
                 promotion_task = asyncio.create_task(engine.sandboxes.promote("f"))
                 await wait_until(lambda: set(engine.index.snapshots) > ids_before)
                 await engine.snapshots.create("f", name="later")  # the capture is no longer the head of its source

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.cli.failure import ExitCode, failure_from_response
+from sandbox_gateway.cli.failure import ExitCode, create_failure_from_response
 
 
 def get_hint(kind: str, status: int, details: dict[str, Any] | None = None, blockers: tuple[str, ...] = ()) -> str:
     body: dict[str, Any] = {"kind": kind, "message": "any message", "blockers": list(blockers)}
-    return failure_from_response(status, body if details is None else {**body, "details": details}).hint
+    return create_failure_from_response(status, body if details is None else {**body, "details": details}).hint
 
 
 def get_in_use_hint(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
@@ -84,6 +84,6 @@ def test_an_error_without_details_suggests_killing_the_blockers() -> None:
 
 
 def test_exit_codes_follow_the_status_and_the_kind() -> None:
-    assert failure_from_response(409, {"kind": "in_use", "message": "x"}).code is ExitCode.CONFLICT
-    assert failure_from_response(400, {"kind": "unsupported", "message": "x"}).code is ExitCode.FAILED
-    assert failure_from_response(404, None).code is ExitCode.UNREACHABLE
+    assert create_failure_from_response(409, {"kind": "in_use", "message": "x"}).code is ExitCode.CONFLICT
+    assert create_failure_from_response(400, {"kind": "unsupported", "message": "x"}).code is ExitCode.FAILED
+    assert create_failure_from_response(404, None).code is ExitCode.UNREACHABLE

@@ -31,7 +31,7 @@ def test_only_the_end_of_endless_errors_is_kept(run_command: Run) -> None:
 
 
 def test_a_command_that_prints_without_end_is_killed(run_command: Run) -> None:
-    with pytest.raises(BackendFailed, match="yes x printed too much and was killed"):
+    with pytest.raises(BackendFailed, match="yes x produced too much output and was killed"):
         run_command(["yes", "x"], timeout=20, max_output_bytes=100_000)
     assert (
         len(run_command(["head", "-c", "100000", "/dev/zero"], timeout=20, max_output_bytes=100_000).stdout) == 100_000

@@ -59,16 +59,16 @@ def test_a_duplicate_name_stays_with_the_older_object(duplicate_names: list[str]
     problems = index.load([*newer_sandboxes, *older_sandboxes], [])
     assert len(problems) == len(duplicate_names)
     for sandbox in older_sandboxes:
-        assert index.sandbox(sandbox.name).id == sandbox.id
+        assert index.get_sandbox(sandbox.name).id == sandbox.id
     for sandbox in newer_sandboxes:
-        assert index.sandbox(sandbox.id).name == sandbox.id
+        assert index.get_sandbox(sandbox.id).name == sandbox.id
 
 
 def test_hidden_objects_have_no_name() -> None:
     index = Index()
     index.put(Snapshot(names=["gone"], doomed=True))
     with pytest.raises(NotFound):
-        index.snapshot("gone")
+        index.get_snapshot("gone")
     with index.reserved(["gone"]):
         pass
 
@@ -86,11 +86,11 @@ def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["ground"])
     for record in (sandbox, snapshot, volume, template):
         index.put(record)
-    assert index.sandbox("box") is index.sandbox(sandbox.id) is sandbox
-    assert index.snapshot("shot") is index.snapshot("alias") is index.snapshot(snapshot.id) is snapshot
-    assert index.volume("data") is index.volume(volume.id) is volume
-    assert index.snapshot("ground") is template
-    assert [index.owner(name) for name in ("box", "alias", volume.id, "other")] == [
+    assert index.get_sandbox("box") is index.get_sandbox(sandbox.id) is sandbox
+    assert index.get_snapshot("shot") is index.get_snapshot("alias") is index.get_snapshot(snapshot.id) is snapshot
+    assert index.get_volume("data") is index.get_volume(volume.id) is volume
+    assert index.get_snapshot("ground") is template
+    assert [index.find_owner(name) for name in ("box", "alias", volume.id, "other")] == [
         sandbox.id, snapshot.id, volume.id, "",
     ]  # fmt: skip
     assert not any(map(index.is_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
@@ -98,7 +98,8 @@ def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     for record in (sandbox, snapshot, volume):
         index.remove(record.id)
     for find, kind, name in (
-        (index.sandbox, "sandbox", "box"), (index.snapshot, "snapshot", "alias"), (index.volume, "volume", "data"),
+        (index.get_sandbox, "sandbox", "box"), (index.get_snapshot, "snapshot", "alias"),
+        (index.get_volume, "volume", "data"),
     ):  # fmt: skip
         with pytest.raises(NotFound, match=f"^{kind} '?{name}'? not found"):
             find(name)
@@ -110,7 +111,7 @@ def test_a_renamed_object_is_found_only_by_its_new_name() -> None:
     sandbox = Sandbox(name="before")
     index.put(sandbox)
     index.put(sandbox.model_copy(update={"name": "after"}))
-    assert index.owner("after") == sandbox.id and index.is_free("before")
+    assert index.find_owner("after") == sandbox.id and index.is_free("before")
 
 
 def test_only_visible_snapshots_of_the_requested_kinds_are_found() -> None:
@@ -122,15 +123,15 @@ def test_only_visible_snapshots_of_the_requested_kinds_are_found() -> None:
     index.put(doomed_snapshot)
     for kind, snapshot in snapshots_by_kind.items():
         if kind in (SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE):
-            assert index.snapshot(snapshot.id) is snapshot
+            assert index.get_snapshot(snapshot.id) is snapshot
         else:
             with pytest.raises(NotFound):
-                index.snapshot(snapshot.id)
-        assert index.snapshot(snapshot.id, kinds=[kind]) is snapshot
+                index.get_snapshot(snapshot.id)
+        assert index.get_snapshot(snapshot.id, kinds=[kind]) is snapshot
     with pytest.raises(NotFound, match=r"^template"):
-        index.snapshot("snapshot", what="template", kinds=[SnapshotKind.TEMPLATE])
+        index.get_snapshot("snapshot", what="template", kinds=[SnapshotKind.TEMPLATE])
     with pytest.raises(NotFound):
-        index.snapshot(doomed_snapshot.id)
+        index.get_snapshot(doomed_snapshot.id)
 
 
 def test_a_taken_name_is_refused_with_its_owner() -> None:
@@ -170,21 +171,23 @@ def test_volume_snapshots_and_mounts_are_found() -> None:
     mount = Mount(volume=volume.id, path="/data")
     sandbox = Sandbox(name="box", mounts=[mount, Mount(volume=other_volume.id, path="/other")])
     assert index.load([sandbox], [], [volume, other_volume], [newer_snapshot, older_snapshot, same_name_snapshot]) == []
-    assert index.snapshots_of(volume) == [older_snapshot, newer_snapshot]
+    assert index.list_snapshots_of(volume) == [older_snapshot, newer_snapshot]
     assert (
-        index.volume_snapshot("older", volume) is older_snapshot
-        and index.volume_snapshot("older", other_volume) is same_name_snapshot
+        index.get_volume_snapshot("older", volume) is older_snapshot
+        and index.get_volume_snapshot("older", other_volume) is same_name_snapshot
     )
     assert (
-        index.volume_snapshot(newer_snapshot.id) is index.volume_snapshot(newer_snapshot.id, volume) is newer_snapshot
+        index.get_volume_snapshot(newer_snapshot.id)
+        is index.get_volume_snapshot(newer_snapshot.id, volume)
+        is newer_snapshot
     )
     assert index.mounts_of(volume) == [(sandbox, mount)]
     with pytest.raises(NotFound, match=r"snapshot .* of volume 'other' not found"):
-        index.volume_snapshot(newer_snapshot.id, other_volume)
+        index.get_volume_snapshot(newer_snapshot.id, other_volume)
     with pytest.raises(NotFound, match=r"volume snapshot .* not found"):
-        index.volume_snapshot("newer")
+        index.get_volume_snapshot("newer")
     index.remove(older_snapshot.id)
-    assert index.snapshots_of(volume) == [newer_snapshot] and index.is_free("newer")
+    assert index.list_snapshots_of(volume) == [newer_snapshot] and index.is_free("newer")
 
 
 def test_a_mount_of_a_missing_volume_is_reported_and_kept() -> None:
@@ -192,7 +195,7 @@ def test_a_mount_of_a_missing_volume_is_reported_and_kept() -> None:
     sandbox = Sandbox(name="box", mounts=[Mount(volume="0" * 12, path="/data")])
     (problem,) = index.load([sandbox], [])
     assert "000000000000" in problem and sandbox.id in problem and "/data" in problem
-    assert index.sandbox("box").mounts == sandbox.mounts
+    assert index.get_sandbox("box").mounts == sandbox.mounts
 
 
 def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
@@ -202,8 +205,8 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     (problem,) = index.load([], [newer_snapshot, older_snapshot])
     assert "'a'" in problem and newer_snapshot.id in problem and older_snapshot.id in problem
     assert (
-        index.snapshot("a") is older_snapshot
-        and index.snapshot("b") is newer_snapshot
+        index.get_snapshot("a") is older_snapshot
+        and index.get_snapshot("b") is newer_snapshot
         and newer_snapshot.names == ["b"]
     )
 
@@ -215,7 +218,7 @@ def test_volume_snapshots_in_a_snapshot_are_found() -> None:
     snapshot = Snapshot(volumes=[VolumeCapture(volume=included_snapshot.volume, snapshot=id) for id in ids])
     for record in (included_snapshot, other_snapshot, snapshot):
         index.put(record)
-    assert index.volume_snapshots_in(snapshot) == [included_snapshot]
+    assert index.list_volume_snapshots_in(snapshot) == [included_snapshot]
 
 
 def test_a_long_reference_is_shortened() -> None:
@@ -253,9 +256,9 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
     index.put(sandbox)
     sandbox.name, sandbox.forked_from, sandbox.created_at = "after", "1" * 12, now()
     index.put(sandbox)
-    assert index.is_free("before") and index.owner("after") == sandbox.id
-    assert index.sandboxes_using(Snapshot(id="0" * 12)) == []
-    assert index.sandboxes_using(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
+    assert index.is_free("before") and index.find_owner("after") == sandbox.id
+    assert index.list_sandboxes_using(Snapshot(id="0" * 12)) == []
+    assert index.list_sandboxes_using(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
     index.remove(sandbox.id)
     assert index.is_free("after") and list(index.walk_sandboxes()) == [] and sandbox.id not in index
 
@@ -263,10 +266,10 @@ def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("group", "changes"),
     [
-        ("expiring", {"expires_at": now()}),
-        ("prewarmed", {"prewarm": 1}),
-        ("collectable", {"doomed": True}),
-        ("collectable", {"kind": SnapshotKind.TRANSIENT}),
+        ("expiring_ids", {"expires_at": now()}),
+        ("prewarmed_ids", {"prewarm": 1}),
+        ("collectable_ids", {"doomed": True}),
+        ("collectable_ids", {"kind": SnapshotKind.TRANSIENT}),
     ],
 )
 def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
@@ -274,7 +277,7 @@ def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
     index.put(snapshot)
     assert getattr(index, group) == set()
     index.put(snapshot.model_copy(update=changes))
-    assert [each.id for each in index.snapshots_in(getattr(index, group))] == [snapshot.id]
+    assert [each.id for each in index.list_snapshots_in(getattr(index, group))] == [snapshot.id]
     index.put(snapshot)
     assert getattr(index, group) == set()
     index.put(snapshot.model_copy(update=changes))
@@ -290,7 +293,7 @@ def list_series(index: Index) -> dict[str, set[str]]:
 def test_hidden_snapshots_do_not_expire(changes: dict[str, Any]) -> None:
     index = Index()
     index.put(Snapshot(expires_at=now(), retention=Retention(keep_last=1)).model_copy(update=changes))
-    assert not index.expiring and not list_series(index)
+    assert not index.expiring_ids and not list_series(index)
 
 
 def test_series_follow_the_records() -> None:

@@ -15,7 +15,7 @@ def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
         locks, events = KeyedLocks(5), []
 
         async def work(key: str, name: str) -> None:
-            async with locks.hold(key, key):
+            async with locks.held(key, key):
                 events.append(f"{name} in")
                 await asyncio.sleep(0.01)
                 events.append(f"{name} out")
@@ -31,19 +31,19 @@ def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
 
 async def test_waiting_for_a_held_lock_times_out() -> None:
     locks = KeyedLocks(0.02)
-    async with locks.hold("a", "sandbox a"):
+    async with locks.held("a", "sandbox a"):
         with pytest.raises(Busy, match="sandbox a is busy"):
-            async with locks.hold("a", "sandbox a"):
+            async with locks.held("a", "sandbox a"):
                 pass
-    async with locks.hold("a", "sandbox a"):
+    async with locks.held("a", "sandbox a"):
         pass
     assert not locks._locks
 
 
 async def test_a_cancelled_waiter_leaves_nothing() -> None:
     locks = KeyedLocks(5)
-    async with locks.hold("a", "a"):
-        waiting_task = asyncio.create_task(locks.hold("a", "a").__aenter__())
+    async with locks.held("a", "a"):
+        waiting_task = asyncio.create_task(locks.held("a", "a").__aenter__())
         await asyncio.sleep(0.01)
         waiting_task.cancel()
         await asyncio.gather(waiting_task, return_exceptions=True)
@@ -55,10 +55,10 @@ async def test_a_cancellation_that_arrives_with_the_lock_takes_effect(turn_count
     locks = KeyedLocks(5)
 
     async def wait_and_hold() -> None:
-        async with locks.hold("a", "sandbox a"):
+        async with locks.held("a", "sandbox a"):
             await asyncio.Event().wait()
 
-    async with locks.hold("a", "sandbox a"):
+    async with locks.held("a", "sandbox a"):
         task = asyncio.create_task(wait_and_hold())
         await asyncio.sleep(0.01)
     for _ in range(turn_count):

@@ -6,7 +6,7 @@ import pytest
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.in_use import in_use_error, naming_external_users
+from sandbox_gateway.engine.in_use import create_in_use_error, external_users_named
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -31,7 +31,7 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     host_error = InUseExternally(
         {"ZFS clone": {"p/a": "p/a", "p/b": "p/b"}, "hold": {"p@s": "p@s"}}, "Remove them first."
     )
-    with pytest.raises(InUse) as error_info, naming_external_users(record, volume):
+    with pytest.raises(InUse) as error_info, external_users_named(record, volume):
         raise host_error
     assert (
         error_info.value.message == f"{what} is in use by 2 ZFS clones (p/a, p/b) and 1 hold (p@s). Remove them first."
@@ -39,12 +39,14 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     assert error_info.value.blockers == ["p/a", "p/b", "p@s"]
     assert error_info.value.details["resource"] == resource
     assert [user["kind"] for user in error_info.value.details["users"]] == ["zfs_clone", "zfs_clone", "hold"]
-    engine_error = in_use_error(record, {"sandbox": [Sandbox(name="box")]}, "Delete it.", busy=False, volume=volume)
+    engine_error = create_in_use_error(
+        record, {"sandbox": [Sandbox(name="box")]}, "Delete it.", busy=False, volume=volume
+    )
     assert engine_error is not None and engine_error.message == f"{what} is in use by 1 sandbox (box). Delete it."
 
 
 def test_other_errors_of_a_host_are_not_changed() -> None:
-    with pytest.raises(InUse, match=r"^as it is$"), naming_external_users(VOLUME):
+    with pytest.raises(InUse, match=r"^as it is$"), external_users_named(VOLUME):
         raise InUse("as it is")
 
 

@@ -269,7 +269,7 @@ def test_a_run_that_the_gateway_has_forgotten_needs_a_new_plan(gateway: MemoryGa
     assert "the gateway was restarted during this run" in result["msg"] and "new plan" in result["msg"]
     client.delete(f"/applied-runs/{run['runID']}")
     result = apply(client, GROW, *entries, state=state)
-    assert "the gateway has forgotten this run" in result["msg"] and "make a new plan" in result["msg"], result
+    assert "the gateway has discarded this run" in result["msg"] and "make a new plan" in result["msg"], result
 
 
 def test_a_gateway_that_is_too_old_applies_no_plan(

@@ -37,7 +37,7 @@ def partial_path(tmp_path: Path) -> Path:
     return tmp_path / ".file.partial"
 
 
-@pytest.fixture(params=[new_file, snapshot_files._target], ids=["module", "sandboxctl"])
+@pytest.fixture(params=[new_file, snapshot_files._output_opened], ids=["module", "sandboxctl"])
 def open_file(request: pytest.FixtureRequest) -> OpenFile:
     opener: OpenFile = request.param
     return opener

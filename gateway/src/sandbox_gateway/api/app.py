@@ -19,7 +19,7 @@ from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorMiddleware, ErrorShape
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import applied_runs, plans, sandboxes, snapshots, templates, volumes
-from sandbox_gateway.api.native.shapes import HealthShape, room_shape, slow_command_shape
+from sandbox_gateway.api.native.shapes import HealthShape, describe_room, describe_slow_command
 from sandbox_gateway.api.output import LargeResponseMiddleware
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
@@ -37,7 +37,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The key's scope is not sufficient",
         404: "Not found",
         409: "In use, name taken, or in the wrong state",
-        410: "Deleted during the request, or the run of the request has ended",
+        410: "Deleted during the request, or the run that the request belongs to has ended",
         413: "Too large, or over a quota",
         429: "Busy: try again after the time in Retry-After. Without that header, the request has been carried out",
         500: "A backend failed, or the gateway has a bug",
@@ -62,9 +62,9 @@ async def health(request: Request, engine: EngineDep) -> HealthShape:
     slow_commands = storage_commands.slow if storage_commands else []
     if is_identified(request.scope):
         gateway_id = engine.secret.gateway_id
-        slow_command_shapes = [slow_command_shape(each) for each in slow_commands] or None
+        slow_command_shapes = [describe_slow_command(each) for each in slow_commands] or None
         with contextlib.suppress(GatewayError):  # The gateway is running even if its host cannot report its room.
-            room = room_shape(await engine.room.report())
+            room = describe_room(await engine.room.report())
     return HealthShape(
         status="degraded" if slow_commands else "ok",
         sandboxes=engine.sandboxes.count().total(),

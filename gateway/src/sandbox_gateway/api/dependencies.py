@@ -32,7 +32,8 @@ async def _get_engine(request: Request) -> Engine:
         return engine
     if runs_code(request.method, request.scope["path"]):
         raise Unsupported(
-            "a plan session runs no commands, because its sandboxes have no machines: run commands only outside it"
+            "a plan session cannot run commands, because its sandboxes have no machines: run commands outside "
+            "the session"
         )
     sessions: PlanSessions = request.app.state.plans
     session = sessions.get(caller_of(request.scope).name, plan_id)

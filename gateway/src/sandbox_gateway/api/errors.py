@@ -69,7 +69,7 @@ def clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def error_body(
+def build_error_body(
     status: int, kind: str, message: str, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     # A caller's input may contain lone surrogates, which cannot be encoded.
@@ -78,7 +78,7 @@ def error_body(
     return {**body, "details": details} if details else body
 
 
-def error_response(
+def build_error_response(
     status: int,
     kind: str,
     message: str,
@@ -89,15 +89,15 @@ def error_response(
     # Clients repeat a request after this time, which must not run a command twice.
     can_retry = status in (429, 503) and kind != OutputLost.kind
     retry_headers = {"Retry-After": str(RETRY_SECONDS)} if can_retry else {}
-    body = error_body(status, kind, message, blockers, details)
+    body = build_error_body(status, kind, message, blockers, details)
     return JSONResponse(body, status, headers={**retry_headers, **(headers or {})})
 
 
-def response_to(error: GatewayError) -> JSONResponse:
+def convert_to_response(error: GatewayError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if isinstance(error, AmbiguousFraming | TooSlow):
         headers["Connection"] = "close"
-    return error_response(error.status, error.kind, error.message, error.blockers, headers, error.details)
+    return build_error_response(error.status, error.kind, error.message, error.blockers, headers, error.details)
 
 
 def register(app: FastAPI) -> None:
@@ -105,18 +105,18 @@ def register(app: FastAPI) -> None:
 
     @app.exception_handler(GatewayError)
     async def _handle_gateway_error(_: Request, error: GatewayError) -> JSONResponse:
-        return response_to(error)
+        return convert_to_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def _handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(400, "invalid", explain(error.errors()))
+        return build_error_response(400, "invalid", explain(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
-            return response_to(error.__cause__)
+            return convert_to_response(error.__cause__)
         kind, message = _describe_routing_error(request, error)
-        return error_response(error.status_code, kind, message, headers=error.headers)
+        return build_error_response(error.status_code, kind, message, headers=error.headers)
 
 
 def _describe_routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
@@ -197,10 +197,12 @@ class ErrorMiddleware:
         except GatewayError as error:
             if status:
                 raise
-            await response_to(error)(scope, receive, send_and_record)
+            await convert_to_response(error)(scope, receive, send_and_record)
         except Exception as error:
             incident_id = secrets.token_hex(4)
-            log.error("bug", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"])
+            log.error(
+                "internal error", exc_info=True, incident=incident_id, method=_method_of(scope), path=scope["path"]
+            )
             if status:
                 raise ConnectionError(f"incident {incident_id}") from error
             await _make_incident_response(incident_id)(scope, receive, send_and_record)
@@ -228,7 +230,7 @@ def _check_framing(scope: Scope) -> None:
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise AmbiguousFraming("the request has both Content-Length and Transfer-Encoding: send only one of them")
     if len(headers.get(b"content-length", b"")) > _MAX_LENGTH_DIGITS:
-        # A service inside may parse it as a 64-bit number and read a different length.
+        # A service in a sandbox may parse it as a 64-bit number and read a different length.
         raise AmbiguousFraming(f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits: send the length of the body")
 
 
@@ -238,7 +240,7 @@ def _method_of(scope: Scope) -> str:
 
 
 def _make_incident_response(incident_id: str) -> JSONResponse:
-    return error_response(
+    return build_error_response(
         500,
         "internal",
         f"internal error in the gateway: please report incident {incident_id} with the gateway's log",

@@ -42,38 +42,38 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         self.registry.register(_Inventory(engine))
-        self._requests = Histogram(
+        self._request_histogram = Histogram(
             "sandbox_gateway_request_seconds",
             "Time to answer a request, by route.",
             ("method", "route", "status"),
             registry=self.registry,
             buckets=_REQUEST_BUCKETS,
         )
-        self._operations = Histogram(
+        self._operation_histogram = Histogram(
             "sandbox_gateway_operation_seconds",
             "Time that an operation took, by the kind of host, the memory mode of its snapshot, and its outcome.",
             ("operation", "host", "memory", "outcome"),
             registry=self.registry,
             buckets=_OPERATION_BUCKETS,
         )
-        self._pause = Histogram(
+        self._pause_histogram = Histogram(
             "sandbox_gateway_pause_seconds",
             "Time for which a source was paused while it was captured.",
             ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,
         )
-        self._memory = Counter(
+        self._memory_counter = Counter(
             "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
         )
 
-        self._degraded_captures = Counter(
+        self._degraded_capture_counter = Counter(
             "sandbox_gateway_captures_degraded",
             "Captures that did not use the best memory mode, by the mode used.",
             ("memory",),
             registry=self.registry,
         )
-        self._free, self._total, self._promised = (
+        self._free_gauge, self._total_gauge, self._promised_gauge = (
             Gauge(f"sandbox_gateway_host_{name}_bytes", text, ("resource",), registry=self.registry)
             for name, text in (
                 ("free", "Free disk space and memory of the host."),
@@ -81,15 +81,15 @@ class Metrics:
                 ("promised", "Disk space and memory that sandboxes and volumes may use."),
             )
         )
-        self._stalled = Gauge(
+        self._stalled_gauge = Gauge(
             "sandbox_gateway_sandboxes_stalled",
             "Sandboxes that are stopped because the host's disk has no space left.",
             registry=self.registry,
         )
-        self.connections = Gauge(
+        self.connection_gauge = Gauge(
             "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
         )
-        self._connection_ends = Counter(
+        self._connection_end_counter = Counter(
             "sandbox_gateway_connections_ended",
             "TCP connections that were refused or cut off, by reason.",
             ("reason",),
@@ -102,30 +102,30 @@ class Metrics:
             ("disk", room.disk_free, room.disk_total, report.disk_promised),
             ("memory", room.memory_free, room.memory_total, report.memory_promised),
         ):
-            for gauge, value in zip((self._free, self._total, self._promised), values, strict=True):
+            for gauge, value in zip((self._free_gauge, self._total_gauge, self._promised_gauge), values, strict=True):
                 gauge.labels(resource).set(value)
         if room.memory_disk is not None:
-            self._free.labels("memory_root").set(room.memory_disk.free)
-            self._total.labels("memory_root").set(room.memory_disk.total)
-        self._stalled.set(len(report.stalled))
+            self._free_gauge.labels("memory_root").set(room.memory_disk.free)
+            self._total_gauge.labels("memory_root").set(room.memory_disk.total)
+        self._stalled_gauge.set(len(report.stalled))
 
     def record_connection_end(self, reason: str) -> None:
-        self._connection_ends.labels(reason).inc()
+        self._connection_end_counter.labels(reason).inc()
 
     def record_request(self, method: str, route: str, status: int, seconds: float) -> None:
         method_label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
         status_label = str(status) if str(status) in _STATUS_LABELS else "other"
-        self._requests.labels(method_label, route, status_label).observe(seconds)
+        self._request_histogram.labels(method_label, route, status_label).observe(seconds)
 
     def record_operation(self, measurement: Measurement) -> None:
         labels = (measurement.operation, self._engine.host.kind, measurement.memory, measurement.outcome)
-        self._operations.labels(*labels).observe(measurement.seconds)
+        self._operation_histogram.labels(*labels).observe(measurement.seconds)
 
     def record_capture(self, snapshot: Snapshot) -> None:
-        self._pause.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)
-        self._memory.inc(snapshot.memory_bytes_written)
+        self._pause_histogram.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)
+        self._memory_counter.inc(snapshot.memory_bytes_written)
         if "degraded" in snapshot.host:
-            self._degraded_captures.labels(snapshot.memory.value).inc()
+            self._degraded_capture_counter.labels(snapshot.memory.value).inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -148,7 +148,7 @@ class _Inventory(Collector):
         for kind in ("snapshot", "template"):
             snapshot_gauge.add_metric([kind], count_by_kind[kind])
         yield snapshot_gauge
-        level = self._engine.prewarm.total()
+        level = self._engine.prewarm.get_total_level()
         prewarmed_fork_gauge = GaugeMetricFamily(
             "sandbox_gateway_prewarmed_forks",
             "Prewarmed forks: those that are ready, and the target.",
@@ -176,7 +176,7 @@ class _Inventory(Collector):
                 "Commands of ZFS that hang, or have been running for an unusually long time.",
                 len(commands.slow),
             )
-        usage_sums = sum_samples(self._engine.loads.current())
+        usage_sums = sum_samples(self._engine.loads.list_current())
         yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", usage_sums["cpus"])
         for resource in ("memory", "disk"):
             yield GaugeMetricFamily(

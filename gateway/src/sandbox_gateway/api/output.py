@@ -25,20 +25,20 @@ Output = bytes | str
 MAX_UNSENT_BYTES = 512 << 20
 """Maximum memory for all large responses to clients with keys that have not received them completely.
 
-One key can use half of it, so that it does not prevent others from running commands. The Unix socket can use as much as
-one key, in addition.
+One key can use half of it, so that it does not prevent others from running commands. In addition, the Unix
+socket can use as much as one key.
 """
 MAX_UNSENT_BYTES_PER_SANDBOX = 192 << 20
-"""The same for the output of one sandbox. A single text of 48 MiB takes this much if one of its characters takes four
+"""The same for the output of one sandbox. A single string of 48 MiB takes this much if one of its characters needs four
 bytes.
 """
 _PIECE_BYTES = 32 << 10
 _MAX_UNSPLIT_BYTES = 16 << 10
-"""Maximum size of a body that is sent in one piece and never counts as unsent: even thousands of them are small."""
+"""Maximum size of a body that is sent in one piece and never counts as unsent, because it takes little memory."""
 _LARGE_RESPONSE_TYPE = "sandbox_gateway.large_response"
-"""The type of the ASGI message with which a response passes itself to ``LargeResponseMiddleware``."""
+"""The type of the ASGI message that a response sends to pass itself to ``LargeResponseMiddleware``."""
 _unsent_bytes: Counter[str] = Counter()
-"""The size of the responses that count as unsent, by the owner of a limit as error messages name it."""
+"""The size of the responses that count as unsent, by the owner of the limit, worded as in error messages."""
 
 
 def respond(sandbox: str, fields: Mapping[str, Output | int | bool | None]) -> Response:
@@ -117,7 +117,7 @@ def _read_declared_length(start: Message) -> int:
 
 @contextlib.contextmanager
 def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]:
-    limits = _limits_for(response, scope)
+    limits = _choose_limits(response, scope)
     for owner, limit in limits.items():
         if _unsent_bytes[owner] + response.size > limit:
             reason = f"the responses {owner} that clients have not received yet would exceed {limit >> 20} MiB"
@@ -138,7 +138,7 @@ def _counted_as_unsent(response: _LargeResponse, scope: Scope) -> Iterator[None]
                 del _unsent_bytes[owner]
 
 
-def _limits_for(response: _LargeResponse, scope: Scope) -> dict[str, int]:
+def _choose_limits(response: _LargeResponse, scope: Scope) -> dict[str, int]:
     if is_local(scope):
         return {"over the Unix socket": MAX_UNSENT_BYTES // 2}
     limits = {f"of sandbox {response.sandbox}": MAX_UNSENT_BYTES_PER_SANDBOX} if response.sandbox else {}

@@ -1,4 +1,4 @@
-"""Paginate lists. A cursor names the last entry, so that concurrent changes do not shift pages."""
+"""Paginate lists. A cursor identifies the last entry, so that concurrent changes do not shift pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="Maximum number of 
 NextToken = Annotated[str, Query(max_length=500, description=f"The `{NEXT_TOKEN_HEADER}` header of the previous page.")]
 
 
-def page(
+def paginate(
     walk: Callable[[Key | None, bool], Iterable[Item]],
     key: Callable[[Item], Key],
     response: Response,
@@ -44,12 +44,12 @@ def page(
     return items[:limit]
 
 
-def page_list(
+def paginate_list(
     items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str
 ) -> list[Item]:
-    """Return the page after ``token`` of a list that is short and need not be sorted. Raises Invalid, like ``page``."""
+    """Return the page after ``token`` of a short list, which need not be sorted. Raises Invalid, like ``paginate``."""
     sorted_items = sorted(items, key=key)
-    return page(
+    return paginate(
         lambda after, _: sorted_items if after is None else [item for item in sorted_items if key(item) > after],
         key,
         response,

@@ -28,8 +28,8 @@ _MAX_WARNING_LENGTH = 600
 MAX_LIST_ENTRIES = 1000
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
-_CAPITALS = re.compile("(?<=.)[A-Z]+")
-_UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
+_CAPITALS_PATTERN = re.compile("(?<=.)[A-Z]+")
+_UNPRINTABLE_PATTERN = re.compile(r'[^\x20-\x7e]|["\\]')
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _FieldPath:
     @property
     def name(self) -> str:
         """Return ``path`` in a form that is safe in headers and sentences."""
-        return clip(_UNPRINTABLE.sub("?", self.path), MAX_SHOWN_CHARS)
+        return clip(_UNPRINTABLE_PATTERN.sub("?", self.path), MAX_SHOWN_CHARS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ async def _check_fields(
     Runs before validation, so that a misspelt field is reported as unknown.
     """
     body = request.scope["route"].body_field
-    model = model_in(body.field_info.annotation) if body else None
+    model = find_model(body.field_info.annotation) if body else None
     if model is None:
         return
     try:
@@ -111,7 +111,7 @@ def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
 
 def find_refusal(model: type[Body], name: str) -> Refusal | None:
     """Return the entry of ``model.refused`` for the field ``name``, which may be in snake_case, or None."""
-    return model.refused.get(name) or model.refused.get(_json_name_by_snake_name(model).get(name, ""))
+    return model.refused.get(name) or model.refused.get(_map_snake_names(model).get(name, ""))
 
 
 def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type[Body], str, str, Any]]:
@@ -132,9 +132,9 @@ def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type
 
 
 @cache
-def _json_name_by_snake_name(model: type[Body]) -> dict[str, str]:
+def _map_snake_names(model: type[Body]) -> dict[str, str]:
     """Return a map from the snake_case name to the JSON name of each refused field."""
-    return {_CAPITALS.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
+    return {_CAPITALS_PATTERN.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
 
 
 @cache
@@ -146,15 +146,15 @@ def fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
         choices = validation_alias.choices if isinstance(validation_alias, AliasChoices) else [validation_alias]
         for accepted_name in (name, field.alias, *choices):
             if isinstance(accepted_name, str):
-                fields[accepted_name] = model_in(field.annotation)
+                fields[accepted_name] = find_model(field.annotation)
     return fields
 
 
-def model_in(annotation: Any) -> type[Body] | None:
+def find_model(annotation: Any) -> type[Body] | None:
     """Return the model in an annotation: Network for `Network | None`, VolumeMount for `list[VolumeMount]`."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return annotation
-    return next((model for arg in get_args(annotation) if (model := model_in(arg))), None)
+    return next((model for arg in get_args(annotation) if (model := find_model(arg))), None)
 
 
 def _find_similar(name: str, model: type[Body]) -> str:

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-from sandbox_gateway.cli.failure import ExitCode, Failure, failure_from_response
+from sandbox_gateway.cli.failure import ExitCode, Failure, create_failure_from_response
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 256 << 10
 
 
-def path(*parts: str) -> str:
-    """Build a path from ``parts``, quoting each: `path("sandboxes", "a b")` is "/sandboxes/a%20b"."""
+def build_path(*parts: str) -> str:
+    """Build a path from ``parts``, quoting each: `build_path("sandboxes", "a b")` is "/sandboxes/a%20b"."""
     return "".join(f"/{quote(part, safe='')}" for part in parts)
 
 
@@ -71,7 +71,7 @@ class Client:
         try:
             response = self._request(connection, "GET", route, None, _remove_empty(params))
             if not 200 <= response.status < 300:
-                raise failure_from_response(response.status, _parse(self._read(response)))
+                raise create_failure_from_response(response.status, _parse(self._read(response)))
             while line := self._read(response, line=True):
                 yield line.decode(errors="replace").rstrip("\r\n")
         finally:
@@ -86,7 +86,7 @@ class Client:
         try:
             response = self._request(connection, "GET", route, None, _remove_empty(params))
             if not 200 <= response.status < 300:
-                raise failure_from_response(response.status, _parse(self._read(response)))
+                raise create_failure_from_response(response.status, _parse(self._read(response)))
             while piece := self._read(response, size=_PIECE_BYTES):
                 write(piece)
         finally:
@@ -98,7 +98,7 @@ class Client:
         try:
             self._connect(connection)
             try:
-                connection.putrequest("POST", self._target(route, _remove_empty(params)))
+                connection.putrequest("POST", self._build_target(route, _remove_empty(params)))
                 for name, value in {**self._headers, "Transfer-Encoding": "chunked"}.items():
                     connection.putheader(name, value)
                 connection.endheaders()
@@ -110,10 +110,10 @@ class Client:
             try:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                raise self._connection_lost_failure(error) from None
+                raise self._create_connection_failure(error) from None
             value = _parse(self._read(response))
             if not 200 <= response.status < 300 or value is None:
-                raise failure_from_response(response.status, value)
+                raise create_failure_from_response(response.status, value)
             return value
         finally:
             connection.close()
@@ -147,7 +147,7 @@ class Client:
         content = self._read(response)
         value = _parse(content)
         if not 200 <= response.status < 300 or (content and value is None and content.strip() != b"null"):
-            raise failure_from_response(response.status, value)
+            raise create_failure_from_response(response.status, value)
         return value, response.headers
 
     def _request(
@@ -159,7 +159,7 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> http.client.HTTPResponse:
-        target = self._target(route, params)
+        target = self._build_target(route, params)
         sent_headers = {**self._headers, **(headers or {})}
         content = None
         if body is not None:
@@ -169,7 +169,7 @@ class Client:
             connection.request(method, target, content, sent_headers)
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise self._connection_lost_failure(error) from None
+            raise self._create_connection_failure(error) from None
         except ValueError:  # A header must be Latin-1 text without line breaks.
             raise Failure(
                 "the API key contains characters that are not allowed in a header",
@@ -177,7 +177,7 @@ class Client:
                 "check the key, or its file",
             ) from None
 
-    def _target(self, route: str, params: Mapping[str, Any] | None) -> str:
+    def _build_target(self, route: str, params: Mapping[str, Any] | None) -> str:
         target = self._address.prefix + route
         if params:
             target += f"?{urlencode({key: _format_param(value) for key, value in params.items()}, doseq=True)}"
@@ -193,10 +193,10 @@ class Client:
                 f"the gateway at {self.url} did not respond in time", ExitCode.UNREACHABLE, "try again"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
-            raise Failure(message, ExitCode.UNREACHABLE, _connect_failure_hint(error)) from None
+            message = f"cannot reach the gateway at {self.url}: {_extract_failure_reason(error)}"
+            raise Failure(message, ExitCode.UNREACHABLE, _find_failure_hint(error)) from None
         assert connection.sock is not None
-        connection.sock.settimeout(None)  # A request may take as long as its work.
+        connection.sock.settimeout(None)  # A request may take as long as the operation that it starts.
 
     def _read(self, response: http.client.HTTPResponse, *, line: bool = False, size: int = 0) -> bytes:
         try:
@@ -204,9 +204,9 @@ class Client:
                 return response.read1(size)
             return response.readline() if line else response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._connection_lost_failure(error) from None
+            raise self._create_connection_failure(error) from None
 
-    def _connection_lost_failure(self, error: Exception) -> Failure:
+    def _create_connection_failure(self, error: Exception) -> Failure:
         return Failure(
             f"the connection to the gateway at {self.url} was lost: {error or type(error).__name__}",
             ExitCode.UNREACHABLE,
@@ -227,9 +227,9 @@ class _Address:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise _invalid_url_failure(url, f": {error}") from None
+            raise _create_invalid_url_failure(url, f": {error}") from None
         if parts.scheme not in ("http", "https") or not self._host:
-            raise _invalid_url_failure(url)
+            raise _create_invalid_url_failure(url)
         self._is_tls = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/")
         if parts.username is not None:
@@ -284,7 +284,7 @@ def _find_proxy(scheme: str, host: str) -> str:
     return proxies.get(scheme) or proxies.get("all", "")
 
 
-def _invalid_url_failure(url: str, reason: str = "") -> Failure:
+def _create_invalid_url_failure(url: str, reason: str = "") -> Failure:
     return Failure(
         f"{url!r} is not the address of a gateway{reason}", ExitCode.USAGE, "use unix:///path, http:// or https://"
     )
@@ -307,14 +307,14 @@ def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False, [])}
 
 
-def _connect_failure_reason(error: Exception) -> str:
+def _extract_failure_reason(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _connect_failure_hint(error: Exception) -> str:
+def _find_failure_hint(error: Exception) -> str:
     text = str(error).lower()
     if "permission denied" in text:
         return "run this as root, or as a member of the socket's group"
     if "certificate" in text:
-        return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's"
-    return "start the gateway (`sandbox-gateway serve --config FILE`), or name another one with --url"
+        return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's certificate"
+    return "start the gateway (`sandbox-gateway serve --config FILE`), or specify another one with --url"

@@ -43,7 +43,7 @@ _EXIT_CODE_BY_STATUS = {
 _EXIT_CODE_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED, "untrusted": ExitCode.FAILED}
 
 
-def failure_from_response(status: int, body: Any) -> Failure:
+def create_failure_from_response(status: int, body: Any) -> Failure:
     """Create the Failure for an error response of the gateway. ``body`` is its parsed JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
         return Failure(
@@ -58,10 +58,10 @@ def _find_hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -
     if kind == "in_use":
         return _find_in_use_hint(blockers, details)
     if kind == "not_found":
-        return f"`sandboxctl {_list_command(details)}` shows the existing ones"
+        return f"`sandboxctl {_choose_list_command(details)}` shows the existing ones"
     hint_by_kind = {
         "name_taken": "choose another name, or delete the object that has this name",
-        "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
+        "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or specify a file that contains the key with --token-file",
         "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",
         "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",
@@ -90,14 +90,14 @@ def _find_in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> st
 _REMEDIES = {
     "mount": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
     "sandbox_snapshot": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
-    "withSnapshots": "--with-snapshots removes its snapshots, too",
+    "withSnapshots": "--with-snapshots also removes its snapshots",
     "clone": "`sandboxctl volume delete VOLUME` removes its clone",
     "force": "--force rolls it back anyway",
 }
 """The remedy for each kind of user of a volume, and for each parameter that removes an obstacle."""
 
 
-def _list_command(details: Mapping[str, Any]) -> str:
+def _choose_list_command(details: Mapping[str, Any]) -> str:
     resource, parent = details.get("resource"), details.get("parent")
     if resource == "volume_snapshot":
         return f"volume snapshots {parent}" if parent else "volume list"

@@ -39,8 +39,8 @@ def parse_pairs(texts: Sequence[str], noun: str) -> dict[str, str]:
     """Parse `KEY=VALUE` strings into a mapping. ``noun`` describes one pair in error messages. Raises Failure."""
     pairs = {}
     for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
+        key, separator, value = text.partition("=")
+        if not key or not separator:
             raise Failure(f"{text!r} is not {noun}", ExitCode.USAGE, f"write {noun} as KEY=VALUE")
         pairs[key] = value
     return pairs

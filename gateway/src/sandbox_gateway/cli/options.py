@@ -75,11 +75,11 @@ class SandboxOptions:
     volumes: list[str] | None = None
     no_volumes: bool = False
 
-    def body(self) -> dict[str, Any]:
+    def build_body(self) -> dict[str, Any]:
         network: dict[str, Any] = {"allowOut": formats.split_list(self.allow_out or [])}
         network["denyOut"] = formats.split_list(self.deny_out or [])
         fields = {
-            **size_fields(self.cpus, self.memory, self.disk),
+            **build_size_fields(self.cpus, self.memory, self.disk),
             "metadata": formats.parse_pairs(self.metadata or [], "metadata"),
             "envVars": formats.parse_pairs(self.env or [], "an environment variable"),
             "network": {key: value for key, value in network.items() if value},
@@ -88,7 +88,7 @@ class SandboxOptions:
         }
         body = {key: value for key, value in fields.items() if value}
         if self.volumes or self.no_volumes:
-            body["volumeMounts"] = mount_fields(self.volumes or [], self.no_volumes)
+            body["volumeMounts"] = build_mount_fields(self.volumes or [], self.no_volumes)
         if self.timeout:
             body["timeout"] = formats.parse_duration(self.timeout)
         if self.on_timeout:
@@ -98,7 +98,7 @@ class SandboxOptions:
         return body
 
 
-def size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
+def build_size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
     fields = {
         "cpuCount": cpus,
         "memoryMB": formats.parse_size(memory) if memory else None,
@@ -107,7 +107,7 @@ def size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
+def build_mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
     if volumes and no_volumes:
         raise Failure("--volume and --no-volumes are mutually exclusive", ExitCode.USAGE, "leave one of them out")
     return [formats.parse_mount(volume) for volume in volumes]

@@ -99,7 +99,7 @@ def _replace_planned_ids(plan: Plan) -> list[Entry]:
             return new_ids.get((entry.gateway, match[0]), match[0])
 
         def convert(text: str) -> str:
-            # Each plan has its own salts, so two hashes say nothing about the secrets.
+            # Each plan has its own salts, so comparing two hashes says nothing about the secrets.
             return "a secret" if text.startswith(_HASH_PREFIX) else _PLANNED_ID_PATTERN.sub(replace, text)
 
         fields = _map_texts(entry.model_dump(exclude={"created"}), convert)
@@ -117,7 +117,7 @@ def _map_texts(value: Any, convert: Callable[[str], str]) -> Any:
 
 
 def _identify(items: Iterable[_Item], identify: Callable[[_Item], _Identity]) -> dict[_Identity, _Item]:
-    """Return the items by their identities, to which a number is appended because identities can repeat."""
+    """Return the items by identity. A number is appended to each identity, because identities can repeat."""
     counts: Counter[_Identity] = Counter()
     result: dict[_Identity, _Item] = {}
     for item in items:

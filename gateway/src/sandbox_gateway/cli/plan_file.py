@@ -73,7 +73,7 @@ def _check_time(value: object) -> str:
     return value
 
 
-def _matches(pattern: str, expected: str) -> PlainValidator:
+def _create_pattern_validator(pattern: str, expected: str) -> PlainValidator:
     compiled_pattern = re.compile(pattern)
 
     def check(value: object) -> str:
@@ -88,16 +88,18 @@ Text = Annotated[str, PlainValidator(_check_text)]
 Name = Annotated[str, PlainValidator(_check_name)]
 BaseName = Annotated[str, PlainValidator(_check_base_name)]
 Time = Annotated[str, PlainValidator(_check_time)]
-Verb = Annotated[str, _matches("[a-z][a-z_]*", "a verb in lower case")]
-GatewayId = Annotated[str, _matches("[0-9a-f]{16}", "16 hexadecimal digits")]
-PlannedId = Annotated[str, _matches(PLANNED_ID_PREFIX + "[0-9a-f]{4}", f"{PLANNED_ID_PREFIX} and 4 digits")]
-Digest = Annotated[str, _matches("[0-9a-f]{64}", "64 hexadecimal digits")]
+Verb = Annotated[str, _create_pattern_validator("[a-z][a-z_]*", "a verb in lower case")]
+GatewayId = Annotated[str, _create_pattern_validator("[0-9a-f]{16}", "16 hexadecimal digits")]
+PlannedId = Annotated[
+    str, _create_pattern_validator(PLANNED_ID_PREFIX + "[0-9a-f]{4}", f"{PLANNED_ID_PREFIX} and 4 digits")
+]
+Digest = Annotated[str, _create_pattern_validator("[0-9a-f]{64}", "64 hexadecimal digits")]
 Kind = Literal["sandbox", "snapshot", "template", "volume"]
 Cost = Annotated[float, PlainValidator(_check_cost)]
 CostKey = Literal["memory_mb", "disk_bytes", "pause_ms"]
 
 
-def _field_error(field: str, expected: str, value: object) -> PydanticCustomError:
+def _create_field_error(field: str, expected: str, value: object) -> PydanticCustomError:
     """Return an error about a field whose allowed values depend on other fields."""
     return PydanticCustomError("wrong_field", "{expected}", {"field": field, "expected": expected, "value": value})
 
@@ -117,7 +119,7 @@ class Change(_Part):
     @model_validator(mode="after")
     def _check_views(self) -> Self:
         if self.before is None and self.after is None:
-            raise _field_error("after", "an object if before is null", None)
+            raise _create_field_error("after", "an object if before is null", None)
         return self
 
 
@@ -147,7 +149,9 @@ class Entry(_Part):
     @model_validator(mode="after")
     def _check_pause(self) -> Self:
         if self.costs.get("pause_ms", 0) < 0:
-            raise _field_error("costs.pause_ms", f"a number from 0 to less than {_MAX_NUMBER}", self.costs["pause_ms"])
+            raise _create_field_error(
+                "costs.pause_ms", f"a number from 0 to less than {_MAX_NUMBER}", self.costs["pause_ms"]
+            )
         return self
 
 
@@ -165,10 +169,10 @@ class Plan(_Part):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         if parse_time(self.expires_at) <= parse_time(self.created_at):
-            raise _field_error("expires_at", "after created_at", self.expires_at)
+            raise _create_field_error("expires_at", "after created_at", self.expires_at)
         for number, entry in enumerate(self.entries):
             if entry.gateway not in self.gateways:
-                raise _field_error(f"entries[{number}].gateway", "one of the keys in gateways", entry.gateway)
+                raise _create_field_error(f"entries[{number}].gateway", "one of the keys in gateways", entry.gateway)
         return self
 
     @property
@@ -219,7 +223,7 @@ def load(path: Path) -> Plan:
     except ValidationError as error:
         # Keys of the file can be long and have several lines.
         problem = " ".join(_describe_first_problem(error).split())[:_MAX_PROBLEM_LENGTH]
-        raise _invalid_failure(path, problem) from None
+        raise _create_invalid_failure(path, problem) from None
 
 
 def serialize(document: Mapping[str, Any]) -> str:
@@ -279,9 +283,9 @@ def _parse(path: Path, content: bytes) -> dict[str, Any]:
             f"copy the file again, or {_NEW_PLAN_HINT}",
         ) from None
     if not _is_shallow(document):
-        raise _invalid_failure(path, f"it is nested more than {_MAX_NESTING} levels deep")
+        raise _create_invalid_failure(path, f"it is nested more than {_MAX_NESTING} levels deep")
     if not isinstance(document, dict):
-        raise _invalid_failure(path, _wrong_value("the document", "an object", document))
+        raise _create_invalid_failure(path, _format_wrong_value("the document", "an object", document))
     return document
 
 
@@ -305,10 +309,10 @@ def _is_shallow(document: Any) -> bool:
 
 
 def _check_format(path: Path, document: Mapping[str, Any]) -> None:
-    """Raise Failure if another release made the plan. Its other keys may then differ, too."""
+    """Raise Failure if another release made the plan. Its other keys may then also differ."""
     number = document.get("format")
     if type(number) is not int or number < 1:
-        raise _invalid_failure(path, _wrong_value("format", "a positive integer", number))
+        raise _create_invalid_failure(path, _format_wrong_value("format", "a positive integer", number))
     if number != FORMAT:
         raise Failure(
             f"the plan {str(path)!r} has format {number}, but this release reads only format {FORMAT}",
@@ -317,13 +321,13 @@ def _check_format(path: Path, document: Mapping[str, Any]) -> None:
         )
 
 
-def _invalid_failure(path: Path, problem: str) -> Failure:
+def _create_invalid_failure(path: Path, problem: str) -> Failure:
     return Failure(
         f"the plan {str(path)!r} is invalid: {problem}", ExitCode.USAGE, f"check the path, or {_NEW_PLAN_HINT}"
     )
 
 
-def _wrong_value(place: str, expected: str, value: object) -> str:
+def _format_wrong_value(place: str, expected: str, value: object) -> str:
     shown_value = repr(value)
     if len(shown_value) > _MAX_VALUE_LENGTH:
         shown_value = shown_value[:_MAX_VALUE_LENGTH] + "..."
@@ -339,12 +343,14 @@ def _describe_first_problem(error: ValidationError) -> str:
     if kind == "extra_forbidden" or (kind == "literal_error" and "costs" in problem["loc"]):
         return f"format {FORMAT} has no key {place}"
     if kind == "wrong_field":
-        return _wrong_value(".".join(filter(None, (place, context["field"]))), context["expected"], context["value"])
+        return _format_wrong_value(
+            ".".join(filter(None, (place, context["field"]))), context["expected"], context["value"]
+        )
     if kind == "value_error":
-        return _wrong_value(place, str(context["error"]), problem["input"])
+        return _format_wrong_value(place, str(context["error"]), problem["input"])
     if kind == "literal_error":
-        return _wrong_value(place, " or ".join(map(repr, get_args(Kind))), problem["input"])
-    return _wrong_value(place, "a list" if kind == "list_type" else "an object", problem["input"])
+        return _format_wrong_value(place, " or ".join(map(repr, get_args(Kind))), problem["input"])
+    return _format_wrong_value(place, "a list" if kind == "list_type" else "an object", problem["input"])
 
 
 def _format_place(steps: tuple[int | str, ...]) -> str:

@@ -30,22 +30,26 @@ def print_plan(plan: Plan) -> None:
     """Print the changes by gateway and kind, the totals, the uncertainties, and whether the plan can be applied."""
     changes = sorted(_list_changes(plan), key=lambda planned: _KINDS.index(planned.change.kind))
     for gateway, url in plan.gateways.items():
-        rows = [_change_row(planned) for planned in changes if planned.entry.gateway == gateway]
+        rows = [_build_change_row(planned) for planned in changes if planned.entry.gateway == gateway]
         if rows:
             _print_section(f"Gateway {_to_one_line(url)}:", ("KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST"), rows)
     print(f"Plan: {_format_totals(plan)}." if changes else "The plan changes nothing.")
     _print_list(
-        "Unknown until the run:", (f"{text}: {_place(entry)}" for entry in plan.entries for text in entry.unknown)
+        "Unknown until the run:", (f"{text}: {_format_task(entry)}" for entry in plan.entries for text in entry.unknown)
     )
     _print_list(
         "Predicted failures:",
-        (f"{_place(entry)} on {entry.host}: {entry.failure}" for entry in plan.entries if entry.failure is not None),
+        (
+            f"{_format_task(entry)} on {entry.host}: {entry.failure}"
+            for entry in plan.entries
+            if entry.failure is not None
+        ),
     )
     print()
     _print_status(plan)
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
+def convert_plan(plan: Plan) -> dict[str, Any]:
     """Return the contents of the file, with the totals and whether the plan can be applied."""
     totals = {_TOTAL_KEYS[sign]: count for sign, count in _count_signs(plan).items()}
     return {
@@ -65,24 +69,24 @@ def print_comparison(comparison: Comparison, old: Plan, new: Plan) -> None:
     _print_section(
         "Changes:",
         ("PLAN", "DIFFERENT", "KIND", "CHANGE", "NAME", "VERB", "TASK", "HOST", "GATEWAY"),
-        (_change_difference_row(difference, urls) for difference in comparison.changes),
+        (_build_change_difference_row(difference, urls) for difference in comparison.changes),
     )
     _print_section(
         "Versions of objects:",
         ("OBJECT", "OLD VERSION", "NEW VERSION", "GATEWAY"),
-        (_version_difference_row(difference, urls) for difference in comparison.versions),
+        (_build_version_difference_row(difference, urls) for difference in comparison.versions),
     )
     _print_section(
         "Tasks:",
         ("PLAN", "DIFFERENT", "TASK", "HOST", "GATEWAY"),
-        (_task_difference_row(difference, urls) for difference in comparison.tasks),
+        (_build_task_difference_row(difference, urls) for difference in comparison.tasks),
     )
     if comparison.properties:
         print(f"Also different: {', '.join(comparison.properties)}.\n")
     print("The plans differ.")
 
 
-def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+def convert_comparison(comparison: Comparison) -> dict[str, Any]:
     return {
         "equal": comparison.is_equal,
         "changes": [
@@ -94,7 +98,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
                 "change": difference.change.sign,
                 "name": difference.change.change.name,
                 "verb": difference.change.verb,
-                **_task_as_json(difference.change.entry),
+                **_convert_task(difference.change.entry),
             }
             for difference in comparison.changes
         ],
@@ -112,7 +116,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
                 "plan": difference.side,
                 "different": list(difference.properties),
                 "gateway": difference.entry.gateway,
-                **_task_as_json(difference.entry),
+                **_convert_task(difference.entry),
             }
             for difference in comparison.tasks
         ],
@@ -120,7 +124,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _task_as_json(entry: Entry) -> dict[str, str]:
+def _convert_task(entry: Entry) -> dict[str, str]:
     return {"task": entry.task, "path": entry.path, "host": entry.host}
 
 
@@ -154,31 +158,31 @@ def _print_status(plan: Plan) -> None:
     print("To get a plan that can be applied, run `ansible-playbook --check` again.")
 
 
-def _change_row(planned: PlannedChange) -> tuple[str, ...]:
+def _build_change_row(planned: PlannedChange) -> tuple[str, ...]:
     change, entry = planned.change, planned.entry
-    cells = (change.kind, planned.sign, change.name, planned.verb, _place(entry), entry.host)
+    cells = (change.kind, planned.sign, change.name, planned.verb, _format_task(entry), entry.host)
     return tuple(map(_to_one_line, cells))
 
 
-def _change_difference_row(difference: ChangeDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
+def _build_change_difference_row(difference: ChangeDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
     properties = _to_one_line(", ".join(difference.properties))
     return (
         difference.side,
         properties or "-",
-        *_change_row(difference.change),
+        *_build_change_row(difference.change),
         urls[difference.change.entry.gateway],
     )
 
 
-def _version_difference_row(difference: VersionDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
+def _build_version_difference_row(difference: VersionDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
     versions = (_to_one_line(version) or "does not exist" for version in (difference.old, difference.new))
     return (_to_one_line(difference.path), *versions, urls[difference.gateway])
 
 
-def _task_difference_row(difference: TaskDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
+def _build_task_difference_row(difference: TaskDifference, urls: Mapping[str, str]) -> tuple[str, ...]:
     entry = difference.entry
     properties = ", ".join(difference.properties)
-    return (difference.side, properties or "-", _place(entry), _to_one_line(entry.host), urls[entry.gateway])
+    return (difference.side, properties or "-", _format_task(entry), _to_one_line(entry.host), urls[entry.gateway])
 
 
 def _list_changes(plan: Plan) -> list[PlannedChange]:
@@ -221,7 +225,7 @@ def _format_amount(text: str, amount: float) -> str:
     return f"{text} freed" if amount < 0 else text
 
 
-def _place(entry: Entry) -> str:
+def _format_task(entry: Entry) -> str:
     return _to_one_line(f"{entry.task} ({entry.path})" if entry.path else entry.task)
 
 

@@ -29,7 +29,7 @@ def show(
 
     settings = get_settings(ctx, as_json)
     plan = plan_file.load(file)
-    render.print_json(plan_text.plan_as_json(plan)) if settings.json else plan_text.print_plan(plan)
+    render.print_json(plan_text.convert_plan(plan)) if settings.json else plan_text.print_plan(plan)
 
 
 @app.command("compare")
@@ -46,7 +46,7 @@ def compare(
     old_plan, new_plan = plan_file.load(old), plan_file.load(new)
     comparison = plan_comparison.compare(old_plan, new_plan)
     if settings.json:
-        render.print_json(plan_text.comparison_as_json(comparison))
+        render.print_json(plan_text.convert_comparison(comparison))
     else:
         plan_text.print_comparison(comparison, old_plan, new_plan)
     if not comparison.is_equal:

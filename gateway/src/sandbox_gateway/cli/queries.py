@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import urlencode
 
 from sandbox_gateway.cli import formats, render
-from sandbox_gateway.cli.client import path
+from sandbox_gateway.cli.client import build_path
 from sandbox_gateway.cli.settings import Settings
 
 
@@ -52,12 +52,12 @@ def show_volume(settings: Settings, volume: str) -> None:
 
 
 def _show(settings: Settings, collection: str, ref: str) -> None:
-    details = settings.client.get(path(collection, ref))
+    details = settings.client.get(build_path(collection, ref))
     render.print_json(details) if settings.json else render.print_details(details)
 
 
 def show_usage(settings: Settings, sandbox: str) -> None:
-    usage = settings.client.get(path("sandboxes", sandbox, "usage"))
+    usage = settings.client.get(build_path("sandboxes", sandbox, "usage"))
     if settings.json:
         render.print_json(usage)
     else:

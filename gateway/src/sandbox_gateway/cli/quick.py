@@ -1,6 +1,6 @@
 """Parse the command lines of queries without the command-line library.
 
-``parse`` understands only complete and correct command lines. All others, such as those with `--help` or with a wrong
+``parse`` understands only complete and correct command lines. All others, such as those with `--help` or an unknown
 option, are left to `app`, which has the same commands and reports errors.
 """
 
@@ -97,10 +97,10 @@ def _parse_option(word: str, words: list[str], options: Mapping[str, str]) -> tu
 
     Remove the value from ``words`` if it is the next word.
     """
-    name, equals, value = word.partition("=")
-    if name not in options or (equals and not name.startswith("--")):
+    name, separator, value = word.partition("=")
+    if name not in options or (separator and not name.startswith("--")):
         return None
-    if not equals:
+    if not separator:
         if not words or words[0].startswith("-"):
             return None
         value = words.pop(0)

@@ -31,7 +31,9 @@ def print_note(text: str) -> None:
 def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
     print_table(
-        headings, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
+        headings,
+        (_build_sandbox_row(item) for item in items),
+        empty="no sandboxes: `sandboxctl create TEMPLATE` creates one",
     )
 
 
@@ -39,26 +41,26 @@ def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
     print_table(
         headings,
-        (_snapshot_row(item) for item in items),
+        (_build_snapshot_row(item) for item in items),
         empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
     )
 
 
 def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
-    rows = (_volume_row(item) for item in items)
+    rows = (_build_volume_row(item) for item in items)
     print_table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
 
 
 def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
     headings = ("NAME", "ID", "SIZE", "PART OF", "AGE")
-    rows = (_volume_snapshot_row(item) for item in items)
+    rows = (_build_volume_snapshot_row(item) for item in items)
     print_table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
     headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
-    rows = (_template_row(item) for item in items)
+    rows = (_build_template_row(item) for item in items)
     print_table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
 
 
@@ -152,7 +154,7 @@ def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False
         return False
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_terminal = sys.stdout.isatty()
-    if sum(widths) + len(_GAP) * (len(widths) - 1) > (_terminal_width() if is_terminal else _PLAIN_WIDTH):
+    if sum(widths) + len(_GAP) * (len(widths) - 1) > (_get_terminal_width() if is_terminal else _PLAIN_WIDTH):
         return False
     has_styles = is_terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     for number, row in enumerate(rows):
@@ -164,7 +166,7 @@ def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False
     return True
 
 
-def _terminal_width() -> int:
+def _get_terminal_width() -> int:
     """Return the width of the terminal in columns, or 0 if it is unknown."""
     if (columns := os.environ.get("COLUMNS", "")).isdigit():
         return int(columns)
@@ -174,7 +176,7 @@ def _terminal_width() -> int:
         return 0
 
 
-def _sandbox_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+def _build_sandbox_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         item["name"],
         item["sandboxID"],
@@ -188,7 +190,7 @@ def _sandbox_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+def _build_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         ", ".join(item["names"]) or "-",
         item["snapshotID"],
@@ -202,7 +204,7 @@ def _snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+def _build_volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     user_names = [user["sandboxName"] for user in item["mounts"]]
     return (
         item["name"],
@@ -214,7 +216,7 @@ def _volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _volume_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+def _build_volume_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         item["name"],
         item["snapshotID"],
@@ -224,7 +226,7 @@ def _volume_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+def _build_template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         ", ".join(item["names"]) or "-",
         item["templateID"],

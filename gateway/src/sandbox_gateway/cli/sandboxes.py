@@ -73,7 +73,7 @@ def create(
         volume,
         no_volumes,
     )
-    body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.body()}
+    body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.build_body()}
     new_sandbox = settings.client.call("POST", "/sandboxes", body)
     _print_sandbox(new_sandbox, settings.json)
 
@@ -123,7 +123,7 @@ def exec_(
     as_json: Json = False,
 ) -> None:
     """Run a program in a sandbox, and exit with the program's exit code."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     seconds = formats.parse_duration(timeout)
@@ -139,7 +139,7 @@ def exec_(
         body["env"] = formats.parse_pairs(env, "an environment variable")
     if stdin:
         body["stdin"] = base64.b64encode(sys.stdin.buffer.read()).decode()
-    result = settings.client.call("POST", path("sandboxes", sandbox, "exec"), body)
+    result = settings.client.call("POST", build_path("sandboxes", sandbox, "exec"), body)
     if settings.json:
         render.print_json(result)
     else:
@@ -149,7 +149,7 @@ def exec_(
     if result["timedOut"]:
         render.print_note(f"sandboxctl: the program did not finish within {timeout} and was killed")
         raise typer.Exit(_EXIT_TIMED_OUT)
-    raise typer.Exit(_exit_code(result["exitCode"]))
+    raise typer.Exit(_convert_exit_code(result["exitCode"]))
 
 
 def pause(
@@ -160,20 +160,20 @@ def pause(
     ] = False,
 ) -> None:
     """Pause sandboxes and save their memory to disk."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx)
     for ref in sandboxes:
-        settings.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
+        settings.client.call("POST", build_path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
 
 def resume(ctx: typer.Context, sandboxes: SandboxRefs, timeout: options.Timeout = "", as_json: Json = False) -> None:
     """Resume paused sandboxes."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
-    items = [settings.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
+    items = [settings.client.call("POST", build_path("sandboxes", ref, "resume"), body) for ref in sandboxes]
     render.print_json(items if len(items) > 1 else items[0]) if settings.json else render.print_sandboxes(items)
 
 
@@ -184,10 +184,10 @@ def rename(
     as_json: Json = False,
 ) -> None:
     """Rename a sandbox. Its id does not change."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    _print_sandbox(settings.client.call("PATCH", path("sandboxes", sandbox), {"name": name}), settings.json)
+    _print_sandbox(settings.client.call("PATCH", build_path("sandboxes", sandbox), {"name": name}), settings.json)
 
 
 def kill(
@@ -198,13 +198,13 @@ def kill(
     ] = False,
 ) -> None:
     """Kill and delete sandboxes. Their snapshots remain."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in sandboxes:
         try:
-            settings.client.call("DELETE", path("sandboxes", ref))
+            settings.client.call("DELETE", build_path("sandboxes", ref))
         except Failure as failure:
             if not (ignore_missing and failure.code is ExitCode.NOT_FOUND):
                 failures.append(failure)
@@ -213,10 +213,10 @@ def kill(
 
 def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_json: Json = False) -> None:
     """Roll a sandbox back to a snapshot, under the same id. Later changes are lost."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    result = settings.client.call("POST", path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
+    result = settings.client.call("POST", build_path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
     if settings.json:
         render.print_json(result)
     else:
@@ -237,14 +237,14 @@ def clone(
     as_json: Json = False,
 ) -> None:
     """Create siblings of a running sandbox, with its files and memory."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
     fork_fields, total = options.build_count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
-    body = {**fork_fields, **sandbox_options.body()}
-    forks = fork_many(settings.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
+    body = {**fork_fields, **sandbox_options.build_body()}
+    forks = fork_many(settings.client, build_path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
     print_forks(forks, settings.json)
 
 
@@ -260,11 +260,11 @@ def promote(
     as_json: Json = False,
 ) -> None:
     """Replace the state of a fork's source with the state of the fork. The fork remains."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     body = {"source": source} if source else {}
-    _print_sandbox(settings.client.call("POST", path("sandboxes", fork, "promote"), body), settings.json)
+    _print_sandbox(settings.client.call("POST", build_path("sandboxes", fork, "promote"), body), settings.json)
 
 
 def print_forks(forks: dict[str, Any], as_json: bool) -> None:
@@ -289,6 +289,6 @@ def _print_sandbox(sandbox: dict[str, Any], as_json: bool) -> None:
     render.print_json(sandbox) if as_json else render.print_sandboxes([sandbox])
 
 
-def _exit_code(code: int) -> int:
+def _convert_exit_code(code: int) -> int:
     """Return the exit code that a shell would report: 128 + n if signal n terminated the program."""
     return code if 0 <= code <= 255 else 128 + abs(code) % 128

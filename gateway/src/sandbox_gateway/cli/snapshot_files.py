@@ -1,4 +1,4 @@
-"""Write snapshots to files, and read them. A file gets its name only when it is complete."""
+"""Write snapshots to files, and read them. A new file gets its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sandbox_gateway.cli.client import Client, path
+from sandbox_gateway.cli.client import Client, build_path
 from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.progress import transferring
 
@@ -25,7 +25,7 @@ _END_BYTES = len(_END_RECORD) + 32 + 64
 def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
     """Write a snapshot to ``file``, which must not exist, or to standard output. Return the number of bytes."""
     written_bytes, last_bytes = 0, b""
-    with _target(file) as write_file, transferring(f"exporting {snapshot}") as advance:
+    with _output_opened(file) as write_file, transferring(f"exporting {snapshot}") as advance:
 
         def write(piece: bytes) -> None:
             nonlocal written_bytes, last_bytes
@@ -34,8 +34,8 @@ def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
             last_bytes = (last_bytes + piece[-_END_BYTES:])[-_END_BYTES:]
             advance(len(piece))
 
-        client.download(path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
-        # The end of a response without a length, as behind a proxy that speaks HTTP/1.0, is that of the connection.
+        client.download(build_path("snapshots", snapshot, "export"), write, memory="" if memory else "none")
+        # A response without a length (from a proxy that speaks HTTP/1.0) looks complete if the connection is lost.
         if len(last_bytes) < _END_BYTES or not last_bytes.startswith(_END_RECORD):
             raise Failure(
                 f"the connection to the gateway was lost before all of {file} had arrived",
@@ -48,7 +48,7 @@ def export(client: Client, snapshot: str, file: str, *, memory: bool) -> int:
 def import_(client: Client, file: str, name: str, trust: list[str]) -> Any:
     """Import ``file``, or standard input, and return the snapshot."""
     with contextlib.ExitStack() as stack:
-        with _explaining_errors("read", file):
+        with _errors_explained("read", file):
             source = sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
             size = None if file == "-" else os.fstat(source.fileno()).st_size
         advance = stack.enter_context(transferring(f"importing {file}", size))
@@ -57,7 +57,7 @@ def import_(client: Client, file: str, name: str, trust: list[str]) -> Any:
 
 def _read_pieces(source: BinaryIO, file: str, advance: Callable[[int], None]) -> Iterator[bytes]:
     while True:
-        with _explaining_errors("read", file):
+        with _errors_explained("read", file):
             piece = source.read(_PIECE_BYTES)
         if not piece:
             return
@@ -66,43 +66,43 @@ def _read_pieces(source: BinaryIO, file: str, advance: Callable[[int], None]) ->
 
 
 @contextlib.contextmanager
-def _target(file: str) -> Iterator[Callable[[bytes], object]]:
+def _output_opened(file: str) -> Iterator[Callable[[bytes], object]]:
     """Yield a function that writes to standard output, or to ``file`` if the context ends without an error.
 
     Until then, the contents are in `.NAME.partial`, which only its owner can read. If an export is killed, the next one
     reuses this file.
     """
     if file == "-":
-        with _explaining_errors("write", file):
+        with _errors_explained("write", file):
             yield sys.stdout.buffer.write
             sys.stdout.buffer.flush()
         return
-    final = Path(file)
-    if final.exists():
-        raise Failure(f"{file} exists", ExitCode.USAGE, "choose another file, or remove it first")
-    partial = final.with_name(f".{final.name}.partial")
-    with _explaining_errors("write", file):
-        descriptor = _open_partial(partial)
+    final_path = Path(file)
+    if final_path.exists():
+        raise Failure(f"{file} already exists", ExitCode.USAGE, "choose another file, or remove it first")
+    partial_path = final_path.with_name(f".{final_path.name}.partial")
+    with _errors_explained("write", file):
+        descriptor = _open_partial(partial_path)
 
     def write(piece: bytes) -> None:
-        with _explaining_errors("write", file):
+        with _errors_explained("write", file):
             while piece:
                 piece = piece[os.write(descriptor, piece) :]
 
     try:
         try:
             yield write
-            with _explaining_errors("write", file):
+            with _errors_explained("write", file):
                 os.fsync(descriptor)
-                partial.rename(final)
+                partial_path.rename(final_path)
         except BaseException:
             with contextlib.suppress(OSError):
-                partial.unlink()
+                partial_path.unlink()
             raise
     finally:
         os.close(descriptor)
-    with _explaining_errors("write", file):
-        _sync_directory(final.parent)
+    with _errors_explained("write", file):
+        _sync_directory(final_path.parent)
 
 
 def _open_partial(path: Path) -> int:
@@ -136,7 +136,7 @@ def _open_partial(path: Path) -> int:
 
 
 def _require_own_file(path: Path, descriptor: int) -> None:
-    """Raise Failure if another user could read what is written to the file, or if it has another name."""
+    """Raise Failure if another user could read what is written to the file, or if it has other hard links."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
         raise Failure(f"{path} was not created by an export of this user", ExitCode.USAGE, "remove it first")
@@ -151,7 +151,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explaining_errors(verb: str, file: str) -> Iterator[None]:
+def _errors_explained(verb: str, file: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

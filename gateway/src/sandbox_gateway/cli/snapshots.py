@@ -53,7 +53,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Capture the disk and the memory of a running sandbox at the same instant."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     body: dict[str, Any] = {"memory": "none" if no_memory else "auto"}
@@ -67,7 +67,7 @@ def create(
         body["volumes"] = formats.split_list(volumes)
     if prewarm:
         body["prewarm"] = prewarm
-    snapshot = settings.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
+    snapshot = settings.client.call("POST", build_path("sandboxes", sandbox, "snapshots"), body)
     render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
 
 
@@ -98,10 +98,10 @@ def prewarm(
     as_json: Json = False,
 ) -> None:
     """Keep forks of a snapshot or template ready, so that new sandboxes need not wait for a machine to start."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    prewarm_status = settings.client.call("POST", path("snapshots", snapshot, "prewarm"), {"count": count})
+    prewarm_status = settings.client.call("POST", build_path("snapshots", snapshot, "prewarm"), {"count": count})
     render.print_json(prewarm_status) if settings.json else print(formats.format_prewarm(prewarm_status))
 
 
@@ -130,7 +130,7 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Create sandboxes from a snapshot. Each continues from the captured state."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
     from sandbox_gateway.cli.progress import fork_many
 
     settings = get_settings(ctx, as_json)
@@ -151,8 +151,8 @@ def fork(
         volume,
         no_volumes,
     )
-    route = path("snapshots", snapshot, "fork")
-    body = {**count_fields, **sandbox_options.body()}
+    route = build_path("snapshots", snapshot, "fork")
+    body = {**count_fields, **sandbox_options.build_body()}
     print_forks(fork_many(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
 
 
@@ -217,14 +217,14 @@ def delete(
 
 def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: bool) -> None:
     """Delete objects of ``kind`` ("snapshots" or "templates"). Print the ones that are hidden until they are unused."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in refs:
         params = {"when": "unused"} if when_unused else None
         try:
-            response = settings.client.call("DELETE", path(kind, ref), params=params)
+            response = settings.client.call("DELETE", build_path(kind, ref), params=params)
         except Failure as failure:
             failures.append(failure)
             continue

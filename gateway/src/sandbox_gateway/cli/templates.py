@@ -70,7 +70,7 @@ def build(
         typer.Option(
             "--ready-probe",
             metavar="COMMAND",
-            help="Command that exits 0 when the template is ready.",
+            help="Command that exits with 0 when the template is ready.",
             show_default=False,
         ),
     ] = "",
@@ -100,7 +100,7 @@ def build(
         "readyTimeout": formats.parse_duration(ready_timeout) if ready_timeout else None,
         "setupTimeout": formats.parse_duration(setup_timeout) if setup_timeout else None,
         "description": description,
-        **options.size_fields(cpus, memory, disk),
+        **options.build_size_fields(cpus, memory, disk),
     }
     body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in option_fields.items() if value}}
     if prewarm is not None:

@@ -73,11 +73,12 @@ def grow(
     as_json: Json = False,
 ) -> None:
     """Grow a volume, even while it is mounted."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     _print_volume(
-        settings.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), settings.json
+        settings.client.call("PATCH", build_path("volumes", volume), {"sizeMB": formats.parse_size(size)}),
+        settings.json,
     )
 
 
@@ -89,10 +90,10 @@ def attach(
     as_json: Json = False,
 ) -> None:
     """Mount a volume in a running sandbox."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    mount = settings.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
+    mount = settings.client.call("POST", build_path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
     if settings.json:
         render.print_json(mount)
     else:
@@ -106,13 +107,13 @@ def detach(
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
     """Unmount volumes from a sandbox, even if they are in use. Their contents are kept."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         try:
-            settings.client.call("DELETE", path("sandboxes", sandbox, "volumes", ref))
+            settings.client.call("DELETE", build_path("sandboxes", sandbox, "volumes", ref))
         except Failure as failure:
             failures.append(failure)
     raise_first_failure(failures)
@@ -128,20 +129,20 @@ def snapshot(
     as_json: Json = False,
 ) -> None:
     """Capture a volume. Sandboxes that mount it keep running."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    snapshot_fields = settings.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
+    snapshot_fields = settings.client.call("POST", build_path("volumes", volume, "snapshots"), {"name": name})
     render.print_json(snapshot_fields) if settings.json else render.print_volume_snapshots([snapshot_fields], volume)
 
 
 @app.command("snapshots")
 def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
     """List the snapshots of a volume."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
-    volume_snapshots = settings.client.get_all(path("volumes", volume, "snapshots"))
+    volume_snapshots = settings.client.get_all(build_path("volumes", volume, "snapshots"))
     if settings.json:
         render.print_json(volume_snapshots)
     else:
@@ -157,11 +158,11 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Roll a volume back to one of its snapshots. Later changes are lost."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx, as_json)
     volume_fields = settings.client.call(
-        "POST", path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force}
+        "POST", build_path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force}
     )
     if settings.json:
         render.print_json(volume_fields)
@@ -178,7 +179,7 @@ def delete(
     with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Also delete their snapshots.")] = False,
 ) -> None:
     """Delete unmounted volumes with their contents, or snapshots of volumes."""
-    from sandbox_gateway.cli.client import path
+    from sandbox_gateway.cli.client import build_path
 
     settings = get_settings(ctx)
     failures: list[Failure] = []
@@ -186,9 +187,9 @@ def delete(
         volume, separator, snapshot_name = ref.partition("@")
         try:
             if separator:
-                settings.client.call("DELETE", path("volumes", volume, "snapshots", snapshot_name))
+                settings.client.call("DELETE", build_path("volumes", volume, "snapshots", snapshot_name))
             else:
-                settings.client.call("DELETE", path("volumes", volume), params={"withSnapshots": with_snapshots})
+                settings.client.call("DELETE", build_path("volumes", volume), params={"withSnapshots": with_snapshots})
         except Failure as failure:
             failures.append(failure)
     raise_first_failure(failures)

@@ -3,18 +3,18 @@
 ``engine`` creates the groups of operations. Its constructor has the same sections as this overview, and shows which
 groups each group uses.
 
-* State of all groups: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
+* Shared state: ``context``; ``index``, ``creation_order`` and ``id_groups``, ``names``, ``events``, ``secret``;
   ``durations`` measures operations; ``record_changes`` and ``volume_records`` save changed records; ``own_changes``
   counts the changes of a run.
 * Prerequisites of the primitives:
     * locks: ``locking``, ``keyed_locks``.
-    * users of objects: ``references`` finds them, ``in_use`` words the errors that name them.
+    * users of objects: ``references`` finds them, ``in_use`` creates the errors that name them.
     * removal: ``removal`` removes snapshots and volumes, ``collector`` finds unused ones, ``backoff`` delays retries.
-      Two groups remove other objects themselves: ``sandboxes`` a sandbox, ``template_builder`` a template's base.
+      Sandboxes are removed by ``sandboxes``, and the bases of templates by ``template_builder``.
     * agents: ``agents``, ``agent_client``, ``guest_json``.
     * ``room``: refuses operations that would fill the host, and resumes machines that stalled on a full disk.
-    * ``prewarm``: starts forks before they are requested. It is the only module besides ``machine_lifecycle`` that
-      starts machines.
+    * ``prewarm``: starts forks before they are requested. It is the only module other than
+      ``machine_lifecycle`` that starts machines.
 * The two primitives: ``machine_lifecycle`` forks a machine from a snapshot, and ``captures`` takes a snapshot.
   ``start_slots`` orders the starts, ``boot_failure`` explains a failed one.
 * Operations on volumes, and inside running sandboxes: ``volumes``, ``attachments``, ``commands``.

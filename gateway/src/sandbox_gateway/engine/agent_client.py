@@ -1,4 +1,4 @@
-"""A client for the agent inside a sandbox, using HTTP/1.1 with JSON, and Connect streams for live output."""
+"""A client for the agent inside a sandbox. It uses HTTP/1.1 with JSON, and Connect streams for live output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_REASON_LENGTH = 1000
 _EXIT_CODE_RANGE = (-255, 255)
 _ATTEMPT_INTERVAL_SECONDS = 0.01
 _SLOW_ATTEMPT_INTERVAL_SECONDS = 0.25
-_FAST_ATTEMPTS_SECONDS = 0.5
+_FAST_ATTEMPT_PERIOD_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
 _CALL_TIMEOUT_SECONDS = 30.0
 _MAX_LINE_FRAME_BYTES = 4096
@@ -175,7 +175,7 @@ class AgentClient:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
                 interval = (
                     _ATTEMPT_INTERVAL_SECONDS
-                    if time.monotonic() - start_time < _FAST_ATTEMPTS_SECONDS
+                    if time.monotonic() - start_time < _FAST_ATTEMPT_PERIOD_SECONDS
                     else _SLOW_ATTEMPT_INTERVAL_SECONDS
                 )
                 finished_attempts, _ = await asyncio.wait(
@@ -424,7 +424,7 @@ class AgentClient:
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
-                # Thousands of small pieces may arrive at once; without this, parsing them would block the event loop.
+                # Thousands of small pieces may arrive together. Without this, parsing them would block the event loop.
                 await asyncio.sleep(0)
                 if status < 300:
                     yield bytes(event.data)
@@ -437,9 +437,9 @@ class AgentClient:
             elif isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError("the agent closed the connection")
         if status >= 300:
-            raise await self._refusal_error(status, path, refusal)
+            raise await self._create_refusal_error(status, path, refusal)
 
-    async def _refusal_error(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
+    async def _create_refusal_error(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
         text: object = body.decode(errors="replace")
         with contextlib.suppress(BackendFailed):
             text = (await guest_json.parse(self._address, path, body)).get("message", text)

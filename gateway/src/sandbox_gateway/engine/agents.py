@@ -16,30 +16,30 @@ class Agents:
         self._context = context
         self._host = context.host
 
-    def access_token(self, sandbox: Sandbox) -> str:
+    def derive_access_token(self, sandbox: Sandbox) -> str:
         """Return the token that the sandbox's agent requires."""
         return self._context.secret.derive(sandbox.id)
 
-    def client(self, sandbox: Sandbox) -> AgentClient:
-        return AgentClient(self._host.endpoint(sandbox), self.access_token(sandbox))
+    def create_client(self, sandbox: Sandbox) -> AgentClient:
+        return AgentClient(self._host.endpoint(sandbox), self.derive_access_token(sandbox))
 
-    def endpoint(self, ref: str) -> tuple[str, str]:
+    def get_endpoint(self, ref: str) -> tuple[str, str]:
         """Return the address and the access token of a running sandbox's agent."""
         sandbox = self._context.require_running(ref)
-        return self._host.endpoint(sandbox).address, self.access_token(sandbox)
+        return self._host.endpoint(sandbox).address, self.derive_access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
         """Send a sandbox's identity to its machine, and wait for the agent's response."""
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
-            access_token=self.access_token(sandbox),
+            access_token=self.derive_access_token(sandbox),
             env=sandbox.env,
-            dns=self._name_servers(sandbox.network),
+            dns=self._choose_name_servers(sandbox.network),
             grow_disk=booted,
         )
         seconds = self._host.boot_seconds if booted else self._host.resume_seconds
-        await self.client(sandbox).identify(
+        await self.create_client(sandbox).identify(
             identity, seconds=seconds, end_reason=partial(self._host.end_reason, sandbox)
         )
 
@@ -52,7 +52,7 @@ class Agents:
         """
         guest_mounts = self._host.guest_mounts(sandbox)
         if guest_mounts or has_stale_mounts:
-            await self.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
+            await self.create_client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
-    def _name_servers(self, policy: NetworkPolicy) -> list[str]:
+    def _choose_name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self._host.name_servers() if policy.allows_egress else []

@@ -41,13 +41,13 @@ class Attachments:
                 "a clone of a volume cannot be attached to a running sandbox: create a volume from a "
                 "snapshot first, and attach that volume"
             )
-        async with self._locking.running_sandbox(sandbox_ref) as sandbox:
-            volume = self._index.volume(spec.volume)
+        async with self._locking.running_sandbox_locked(sandbox_ref) as sandbox:
+            volume = self._index.get_volume(spec.volume)
             mount = Mount(volume=volume.id, path=spec.path, read_only=spec.read_only)
             if any(each.volume == volume.id for each in sandbox.mounts):
                 raise Conflict(f"sandbox {sandbox.name} already mounts volume {volume.name}: detach it first")
             check_mount_paths([*(each.path for each in sandbox.mounts), mount.path])
-            async with self._locking.shared_volumes([volume.id]):
+            async with self._locking.volumes_shared([volume.id]):
                 await finish_despite_cancellation(self._attach(sandbox, mount))
             self._events.publish("volume.attached", volumeID=volume.name, sandboxID=sandbox.id, path=mount.path)
             return mount
@@ -68,12 +68,12 @@ class Attachments:
     @measured("volume.detach")
     async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
         """Detach a volume from a sandbox, even while programs use it. A paused sandbox resumes without the volume."""
-        async with self._locking.sandbox(sandbox_ref) as sandbox:
-            # A volume whose record is missing can be named by its id.
+        async with self._locking.sandbox_locked(sandbox_ref) as sandbox:
+            # A volume whose record is missing can be specified by its id.
             mount = next((each for each in sandbox.mounts if each.volume == volume_ref), None)
             name = volume_ref
             if mount is None or mount.volume in self._index.volumes:
-                volume = self._index.volume(volume_ref)
+                volume = self._index.get_volume(volume_ref)
                 name = volume.name
                 mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
             if mount is None:
@@ -111,7 +111,7 @@ class Attachments:
 
     async def complete_mounts(self, sandbox_id: str) -> None:
         """Complete an attachment or detachment that a restart interrupted."""
-        async with self._locking.sandbox(sandbox_id) as sandbox:
+        async with self._locking.sandbox_locked(sandbox_id) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 await self._agents.mount_volumes(sandbox)
 

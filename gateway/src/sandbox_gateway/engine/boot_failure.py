@@ -21,23 +21,23 @@ async def add_console(error: BaseException, host: Host, sandbox: Sandbox) -> Bas
     if not isinstance(error, BackendFailed | Timeout):
         return error
     try:
-        lines = last_lines(await host.console(sandbox))
+        lines = extract_last_lines(await host.console(sandbox))
     except GatewayError:
         return error
     if not lines:
         return error
-    message = "\n  ".join([f"{error.message}. The end of its console:", *lines])
+    message = "\n  ".join([f"{error.message}. The last lines of the guest's console:", *lines])
     details = {**error.details, "console": lines}
     return type(error)(message, blockers=error.blockers, details=details)
 
 
-def last_lines(console: str) -> list[str]:
+def extract_last_lines(console: str) -> list[str]:
     """Return the last nonempty lines of a console, shortened and without control characters.
 
     If the guest's kernel panicked, the panic message is the last line, because the dump after it would displace it.
     """
     # The end of a console can be a long line without a line break.
     text = remove_control_characters(console[-8 * MAX_LINES * MAX_LINE_LENGTH :].replace("\r", "\n"))
-    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    lines = [stripped_line for line in text.split("\n") if (stripped_line := line.strip())]
     panic_index = next((index for index, line in enumerate(lines) if _PANIC_MESSAGE in line), len(lines))
     return [line[-MAX_LINE_LENGTH:] for line in lines[: panic_index + 1]][-MAX_LINES:]

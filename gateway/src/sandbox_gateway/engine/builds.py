@@ -52,7 +52,7 @@ class Build:
     _last_lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_LAST_LINE_COUNT))
     _update_event: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def copy_from_start(self) -> Build:
+    def copy_initial_state(self) -> Build:
         """Return a copy of the build as it was at its start, for another engine to carry out."""
         return Build(
             template_id=self.template_id,
@@ -78,7 +78,7 @@ class Build:
             self._last_lines.append(log_line)
 
     def log_all(self, lines: Sequence[str]) -> None:
-        """Append lines. Of those that the log omits, only the last ones are processed: a guest can send millions."""
+        """Append lines. Of the lines that the log omits, process only the last ones: a guest can send millions."""
         for number, line in enumerate(lines):
             if self._size > _MAX_BYTES:
                 skipped_count = max(0, len(lines) - number - _LAST_LINE_COUNT)
@@ -99,7 +99,7 @@ class Build:
 
     @property
     def lines(self) -> list[str]:
-        """The texts of the log's lines."""
+        """The text of each line of the log."""
         return [line.text for line in self.log_lines]
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
@@ -121,7 +121,7 @@ class Build:
 
 
 class LogWriter:
-    """A writer that splits a command's output into lines of the log, each cut at ``MAX_LINE_LENGTH`` characters."""
+    """A writer that splits a command's output into log lines, each truncated to ``MAX_LINE_LENGTH`` characters."""
 
     def __init__(self, build: Build) -> None:
         self._build = build

@@ -34,7 +34,7 @@ class Captures:
         self._removal = removal
         self._room = room
 
-    def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
+    def create_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
         """Create the record of a snapshot that is about to be taken of ``sandbox``."""
         parent = self._index.snapshots.get(sandbox.head)
         return Snapshot(
@@ -50,7 +50,7 @@ class Captures:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0
     ) -> Snapshot:
-        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
+        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is a pause snapshot.
 
         The parameters are those of ``capture_state``.
 
@@ -74,9 +74,9 @@ class Captures:
         return snapshot
 
     async def _add_to_lineage(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
-        head = self._index.sandbox(sandbox.id).head
+        head = self._index.get_sandbox(sandbox.id).head
         if head != snapshot.parent:
-            # The former head was deleted during the capture.
+            # The previous head was deleted during the capture.
             snapshot = await save_snapshot(self._context, snapshot.id, parent=head)
         if snapshot.kind is not SnapshotKind.PAUSE:
             await save_sandbox(self._context, sandbox.id, head=snapshot.id)
@@ -90,7 +90,7 @@ class Captures:
         try:
             await self._removal.remove_snapshot(snapshot)
         except GatewayError as error:
-            log.warning("snapshot not removed", snapshot=id, reason=error.message)
+            log.warning("the snapshot of a failed operation could not be removed", snapshot=id, reason=error.message)
 
     async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = (), fork_count: int = 0
@@ -104,8 +104,8 @@ class Captures:
         """
         memory = memory and self._host.abilities.memory
         await self._room.require_for_capture(sandbox, memory=memory, fork_count=fork_count)
-        async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
-            volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
+        async with self._locking.volumes_locked(self._require_mounted(sandbox, volumes)) as locked_volumes:
+            volume_snapshots = _create_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
             note_memory_mode(snapshot.memory)
@@ -116,7 +116,7 @@ class Captures:
 
     def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
         """Return the ids of the volumes in ``refs``. Raises Invalid if ``sandbox`` does not mount one of them."""
-        volumes = [self._index.volume(ref) for ref in refs]
+        volumes = [self._index.get_volume(ref) for ref in refs]
         for volume in volumes:
             if all(mount.volume != volume.id for mount in sandbox.mounts):
                 raise Invalid(
@@ -132,7 +132,7 @@ class Captures:
         captured memory includes the cache.
         """
         try:
-            await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
+            await self._agents.create_client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         except GatewayError as error:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
@@ -143,7 +143,7 @@ class Captures:
             await self._sync_guest(sandbox)
             yield
             return
-        agent = self._agents.client(sandbox)
+        agent = self._agents.create_client(sandbox)
         if not await agent.freeze(seconds=_FREEZE_SECONDS):
             raise BackendFailed("the sandbox's file system could not be frozen: take the snapshot with memory instead")
         try:
@@ -156,7 +156,7 @@ class Captures:
                 log.warning("thaw failed", sandbox=sandbox.id, reason=error.message)
 
 
-def _new_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
+def _create_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
     """Create the records of the volume snapshots that are part of ``snapshot``, and add them to its record."""
     records = [
         VolumeSnapshot(name=snapshot.id, volume=each.id, size_mb=each.size_mb, sandbox_snapshot=snapshot.id)

@@ -37,7 +37,7 @@ class Collector:
             self._backoff.forget({*due_ids}.intersection(self._backoff.list_due()))
 
     async def collect(self) -> None:
-        """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that nobody mounts.
+        """Remove what is no longer used: hidden and expired snapshots, and clones of volumes that no sandbox mounts.
 
         Every request that ends a use, or adds a snapshot with a retention rule, calls this before it responds, so that
         its effects do not depend on when a background task runs.
@@ -57,11 +57,11 @@ class Collector:
                 yield
         finally:
             ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
-            if not self._index.collectable.isdisjoint(ids):
+            if not self._index.collectable_ids.isdisjoint(ids):
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in [each.id for each in self._index.snapshots_in(self._index.collectable)]:
+        for id in [each.id for each in self._index.list_snapshots_in(self._index.collectable_ids)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
@@ -70,12 +70,16 @@ class Collector:
 
     async def collect_expired(self) -> None:
         """Remove unused snapshots that have expired, or that no retention rule keeps."""
-        at = now()
-        expired_ids = [id for id in self._index.expiring if (self._index.snapshots[id].expires_at or at) <= at]
-        surplus_ids = self._surplus.find(at)
+        current_time = now()
+        expired_ids = [
+            id
+            for id in self._index.expiring_ids
+            if (self._index.snapshots[id].expires_at or current_time) <= current_time
+        ]
+        surplus_ids = self._surplus.find(current_time)
         for id in [*expired_ids, *surplus_ids]:
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not self._backoff.is_due(id) or self._references.snapshot_refusal(snapshot):
+            if snapshot is None or not self._backoff.is_due(id) or self._references.find_snapshot_refusal(snapshot):
                 continue
             if await self._remove(snapshot) and id in surplus_ids:
                 self._context.events.publish("snapshot.pruned", snapshotID=id, sandboxID=snapshot.source_sandbox)
@@ -96,11 +100,11 @@ class Collector:
 
         The captures themselves may remain for a long time, as the heads of their source sandboxes.
         """
-        for snapshot in self._index.snapshots_in(self._index.collectable):
+        for snapshot in self._index.list_snapshots_in(self._index.collectable_ids):
             if not self._references.can_collect_volume_snapshots(snapshot):
                 continue
             try:
-                for each in self._index.volume_snapshots_in(snapshot):
+                for each in self._index.list_volume_snapshots_in(snapshot):
                     await finish_despite_cancellation(self._removal.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
@@ -112,7 +116,7 @@ class Collector:
         for volume in list(self._index.volumes.values()):
             if not volume.owner or self._context.locks.is_held(volume.id) or not self._backoff.is_due(volume.id):
                 continue
-            if self._references.volume_refusal(volume, with_snapshots=False):
+            if self._references.find_volume_refusal(volume, with_snapshots=False):
                 continue
             try:
                 await finish_despite_cancellation(self._removal.remove_volume(volume))

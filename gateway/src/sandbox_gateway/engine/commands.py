@@ -39,20 +39,22 @@ class Commands:
     ) -> ExecResult:
         """Run a program and wait until it ends, for at most ``timeout`` seconds."""
         sandbox = self._context.require_running(ref)
-        execution = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+        execution = self._agents.create_client(sandbox).exec(
+            args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin
+        )
         return await self._run_in_sandbox(sandbox, execution)
 
     @measured("sandbox.eval")
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python code in the sandbox's interpreter, whose state is part of the sandbox's memory."""
         sandbox = self._context.require_running(ref)
-        return await self._run_in_sandbox(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
+        return await self._run_in_sandbox(sandbox, self._agents.create_client(sandbox).eval(code, timeout=timeout))
 
     @measured("sandbox.ping")
     async def ping(self, ref: str) -> None:
         """Check that the sandbox's agent responds. Raises BackendFailed or Timeout."""
         sandbox = self._context.require_running(ref)
-        await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_TIMEOUT_SECONDS))
+        await self._run_in_sandbox(sandbox, self._agents.create_client(sandbox).ping(seconds=_PING_TIMEOUT_SECONDS))
 
     async def _run_in_sandbox(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work`` while the machine runs. Raises Conflict or Gone if another request stops the machine."""
@@ -62,7 +64,7 @@ class Commands:
             raise await self._explain_failure(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``. Raises BackendFailed if the machine stops, because a dead guest closes no connections."""
+        """Await ``work``. Raises BackendFailed if the machine stops: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -89,7 +91,7 @@ class Commands:
             return error
         try:
             # Wait for the lock. When it is released, the record shows what happened to the machine.
-            async with self._locking.sandbox(original.id) as sandbox:
+            async with self._locking.sandbox_locked(original.id) as sandbox:
                 pass
         except NotFound:
             return Gone(f"sandbox {original.id} was deleted during the request")

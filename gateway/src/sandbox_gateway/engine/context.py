@@ -32,7 +32,7 @@ class Context:
 
     def require_running(self, ref: str) -> Sandbox:
         """Return the sandbox. Raises Conflict if it is paused or its machine has stopped."""
-        sandbox = self.index.sandbox(ref)
+        sandbox = self.index.get_sandbox(ref)
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
         if reason := self.host.end_reason(sandbox):

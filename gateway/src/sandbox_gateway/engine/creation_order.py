@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 Key = tuple[datetime, str]
-"""The time of creation and the id, by which all lists are sorted."""
+"""The creation time and the id. All lists are sorted by this key."""
 
 
 class CreationOrder:

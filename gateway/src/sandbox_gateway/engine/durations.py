@@ -39,12 +39,12 @@ class Measurement:
     seconds: float = 0.0
 
 
-_current: ContextVar[Measurement | None] = ContextVar("measurement", default=None)
+_current_measurement: ContextVar[Measurement | None] = ContextVar("measurement", default=None)
 
 
 def note_memory_mode(mode: MemoryMode) -> None:
     """Set the memory mode of the operation that is being carried out."""
-    if (measurement := _current.get()) is not None:
+    if (measurement := _current_measurement.get()) is not None:
         measurement.memory = mode.value
 
 
@@ -58,8 +58,8 @@ class Durations:
     def measure(self, operation: str, memory: MemoryMode | None = None) -> Iterator[Measurement]:
         """Measure the operation that is carried out inside this context."""
         measurement = Measurement(operation, memory.value if memory else "")
-        caller = _current.get()
-        token = _current.set(measurement)
+        caller = _current_measurement.get()
+        token = _current_measurement.set(measurement)
         start_time = time.monotonic()
         try:
             yield measurement
@@ -67,7 +67,7 @@ class Durations:
             measurement.outcome = _outcome_of(error)
             raise
         finally:
-            _current.reset(token)
+            _current_measurement.reset(token)
             if caller is not None:
                 caller.memory = caller.memory or measurement.memory
             measurement.seconds = time.monotonic() - start_time

@@ -27,7 +27,7 @@ class Expiry:
         self._sandboxes = sandboxes
         self._backoff = Backoff()
         self._expiring_ids: set[str] = set()
-        """Ids of the sandboxes that are being paused or deleted, or whose lock is awaited."""
+        """Ids of the sandboxes that are being paused or deleted, including those that still wait for their lock."""
 
     async def watch(self) -> None:
         """Expire objects, checking every quarter of a second. Never returns."""
@@ -38,16 +38,20 @@ class Expiry:
             except Exception as error:
                 _log_failure(error)
 
-    async def _check(self, at: datetime) -> None:
+    async def _check(self, current_time: datetime) -> None:
         self._backoff.retain_only(self._index)
-        self._expire_sandboxes(at)
+        self._expire_sandboxes(current_time)
         await self._collector.collect_expired()
         await self._collector.retry()
 
-    def _expire_sandboxes(self, at: datetime) -> None:
+    def _expire_sandboxes(self, current_time: datetime) -> None:
         """Expire sandboxes in background tasks, so that a busy sandbox does not delay the others."""
         for sandbox in self._index.sandboxes.values():
-            if has_expired(sandbox, at) and sandbox.id not in self._expiring_ids and self._backoff.is_due(sandbox.id):
+            if (
+                has_expired(sandbox, current_time)
+                and sandbox.id not in self._expiring_ids
+                and self._backoff.is_due(sandbox.id)
+            ):
                 self._expiring_ids.add(sandbox.id)
                 self._background.start(self._expire_sandbox(sandbox.id))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.spec import ForkSpec, Unset
-from sandbox_gateway.engine.timeouts import end_time
+from sandbox_gateway.engine.timeouts import compute_end_time
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.records import MemoryMode, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
 _MAX_COUNT = 1000
 
 
-def requested_names(spec: ForkSpec) -> list[str]:
+def list_requested_names(spec: ForkSpec) -> list[str]:
     """Return one name for each fork: the requested names, or empty strings if none are requested. Raises Invalid."""
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
@@ -26,7 +26,7 @@ def requested_names(spec: ForkSpec) -> list[str]:
     return [""] * spec.count
 
 
-def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Config) -> Sandbox:
+def create_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Config) -> Sandbox:
     """Create the record of a sandbox that is about to be forked from ``snapshot``."""
     snapshot_resources = snapshot.resources
     id = new_id()
@@ -53,7 +53,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
         env=spec.env,
         created_at=created_at,
         started_at=created_at,
-        end_at=end_time(spec.timeout, config),
+        end_at=compute_end_time(spec.timeout, config),
         timeout=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
         on_timeout=spec.on_timeout,
         auto_resume=spec.auto_resume,

@@ -1,4 +1,4 @@
-"""Create sandboxes from snapshots, by default either all of the requested ones or none."""
+"""Create sandboxes from snapshots: by default, either all requested sandboxes or none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
-from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
-from sandbox_gateway.engine.index import oldest_first
+from sandbox_gateway.engine.fork_plan import create_sandbox_record, list_requested_names, should_restore_memory
+from sandbox_gateway.engine.index import sort_oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -74,10 +74,10 @@ class Forks:
         async with self._idempotency_key_locked(spec) as existing_sandboxes:
             if existing_sandboxes:
                 return existing_sandboxes
-            self._index.snapshot(ref)  # A missing snapshot is reported first.
+            self._index.get_snapshot(ref)  # A missing snapshot is reported first.
             self._host.check_network(spec.network)
-            await self._room.require_for_machines(len(requested_names(spec)))
-            return await self._fork(self._index.snapshot(ref), spec)
+            await self._room.require_for_machines(len(list_requested_names(spec)))
+            return await self._fork(self._index.get_snapshot(ref), spec)
 
     @measured("sandbox.clone")
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
@@ -94,16 +94,16 @@ class Forks:
         if not (key := spec.idempotency_key):
             yield []
             return
-        async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
-            yield [*oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
+        async with self._context.locks.held(f"idempotency key {key}", "the request with this idempotency key"):
+            yield [*sort_oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mount_planner.resolve_volumes(spec.mounts or [])
         self._host.check_network(spec.network)
-        with self._index.reserved(name for name in requested_names(spec) if name):
+        with self._index.reserved(name for name in list_requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
-        async with self._locking.running_sandbox(ref) as sandbox:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+        async with self._locking.running_sandbox_locked(ref) as sandbox:
+            snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:
                 return await self._clone(sandbox, snapshot, spec)
             finally:
@@ -114,7 +114,7 @@ class Forks:
             volume_refs = [each.volume for each in spec.mounts or [] if each.clone]
             snapshot = await finish_despite_cancellation(
                 self._captures.capture(
-                    sandbox, snapshot, memory=True, volumes=volume_refs, fork_count=len(requested_names(spec))
+                    sandbox, snapshot, memory=True, volumes=volume_refs, fork_count=len(list_requested_names(spec))
                 )
             )
             try:
@@ -126,16 +126,21 @@ class Forks:
                 raise
 
     async def _restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
-        """Make the former head the head of ``sandbox`` again, so that the capture can be collected."""
-        former_head = self._index.any_snapshot(snapshot.id).parent
+        """Make the previous head the head of ``sandbox`` again, so that the capture can be collected."""
+        previous_head = self._index.get_any_snapshot(snapshot.id).parent
         try:
-            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=former_head)
+            await save_sandbox(self._context, sandbox.id, required_values={"head": snapshot.id}, head=previous_head)
         except GatewayError as error:
-            log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
+            log.warning(
+                "the previous head could not be restored",
+                sandbox=sandbox.id,
+                snapshot=snapshot.id,
+                reason=error.message,
+            )
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
-        sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
+        sandboxes = [create_sandbox_record(snapshot, spec, name, config) for name in list_requested_names(spec)]
         can_resize = self._host.abilities.resize_on_fork
         with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=can_resize)
         planned_mounts = self._mount_planner.plan(snapshot, spec.mounts)
@@ -144,7 +149,7 @@ class Forks:
             with self._reserved(sandboxes):
                 if not planned_mounts:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory)
-                async with self._mount_planner.with_mounts(planned_mounts, sandboxes) as clones:
+                async with self._mount_planner.mounts_added(planned_mounts, sandboxes) as clones:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager

@@ -54,8 +54,8 @@ class ResponseReader:
         self._structure_bytes = 0
         """Number of bytes that the guest sent outside of strings."""
         self._strings: list[bytearray] = []
-        self._in_string = False
-        self._after_backslash = False
+        self._is_in_string = False
+        self._is_after_backslash = False
 
     def __enter__(self) -> ResponseReader:
         return self
@@ -83,16 +83,16 @@ class ResponseReader:
             limit_mib = MAX_TOTAL_HELD_BYTES >> 20
             raise OutputLost(
                 "the command may have run, but its output is lost: the agents of all sandboxes together are sending "
-                f"more than {limit_mib} MiB of responses at once. Write large output to files"
+                f"more than {limit_mib} MiB of responses at the same time. Write large output to files"
             )
         if _held_bytes[self._sandbox] > MAX_HELD_BYTES:
             raise OutputLost(
                 "the command may have run, but its output is lost: the sandbox's agent is sending more than "
-                f"{MAX_HELD_BYTES >> 20} MiB of responses at once. Run fewer commands with large output at a time"
+                f"{MAX_HELD_BYTES >> 20} MiB of responses at the same time. Run fewer commands with large output"
             )
         position = 0
         while position < len(piece):
-            consume = self._consume_string if self._in_string else self._consume_structure
+            consume = self._consume_string if self._is_in_string else self._consume_structure
             position = consume(piece, position)
 
     def _consume_structure(self, piece: bytes, position: int) -> int:
@@ -105,14 +105,14 @@ class ResponseReader:
         if quote_position >= 0:
             self._structure += b"%d" % len(self._strings)
             self._strings.append(bytearray())
-            self._in_string = True
+            self._is_in_string = True
         return end
 
     def _consume_string(self, piece: bytes, position: int) -> int:
         contents = self._strings[-1]
-        if self._after_backslash:
+        if self._is_after_backslash:
             contents += piece[position : position + 1]
-            self._after_backslash = False
+            self._is_after_backslash = False
             return position + 1
         match = _STRING_CONTENTS_PATTERN.match(piece, position)
         assert match is not None
@@ -122,11 +122,11 @@ class ResponseReader:
             return end
         if piece[end : end + 1] == b"\\":
             contents += b"\\"
-            self._after_backslash = True
+            self._is_after_backslash = True
             return end + 1
         self._structure += b'"'
         self._structure_bytes += 1
-        self._in_string = False
+        self._is_in_string = False
         return end + 1
 
     async def parse(self) -> dict[str, Any]:
@@ -172,10 +172,10 @@ def invalid_response_error(problem: str) -> BackendFailed:
     )
 
 
-def require_integer(value: object, low: int, high: int) -> int:
-    """Return ``value``. Raises ValueError if it is not an integer from ``low`` to ``high``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"not an integer from {low} to {high}")
+def require_integer(value: object, minimum: int, maximum: int) -> int:
+    """Return ``value``. Raises ValueError if it is not an integer from ``minimum`` to ``maximum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ValueError(f"not an integer from {minimum} to {maximum}")
     return value
 
 

@@ -13,13 +13,13 @@ class IdGroups:
 
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, None]] = {}
-        self._unshared: set[str] = set()
+        self._unshared_groups: set[str] = set()
         """The groups that no copy shares."""
 
     def copy(self) -> IdGroups:
         copy = IdGroups()
         copy._groups = self._groups.copy()
-        self._unshared = set()
+        self._unshared_groups = set()
         return copy
 
     def __iter__(self) -> Iterator[str]:
@@ -40,7 +40,7 @@ class IdGroups:
             del self._groups[group]
 
     def _unshare(self, group: str) -> dict[str, None]:
-        if group not in self._unshared:
-            self._unshared.add(group)
+        if group not in self._unshared_groups:
+            self._unshared_groups.add(group)
             self._groups[group] = self._groups.get(group, {}).copy()
         return self._groups.setdefault(group, {})

@@ -11,7 +11,7 @@ from typing import Any
 from sandbox_gateway.errors import Invalid, Unsupported
 
 _LAUNCHER = "/opt/sandbox/start"
-"""Runs a program like the image's entry point. Every template from an image contains it."""
+"""Runs a program in the same environment as the image's entry point. Every template from an image contains it."""
 _SHELL = ("/bin/sh", "-c")
 _MAX_COMMAND_BYTES = 120 << 10
 """Linux refuses arguments of 128 KiB or more."""
@@ -42,9 +42,9 @@ class ImageSteps:
         """Add a step. Raises Unsupported if it cannot be carried out, Invalid if its arguments are not valid."""
         match kind, list(args):
             case "RUN", [command]:
-                self._add_command(self.command(command))
+                self._add_command(self.build_command(command))
             case "RUN", [command, user]:
-                self._add_command(self.command(command, user=_check_length("user", user)))
+                self._add_command(self.build_command(command, user=_check_length("user", user)))
             case "ENV", pairs if pairs and len(pairs) % 2 == 0:
                 for name, value in zip(pairs[::2], pairs[1::2], strict=True):
                     self._set_variable(name, value)
@@ -55,13 +55,11 @@ class ImageSteps:
             case "COPY", _:
                 raise Unsupported(COPY_PROBLEM)
             case (("RUN" | "ENV" | "WORKDIR" | "USER"), _):
-                raise Invalid(
-                    f"the step {kind} has {len(args)} arguments, a number that it does not accept: correct it"
-                )
+                raise Invalid(f"the step {kind} does not accept {len(args)} arguments: correct their number")
             case _:
                 raise Unsupported(f"the step {kind[:40]!r} is not supported: use RUN, ENV, WORKDIR and USER")
 
-    def command(self, text: str, **changes: Any) -> str:
+    def build_command(self, text: str, **changes: Any) -> str:
         """Return a shell command that runs ``text`` in the image's environment, changed by the steps so far.
 
         Raises Invalid if the command is too long.
@@ -79,8 +77,8 @@ class ImageSteps:
         self._size += len(command)
         if self._size > self.max_bytes:
             raise Invalid(
-                f"the commands have more than {self.max_bytes >> 10} KiB in total, because each contains the variables "
-                "of the steps before it: set fewer variables, or put commands into a script in the image"
+                f"the commands are more than {self.max_bytes >> 10} KiB long in total, because each contains the "
+                "variables of the steps before it: set fewer variables, or put commands into a script in the image"
             )
         self.commands.append(command)
 

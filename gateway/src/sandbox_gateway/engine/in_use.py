@@ -1,4 +1,4 @@
-"""Word the errors that count and name the users of an object. Some users are known only to the host."""
+"""Create the errors that count and name the users of an object. Some users are known only to the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _USER_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot"
 """The kinds of users in an error's details that differ from the nouns in its message."""
 
 
-def snapshot_in_use_error(
+def create_snapshot_in_use_error(
     snapshot: Snapshot, *, sandboxes: Sequence[Sandbox], cloned_volumes: Sequence[Volume], busy: bool
 ) -> InUse | None:
     """Return the error for the deletion of a snapshot or template, or None if it is unused."""
-    return in_use_error(
+    return create_in_use_error(
         snapshot,
         {"sandbox": sandboxes, "cloned volume": cloned_volumes},
         "Delete them first, or pass when=unused to delete it with its last user.",
@@ -26,7 +26,7 @@ def snapshot_in_use_error(
     )
 
 
-def volume_in_use_error(
+def create_volume_in_use_error(
     volume: Volume,
     *,
     mounting_sandboxes: Sequence[Sandbox],
@@ -36,7 +36,7 @@ def volume_in_use_error(
     busy: bool,
 ) -> InUse | None:
     """Return the error for the deletion of a volume, or None if it is unused."""
-    return in_use_error(
+    return create_in_use_error(
         volume,
         {
             "mount": mounting_sandboxes,
@@ -50,7 +50,7 @@ def volume_in_use_error(
     )
 
 
-def volume_snapshot_in_use_error(
+def create_volume_snapshot_in_use_error(
     snapshot: VolumeSnapshot,
     volume: Volume,
     *,
@@ -59,7 +59,7 @@ def volume_snapshot_in_use_error(
     busy: bool,
 ) -> InUse | None:
     """Return the error for the deletion of a volume snapshot, or None if it is unused."""
-    return in_use_error(
+    return create_in_use_error(
         snapshot,
         {"sandbox snapshot": sandbox_snapshots, "clone": clones},
         "Delete them first.",
@@ -68,9 +68,9 @@ def volume_snapshot_in_use_error(
     )
 
 
-def volume_mounted_error(volume: Volume, *, writers: Sequence[Sandbox], busy: bool) -> InUse | None:
+def create_volume_mounted_error(volume: Volume, *, writers: Sequence[Sandbox], busy: bool) -> InUse | None:
     """Return the error for the rollback of a volume. ``writers``: the sandboxes that mount it read-write."""
-    return in_use_error(
+    return create_in_use_error(
         volume,
         {"read-write mount": writers},
         "Detach the volume, or force the rollback.",
@@ -79,7 +79,7 @@ def volume_mounted_error(volume: Volume, *, writers: Sequence[Sandbox], busy: bo
     )
 
 
-def in_use_error(
+def create_in_use_error(
     record: Snapshot | VolumeSnapshot | Volume,
     users: Mapping[str, Sequence[Record]],
     remedy: str,
@@ -91,12 +91,12 @@ def in_use_error(
     """Return the error that counts and names all ``users``, or None if there are none and the object is not ``busy``.
 
     ``users``: grouped by noun. ``busy``: another request currently uses the object. ``volume``: the name of the volume,
-    if ``record`` is a VolumeSnapshot. ``overrides``: request parameters with which the request would succeed.
+    if ``record`` is a VolumeSnapshot. ``overrides``: request parameters that would make the request succeed.
     """
     subject = what, resource = _describe(record, volume)
     users_by_noun = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
     if any(users_by_noun.values()):
-        return _new_in_use_error(*subject, users_by_noun, remedy, overrides)
+        return _build_in_use_error(*subject, users_by_noun, remedy, overrides)
     if busy:
         details = {"resource": resource, "users": [], "overrides": []}
         return InUse(f"{what} is in use by another request. Try again later.", details=details)
@@ -104,7 +104,7 @@ def in_use_error(
 
 
 @contextlib.contextmanager
-def naming_external_users(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
+def external_users_named(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
     """Convert an InUseExternally raised in this context to an error that names ``record`` and its users.
 
     ``volume``: the name of the volume, if ``record`` is a VolumeSnapshot.
@@ -113,7 +113,7 @@ def naming_external_users(record: Snapshot | VolumeSnapshot | Volume, volume: st
         yield
     except InUseExternally as error:
         users = {noun: list(group.items()) for noun, group in error.users.items()}
-        raise _new_in_use_error(*_describe(record, volume), users, error.remedy) from error
+        raise _build_in_use_error(*_describe(record, volume), users, error.remedy) from error
 
 
 def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> tuple[str, str]:
@@ -127,7 +127,7 @@ def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> t
             return f"{record.kind.value} {names_of([record])!r}", record.kind.value
 
 
-def _new_in_use_error(
+def _build_in_use_error(
     what: str,
     resource: str,
     users: Mapping[str, Sequence[tuple[str, str]]],
@@ -141,7 +141,7 @@ def _new_in_use_error(
         if group
     ]
     entries = [
-        {"kind": _user_kind(noun), "id": id, "name": name} for noun, group in users.items() for id, name in group
+        {"kind": _get_user_kind(noun), "id": id, "name": name} for noun, group in users.items() for id, name in group
     ]
     return InUse(
         f"{what} is in use by {_join_words(phrases)}. {remedy}",
@@ -150,7 +150,7 @@ def _new_in_use_error(
     )
 
 
-def _user_kind(noun: str) -> str:
+def _get_user_kind(noun: str) -> str:
     return _USER_KINDS.get(noun, noun.lower().replace(" ", "_"))
 
 

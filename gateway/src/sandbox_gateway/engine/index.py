@@ -25,7 +25,7 @@ from sandbox_gateway.records import (
     compact,
 )
 
-_GROUPS = ("expiring", "prewarmed", "collectable")
+_GROUPS = ("expiring_ids", "prewarmed_ids", "collectable_ids")
 """The attributes of ``Index`` that contain the ids of a group of snapshots."""
 _Record = TypeVar("_Record", bound=Record)
 
@@ -56,15 +56,15 @@ class Index:
         self.snapshots: dict[str, Snapshot] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
-        self.expiring: set[str] = set()
+        self.expiring_ids: set[str] = set()
         """Ids of the visible snapshots that expire at a certain time."""
         self.series = IdGroups()
         """Ids of the visible snapshots with a retention rule, by the id of their sandbox."""
         self.changed_series: set[str] = set()
         """The keys of ``series`` for which ``retention.Surplus`` has to apply the rule again."""
-        self.prewarmed: set[str] = set()
+        self.prewarmed_ids: set[str] = set()
         """Ids of the snapshots for which forks are kept ready."""
-        self.collectable: set[str] = set()
+        self.collectable_ids: set[str] = set()
         """Ids of the snapshots that are removed as soon as they are unused."""
         self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
         """The order of snapshots, by kind, and of sandboxes (``_SANDBOXES``)."""
@@ -72,7 +72,7 @@ class Index:
         """By the id of a snapshot: the ids of the sandboxes that use it."""
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
-        self._reserved: set[str] = set()
+        self._reserved_names: set[str] = set()
         self._pins: Counter[str] = Counter()
 
     def copy(self) -> Index:
@@ -102,7 +102,7 @@ class Index:
         problems = []
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
-            for name in _names(record):
+            for name in _list_names(record):
                 if self._names.get(name, record.id) != record.id:
                     problems.append(
                         f"{record.id} lost the name {name!r}, because {self._names[name]} also has it: use the "
@@ -124,7 +124,7 @@ class Index:
 
     def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        former_record = self._find_record(record.id)
+        old_record = self._find_record(record.id)
         self._forget(record.id)
         compact(record)
         if isinstance(record, Sandbox):
@@ -136,7 +136,7 @@ class Index:
             self.volumes[record.id] = record
         else:
             self.volume_snapshots[record.id] = record
-        entry = self._entries[record.id] = _new_entry(record)
+        entry = self._entries[record.id] = _create_entry(record)
         for name in entry.names:
             self._names[name] = record.id
         if entry.order:
@@ -146,17 +146,17 @@ class Index:
         if entry.series:
             self.series.add(entry.series, record.id)
             self.changed_series.add(entry.series)
-        if former_record is not None:
-            count_change(former_record, record, self)
+        if old_record is not None:
+            count_change(old_record, record, self)
 
     def _find_record(self, id: str) -> Record | None:
         return self.sandboxes.get(id) or self.snapshots.get(id) or self.volumes.get(id) or self.volume_snapshots.get(id)
 
     def _put_in_groups(self, snapshot: Snapshot) -> None:
         for group, is_member in (
-            (self.expiring, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
-            (self.prewarmed, snapshot.prewarm > 0),
-            (self.collectable, is_removed_when_unused(snapshot)),
+            (self.expiring_ids, _is_visible_snapshot(snapshot) and snapshot.expires_at is not None),
+            (self.prewarmed_ids, snapshot.prewarm > 0),
+            (self.collectable_ids, is_removed_when_unused(snapshot)),
         ):
             if is_member:
                 group.add(snapshot.id)
@@ -185,7 +185,7 @@ class Index:
         if entry.series:
             self.series.discard(entry.series, id)
             self.changed_series.add(entry.series)
-        for group in (self.expiring, self.prewarmed, self.collectable):
+        for group in (self.expiring_ids, self.prewarmed_ids, self.collectable_ids):
             group.discard(id)
 
     # -- lists ------------------------------------------------------------------------------------------------------
@@ -218,45 +218,47 @@ class Index:
             if snapshot is not None and (include_hidden or not snapshot.is_hidden):
                 yield snapshot
 
-    def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
-        """Return the snapshots in ``expiring``, ``prewarmed``, ``collectable`` or one of ``series``, oldest first."""
-        return oldest_first(self.snapshots[id] for id in group)
+    def list_snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
+        """Return the snapshots in ``group`` (such as ``expiring_ids``, or one of ``series``), oldest first."""
+        return sort_oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
-    def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
+    def reserved(self, names: Iterable[str], *, releasing_ids: Container[str] = ()) -> Iterator[None]:
         """Reserve names for new objects inside this context. Raises NameTaken, which lists the names that are not free.
 
-        ``taken_from``: the ids of objects that give up their names inside this context.
+        ``releasing_ids``: the ids of objects that give up their names inside this context.
         """
         requested_names = list(names)
-        owned_names = {name for name in requested_names if (owner := self.owner(name)) and owner not in taken_from}
+        owned_names = {
+            name for name in requested_names if (owner := self.find_owner(name)) and owner not in releasing_ids
+        }
         taken_names = [
             name
             for name in requested_names
-            if name in owned_names or name in self._reserved or requested_names.count(name) > 1
+            if name in owned_names or name in self._reserved_names or requested_names.count(name) > 1
         ]
         if taken_names:
             conflicts = ", ".join(
-                f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
+                f"{name!r} ({self.find_owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
             )
             raise NameTaken(
                 f"the name is already in use: {conflicts}. Choose another name, or remove the object that uses it",
-                blockers=[owner for name in taken_names if (owner := self.owner(name))],
+                blockers=[owner for name in taken_names if (owner := self.find_owner(name))],
             )
-        self._reserved.update(requested_names)
+        self._reserved_names.update(requested_names)
         try:
             yield
         finally:
-            self._reserved.difference_update(requested_names)
+            self._reserved_names.difference_update(requested_names)
 
-    def owner(self, name: str) -> str:
+    def find_owner(self, name: str) -> str:
         """Return the id of the object with this name, or "" if there is none."""
         if name in self._names:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
     def is_free(self, name: str) -> bool:
-        return not self.owner(name) and name not in self._reserved
+        return not self.find_owner(name) and name not in self._reserved_names
 
     @contextlib.contextmanager
     def pinned(self, *records: Record) -> Iterator[None]:
@@ -272,13 +274,13 @@ class Index:
     def is_pinned(self, record: Record) -> bool:
         return self._pins[record.id] > 0
 
-    def sandbox(self, ref: str) -> Sandbox:
+    def get_sandbox(self, ref: str) -> Sandbox:
         sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if sandbox is None:
             raise NotFound("sandbox", shorten(ref))
         return sandbox
 
-    def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
+    def get_snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
         snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
@@ -286,38 +288,38 @@ class Index:
             raise NotFound(what, shorten(ref))
         return snapshot
 
-    def any_snapshot(self, id: str) -> Snapshot:
+    def get_any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
         if id not in self.snapshots:
             raise NotFound("snapshot", shorten(id))
         return self.snapshots[id]
 
-    def volume(self, ref: str) -> Volume:
+    def get_volume(self, ref: str) -> Volume:
         volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if volume is None:
             raise NotFound("volume", shorten(ref))
         return volume
 
-    def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
+    def get_volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
         """Find a snapshot of a volume by id, or by its name among the snapshots of ``volume``."""
         snapshot = self.volume_snapshots.get(ref)
         if volume is not None:
-            snapshot = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
+            snapshot = next((each for each in self.list_snapshots_of(volume) if ref in (each.id, each.name)), None)
         if snapshot is None:
             message = f"snapshot {shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
             parent = volume.name if volume else ""
             raise NotFound("volume snapshot", shorten(ref), message=message, resource="volume_snapshot", parent=parent)
         return snapshot
 
-    def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
+    def list_snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
+        return sort_oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
 
-    def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+    def list_volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the volume snapshots that are part of a sandbox snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
 
-    def running_sandboxes(self) -> list[Sandbox]:
+    def list_running_sandboxes(self) -> list[Sandbox]:
         return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
@@ -329,7 +331,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
+    def list_sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [self.sandboxes[id] for id in self._users[snapshot.id] if id in self.sandboxes]
 
@@ -339,7 +341,7 @@ def is_removed_when_unused(snapshot: Snapshot) -> bool:
     return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
 
 
-def oldest_first(records: Iterable[_Record]) -> list[_Record]:
+def sort_oldest_first(records: Iterable[_Record]) -> list[_Record]:
     """Return objects in the order in which they were created."""
     return sorted(records, key=lambda each: (each.created_at, each.id))
 
@@ -347,22 +349,22 @@ def oldest_first(records: Iterable[_Record]) -> list[_Record]:
 _SANDBOXES = "sandboxes"
 
 
-def _new_entry(record: Record) -> _Entry:
+def _create_entry(record: Record) -> _Entry:
     key = (record.created_at, record.id)
     if isinstance(record, Sandbox):
         used_ids = {record.forked_from, record.base, record.pause_snapshot} - {""}
         return _Entry(key, (record.name,), _SANDBOXES, used_snapshots=tuple(used_ids))
     if isinstance(record, Snapshot):
         is_in_series = _is_visible_snapshot(record) and record.retention is not None
-        return _Entry(key, tuple(_names(record)), record.kind, record.source_sandbox if is_in_series else "")
-    return _Entry(key, tuple(_names(record)))
+        return _Entry(key, tuple(_list_names(record)), record.kind, record.source_sandbox if is_in_series else "")
+    return _Entry(key, tuple(_list_names(record)))
 
 
 def _is_visible_snapshot(snapshot: Snapshot) -> bool:
     return snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
 
 
-def _names(record: Record) -> list[str]:
+def _list_names(record: Record) -> list[str]:
     """Return an object's names in the shared namespace. The name of a volume snapshot is local to its volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.names

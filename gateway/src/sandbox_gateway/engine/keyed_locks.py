@@ -21,13 +21,13 @@ class KeyedLocks:
         return key in self._locks
 
     @contextlib.asynccontextmanager
-    async def hold(self, key: str, what: str) -> AsyncIterator[None]:
+    async def held(self, key: str, what: str) -> AsyncIterator[None]:
         """Hold the lock for ``key``, which protects ``what``. Raises Busy if it cannot be acquired in time."""
         lock, user_count = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, user_count + 1)
         try:
             try:
-                # asyncio.wait_for() of Python 3.11 loses a cancellation that arrives just after the lock.
+                # asyncio.wait_for() in Python 3.11 loses a cancellation that arrives just after the lock is acquired.
                 async with asyncio.timeout(self._seconds):
                     await lock.acquire()
             except TimeoutError:

@@ -48,7 +48,7 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
         children.setdefault(_find_parent(record, records), []).append(id)
     root_ids = children.get("", [])
     if root is not None:
-        id = root if root in records else index.owner(root)
+        id = root if root in records else index.find_owner(root)
         if id not in records:
             raise NotFound("sandbox, snapshot or template", shorten(root), resource="sandbox")
         root_ids = [id]
@@ -59,7 +59,7 @@ def walk_nodes(index: Index, root: str | None = None) -> Iterator[dict[str, Any]
         if id in seen_ids:
             continue  # Damaged records refer to each other.
         seen_ids.add(id)
-        yield {**_new_node(records[id]), "parent": parent, "depth": depth}
+        yield {**_create_node(records[id]), "parent": parent, "depth": depth}
         stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]
 
 
@@ -74,12 +74,12 @@ def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
     if isinstance(record, Sandbox):
         ancestor_ids = [record.forked_from, record.template_id]
     else:
-        # A snapshot whose source was removed is shown below the source's former parent.
+        # A snapshot whose source was removed is shown below its own parent.
         ancestor_ids = [record.source_sandbox, record.parent, record.origin]
     return next((each for each in ancestor_ids if each in records and each != record.id), "")
 
 
-def _new_node(record: Sandbox | Snapshot) -> dict[str, Any]:
+def _create_node(record: Sandbox | Snapshot) -> dict[str, Any]:
     if isinstance(record, Sandbox):
         node: dict[str, Any] = {"id": record.id, "kind": "sandbox", "names": [record.name], "hidden": False}
         return node | {"state": record.state.value}

@@ -62,14 +62,14 @@ class _History:
         expired_count = sum(at < earliest_time for at in self.numbers[::_NUMBERS_PER_SAMPLE])
         del self.numbers[: expired_count * _NUMBERS_PER_SAMPLE]
 
-    def samples(self) -> Iterator[Sample]:
+    def iterate_samples(self) -> Iterator[Sample]:
         for index in range(0, len(self.numbers), _NUMBERS_PER_SAMPLE):
             at, cpu, memory, disk = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
             yield Sample(at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
 
     @property
     def newest_sample(self) -> Sample | None:
-        return next(_History(self.numbers[-_NUMBERS_PER_SAMPLE:]).samples(), None)
+        return next(_History(self.numbers[-_NUMBERS_PER_SAMPLE:]).iterate_samples(), None)
 
 
 def _to_integer(value: float) -> int | None:
@@ -93,29 +93,29 @@ class Loads:
                 del self._histories[id]
             try:
                 await self._measure(
-                    each for each in self._index.running_sandboxes() if not self._has_fresh_sample(each)
+                    each for each in self._index.list_running_sandboxes() if not self._has_fresh_sample(each)
                 )
             except Exception as error:
                 self._log_failure(error)
             else:
                 self._has_failed = False
 
-    async def history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
+    async def get_history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
         """Return the samples of a sandbox from ``start`` to ``end``, oldest first.
 
         A running sandbox is measured first. A paused sandbox has only samples from before its pause.
         """
-        sandbox = self._index.sandbox(ref)
+        sandbox = self._index.get_sandbox(ref)
         if sandbox.state is SandboxState.RUNNING and end >= time.time() and not self._has_fresh_sample(sandbox):
             await self._measure([sandbox])
         history = self._histories.get(sandbox.id)
         earliest_time = max(start, time.time() - HISTORY_SECONDS)
-        return [sample for sample in history.samples() if earliest_time <= sample.at <= end] if history else []
+        return [sample for sample in history.iterate_samples() if earliest_time <= sample.at <= end] if history else []
 
-    def current(self) -> Iterator[tuple[Sandbox, Sample]]:
+    def list_current(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         earliest_time = time.time() - _MAX_AGE_SECONDS
-        for sandbox in self._index.running_sandboxes():
+        for sandbox in self._index.list_running_sandboxes():
             newest_sample = self._find_newest_sample(sandbox)
             if newest_sample is not None and newest_sample.at >= earliest_time:
                 yield sandbox, newest_sample

@@ -30,38 +30,38 @@ class Locking:
         self._locks = context.locks
 
     @contextlib.asynccontextmanager
-    async def sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
+    async def sandbox_locked(self, ref: str) -> AsyncIterator[Sandbox]:
         """Lock a sandbox for a change."""
-        id = self._index.sandbox(ref).id
-        async with self._locks.hold(id, f"sandbox {id}"):
-            yield self._index.sandbox(id)
+        id = self._index.get_sandbox(ref).id
+        async with self._locks.held(id, f"sandbox {id}"):
+            yield self._index.get_sandbox(id)
 
     @contextlib.asynccontextmanager
-    async def running_sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
+    async def running_sandbox_locked(self, ref: str) -> AsyncIterator[Sandbox]:
         """Lock a sandbox for a change. Raises Conflict if it is not running."""
-        async with self.sandbox(ref) as sandbox:
+        async with self.sandbox_locked(ref) as sandbox:
             yield self._context.require_running(sandbox.id)
 
     @contextlib.asynccontextmanager
-    async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
+    async def volumes_locked(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
         """Lock volumes for a change that affects all of them. Yields each volume once."""
-        volumes = {volume.id: volume for volume in map(self._index.volume, refs)}
+        volumes = {volume.id: volume for volume in map(self._index.get_volume, refs)}
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted(volumes):
-                await stack.enter_async_context(self._locks.hold(id, f"volume {volumes[id].name}"))
-            yield [self._index.volume(id) for id in volumes]
+                await stack.enter_async_context(self._locks.held(id, f"volume {volumes[id].name}"))
+            yield [self._index.get_volume(id) for id in volumes]
 
     @contextlib.asynccontextmanager
-    async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
+    async def volumes_shared(self, ids: Iterable[str]) -> AsyncIterator[None]:
         """Wait until the volumes are not being changed, and prevent changes to them inside this context."""
         with contextlib.ExitStack() as stack:
             for id in ids:
-                async with self.volumes([id]) as (volume,):
+                async with self.volumes_locked([id]) as (volume,):
                     stack.enter_context(self._index.pinned(volume))
             yield
 
     @contextlib.asynccontextmanager
-    async def shared_mounts(self, sandbox: Sandbox) -> AsyncIterator[None]:
-        """Apply ``shared_volumes`` to the volumes that ``sandbox`` mounts, except missing volumes."""
-        async with self.shared_volumes([each.volume for each in sandbox.mounts if each.volume in self._index.volumes]):
+    async def mounts_shared(self, sandbox: Sandbox) -> AsyncIterator[None]:
+        """Apply ``volumes_shared`` to the volumes that ``sandbox`` mounts, except missing volumes."""
+        async with self.volumes_shared([each.volume for each in sandbox.mounts if each.volume in self._index.volumes]):
             yield

@@ -1,6 +1,6 @@
 """Fork, boot and stop the machines of sandboxes, and handle machines that stop unexpectedly.
 
-``prewarm`` starts its forks itself, because they belong to no sandbox yet. This module gives them to sandboxes.
+``prewarm`` starts its forks itself, because they do not belong to a sandbox yet. This module gives them to sandboxes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MachineLifecycle:
         if with_memory and await self._claim(snapshot, sandbox):
             return
         with self._prewarm.starting_for_request():
-            async with self._start_slots.hold():
+            async with self._start_slots.held():
                 await self._start(snapshot, sandbox, with_memory=with_memory)
 
     async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
@@ -92,7 +92,7 @@ class MachineLifecycle:
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
         note_memory_mode(MemoryMode.NONE)
-        async with self._start_slots.hold():
+        async with self._start_slots.held():
             await self._boot(sandbox)
 
     async def _boot(self, sandbox: Sandbox) -> None:
@@ -129,9 +129,9 @@ class MachineLifecycle:
         except GatewayError as error:
             # The machine has stopped even if that cannot be saved. The next save of the record includes the state, and
             # after a restart the gateway detects it again.
-            log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
+            log.error("the stop of a sandbox could not be saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
-            index.put(copy_with_changes(index.sandbox(sandbox.id), **changes))
+            index.put(copy_with_changes(index.get_sandbox(sandbox.id), **changes))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def mark_if_stopped(self, sandbox: Sandbox) -> None:
@@ -144,11 +144,11 @@ class MachineLifecycle:
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:
-        for sandbox in self._context.index.running_sandboxes():
+        for sandbox in self._context.index.list_running_sandboxes():
             if sandbox.instance == instance:
                 self._context.background.start(self._mark_stopped_if_current(sandbox.id, instance))
 
     async def _mark_stopped_if_current(self, id: str, instance: str) -> None:
-        async with self._locking.sandbox(id) as sandbox:
+        async with self._locking.sandbox_locked(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
                 await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

@@ -10,9 +10,9 @@ from sandbox_gateway.errors import Invalid
 _MAX_PATH_LENGTH = 255
 _PATH_PATTERN = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
-"""Directories on which and below which volumes cannot be mounted."""
+"""Volumes cannot be mounted on or below these directories."""
 _TOP_LEVEL_DIRECTORIES = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""Directories on which volumes cannot be mounted, but below which they can."""
+"""Volumes cannot be mounted on these directories, but they can be mounted below them."""
 
 
 def check_mount_paths(paths: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ class PlannedMount:
     path: str
     read_only: bool
     source: VolumeSnapshot | None = None
-    """The snapshot of which each sandbox mounts its own clone. None: all sandboxes mount the volume itself."""
+    """The snapshot that each sandbox mounts its own clone of. None: all sandboxes mount the volume itself."""
 
 
 class MountPlanner:
@@ -52,7 +52,7 @@ class MountPlanner:
 
     def resolve_volumes(self, specs: Sequence[MountSpec]) -> list[Volume]:
         """Return the volumes in ``specs``. Raises NotFound, or Invalid if one sandbox cannot mount all of them."""
-        volumes = [self._index.volume(spec.volume) for spec in specs]
+        volumes = [self._index.get_volume(spec.volume) for spec in specs]
         for volume in volumes:
             if volumes.count(volume) > 1:
                 raise Invalid(
@@ -93,7 +93,7 @@ class MountPlanner:
         return remaining_mounts
 
     @contextlib.asynccontextmanager
-    async def with_mounts(
+    async def mounts_added(
         self, planned_mounts: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
     ) -> AsyncIterator[dict[str, list[Volume]]]:
         """Add the planned mounts to the records of new sandboxes.
@@ -103,7 +103,7 @@ class MountPlanner:
         shared_volume_ids = [each.volume.id for each in planned_mounts if each.source is None]
         sources = [each.source for each in planned_mounts if each.source is not None]
         try:
-            async with self._locking.shared_volumes(shared_volume_ids):
+            async with self._locking.volumes_shared(shared_volume_ids):
                 clones: dict[str, list[Volume]] = {}
                 names: set[str] = set()
                 for sandbox in sandboxes:
@@ -111,7 +111,7 @@ class MountPlanner:
                     for each in planned_mounts:
                         volume = each.volume
                         if each.source is not None:
-                            volume = self._new_clone_record(sandbox, volume, each.source, names)
+                            volume = self._create_clone_record(sandbox, volume, each.source, names)
                             clones[sandbox.id].append(volume)
                             names.add(volume.name)
                         sandbox.mounts.append(Mount(volume=volume.id, path=each.path, read_only=each.read_only))
@@ -127,7 +127,7 @@ class MountPlanner:
             source = self._index.volume_snapshots[clone.from_snapshot]
             await finish_despite_cancellation(create_volume(self._context, clone, source))
 
-    def _new_clone_record(
+    def _create_clone_record(
         self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken_names: set[str]
     ) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"

@@ -1,7 +1,7 @@
-"""Count the changes that a run of a playbook makes itself, so that it sees only how often others changed an object.
+"""Count the changes that a playbook run makes itself, and subtract them from the generations that it sees.
 
-The generations that a run sees are therefore the same in its plan session and when it applies the plan if and only if
-nobody else has changed the object. The order of the run's own changes makes no difference.
+A run therefore sees the same generation of an object in its plan session and when it applies the plan, unless someone
+else has changed the object. The order of the run's own changes makes no difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sandbox_gateway.records import Record
 
 _MIN_PRUNE_COUNT = 1000
 _MAX_SPANS = 100
-"""If others change an object more often between changes of the run, the run's further changes count as theirs."""
+"""If others change an object more often than this between the run's changes, its later changes count as theirs."""
 
 
 class OwnChanges:
@@ -39,9 +39,9 @@ class OwnChanges:
             self._prune_count = max(_MIN_PRUNE_COUNT, 2 * len(self._spans))
 
     def count(self, id: str, generation: int) -> int:
-        """Return how many of the changes up to a generation of an object are the run's own.
+        """Return how many of an object's changes up to ``generation`` the run made itself.
 
-        The generation is that of the record that a request has read. The run may have changed the object since.
+        ``generation`` is that of the record that a request has read. The run may have changed the object since.
         """
         return sum(min(after, generation) - before for before, after in self._spans.get(id, ()) if before < generation)
 
@@ -50,14 +50,14 @@ own_changes: ContextVar[OwnChanges | None] = ContextVar("own_changes", default=N
 """The changes of the run to which the current request belongs. The tasks that the request starts inherit it."""
 
 
-def count_change(former_record: Record, record: Record, existing_ids: Container[str]) -> None:
+def count_change(old_record: Record, record: Record, existing_ids: Container[str]) -> None:
     """Count a change that the current request has made, if it belongs to a run."""
     changes = own_changes.get()
-    if changes is not None and record.generation > former_record.generation:
-        changes.add(record.id, former_record.generation, record.generation, existing_ids)
+    if changes is not None and record.generation > old_record.generation:
+        changes.add(record.id, old_record.generation, record.generation, existing_ids)
 
 
-def generation_without_own_changes(record: Record) -> int:
+def get_generation_without_own_changes(record: Record) -> int:
     """Return the generation of an object without the changes of the run to which the current request belongs."""
     changes = own_changes.get()
     return record.generation - (changes.count(record.id, record.generation) if changes is not None else 0)

@@ -7,8 +7,8 @@ A prewarmed fork of a snapshot is held at the captured instant. A prewarmed fork
 command is fast: for a template, the exact instant does not matter.
 
 These starts differ from those in ``machine_lifecycle``: a fork is held or warmed up, always has its memory, and mounts
-no volumes. They take no start slot, so that no request waits for them. Instead, only one fork starts at a time, and
-none while requests keep all cores busy.
+no volumes. They do not take a start slot, so that no request waits for them. Instead, only one fork starts at a time,
+and none while requests keep all cores busy.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class PrewarmPool:
         self._index = context.index
         self._agents = agents
         self._room = room
-        self._ready: dict[str, list[Sandbox]] = {}
+        self._ready_forks: dict[str, list[Sandbox]] = {}
         """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
-        self._changed = asyncio.Event()
+        self._change_event = asyncio.Event()
         self._backoff = Backoff()
         self._next_start_at = 0.0
-        """The monotonic time before which no fork is started, because a claimed sandbox runs its first command."""
+        """No fork is started before this monotonic time, so that a newly claimed fork can run its first command."""
         self._requested_start_count = 0
         """Number of forks that requests are starting, including those that wait for a start slot.
 
@@ -77,26 +77,26 @@ class PrewarmPool:
             yield
         finally:
             self._requested_start_count -= 1
-            self._changed.set()
+            self._change_event.set()
 
-    def level(self, snapshot: Snapshot) -> Level:
-        return Level(target=snapshot.prewarm, ready=len(self._ready.get(snapshot.id, ())))
+    def get_level(self, snapshot: Snapshot) -> Level:
+        return Level(target=snapshot.prewarm, ready=len(self._ready_forks.get(snapshot.id, ())))
 
-    def total(self) -> Level:
+    def get_total_level(self) -> Level:
         """Return the target and the number of ready forks, summed over all snapshots."""
-        levels = [self.level(snapshot) for snapshot in self._index.snapshots_in(self._index.prewarmed)]
-        return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
+        levels = [self.get_level(snapshot) for snapshot in self._index.list_snapshots_in(self._index.prewarmed_ids)]
+        return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready_forks.values())))
 
     @measured("prewarm.set")
     async def set_target(self, ref: str, count: int) -> Level:
         """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check_count``."""
-        snapshot = self._index.snapshot(ref)
+        snapshot = self._index.get_snapshot(ref)
         self.check_count(snapshot.memory is not MemoryMode.NONE, count)
         if snapshot.prewarm != count:
             snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
         self._backoff.forget([snapshot.id])
-        self._changed.set()
-        return self.level(snapshot)
+        self._change_event.set()
+        return self.get_level(snapshot)
 
     def check_count(self, memory: bool, count: int) -> None:
         """Raise Invalid or Unsupported if ``count`` forks of a snapshot cannot be kept ready.
@@ -121,9 +121,9 @@ class PrewarmPool:
         """
         if sandbox.mounts or snapshot.mounts or sandbox.resources != snapshot.resources:
             return None
-        ready_forks = self._ready.get(snapshot.id, [])
+        ready_forks = self._ready_forks.get(snapshot.id, [])
         while ready_forks:
-            self._changed.set()
+            self._change_event.set()
             fork = ready_forks.pop(0)
             if not self._host.end_reason(fork):
                 self._next_start_at = time.monotonic() + _DELAY_AFTER_CLAIM_SECONDS
@@ -137,9 +137,9 @@ class PrewarmPool:
             if (seconds := self._next_start_at - time.monotonic()) > 0:
                 await asyncio.sleep(seconds)  # starting a fork would slow down the claim and the first command
                 continue
-            self._changed.clear()
+            self._change_event.clear()
             try:
-                room = await self._host.room() if self._ready or self._targets() else None
+                room = await self._host.room() if self._ready_forks or self._read_targets() else None
                 await self._discard_surplus(room)
                 has_started = room is not None and await self._start_one(room)
             except Exception as error:
@@ -148,44 +148,50 @@ class PrewarmPool:
             if not has_started:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_CHECK_INTERVAL_SECONDS):
-                        await self._changed.wait()
+                        await self._change_event.wait()
 
     async def discard_all(self) -> None:
         """Discard all forks that have not been claimed."""
-        forks = [fork for ready_forks in self._ready.values() for fork in ready_forks]
-        self._ready.clear()
+        forks = [fork for ready_forks in self._ready_forks.values() for fork in ready_forks]
+        self._ready_forks.clear()
         await clean_up(log, *(self._host.discard(fork) for fork in forks))
 
-    def _targets(self) -> dict[str, int]:
-        targets = {each.id: each.prewarm for each in self._index.snapshots_in(self._index.prewarmed) if not each.doomed}
+    def _read_targets(self) -> dict[str, int]:
+        targets = {
+            each.id: each.prewarm
+            for each in self._index.list_snapshots_in(self._index.prewarmed_ids)
+            if not each.doomed
+        }
         self._backoff.retain_only(targets)
         return targets
 
     async def _discard_surplus(self, room: Room | None) -> None:
         """Discard forks that exceed their target or have stopped, and one more if the host is short of memory."""
-        targets = self._targets()
+        targets = self._read_targets()
         surplus: list[Sandbox] = []
-        for id, ready_forks in list(self._ready.items()):
+        for id, ready_forks in list(self._ready_forks.items()):
             remaining_forks = [fork for fork in ready_forks if not self._host.end_reason(fork)][: targets.get(id, 0)]
             remaining_ids = {fork.id for fork in remaining_forks}
             surplus += [fork for fork in ready_forks if fork.id not in remaining_ids]
-            self._ready[id] = remaining_forks
+            self._ready_forks[id] = remaining_forks
             if not remaining_forks:
-                del self._ready[id]
+                del self._ready_forks[id]
         free_memory_mb = self._context.config.prewarm.free_memory_mb
-        if self._ready and room is not None and room.memory_free >> 20 < free_memory_mb:
-            largest_group = max(self._ready.values(), key=len)
+        if self._ready_forks and room is not None and room.memory_free >> 20 < free_memory_mb:
+            largest_group = max(self._ready_forks.values(), key=len)
             surplus.append(largest_group.pop())
-            log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
+            log.warning(
+                "prewarmed fork discarded", reason="the host is short of memory", ready=self.get_total_level().ready
+            )
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
     async def _start_one(self, room: Room) -> bool:
         """Start one missing fork. Returns False if no fork is missing, or if none can be started now."""
         if self._requested_start_count >= (os.cpu_count() or 1):
             return False
-        for id, target in self._targets().items():
+        for id, target in self._read_targets().items():
             snapshot = self._index.snapshots[id]
-            if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
+            if len(self._ready_forks.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
             required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
             if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
@@ -195,11 +201,11 @@ class PrewarmPool:
                     fork = await self._start(snapshot)
             except GatewayError as error:
                 self._backoff.delay(id)
-                log.warning("fork not prewarmed", snapshot=id, reason=error.message)
+                log.warning("a fork could not be prewarmed", snapshot=id, reason=error.message)
                 continue
             self._backoff.forget([id])
             if id in self._index.snapshots:
-                self._ready.setdefault(id, []).append(fork)
+                self._ready_forks.setdefault(id, []).append(fork)
             else:
                 await self._host.discard(fork)
             return True
@@ -214,7 +220,7 @@ class PrewarmPool:
         try:
             if is_template:
                 await self._agents.identify(fork, booted=False)
-                await self._agents.client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
+                await self._agents.create_client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
             await self._host.flush_fork(fork)
         except BaseException:
             await clean_up(log, self._host.discard(fork))

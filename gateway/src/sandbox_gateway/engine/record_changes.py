@@ -17,26 +17,30 @@ Fields = Mapping[str, Any]
 
 
 async def save_sandbox(
-    context: Context, id: str, *, only_if: Fields | None = None, is_counted: bool = True, **changes: Any
+    context: Context, id: str, *, required_values: Fields | None = None, counts_as_change: bool = True, **changes: Any
 ) -> Sandbox:
     """Commit ``changes`` to a sandbox's record and return the new record. On failure, the index keeps the old record.
 
-    ``only_if``: field values that the current record must have; otherwise, the record is returned unchanged.
-    ``is_counted``: whether the record's generation increases.
+    ``required_values``: field values that the current record must have; otherwise, the record is returned unchanged.
+    ``counts_as_change``: whether the record's generation increases.
     """
-    return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes, is_counted))
+    return await finish_despite_cancellation(
+        _save_sandbox(context, id, required_values or {}, changes, counts_as_change)
+    )
 
 
 async def save_snapshot(
-    context: Context, id: str, *, only_if: Fields | None = None, is_counted: bool = True, **changes: Any
+    context: Context, id: str, *, required_values: Fields | None = None, counts_as_change: bool = True, **changes: Any
 ) -> Snapshot:
     """Commit ``changes`` to a snapshot's record, like ``save_sandbox``."""
-    return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes, is_counted))
+    return await finish_despite_cancellation(
+        _save_snapshot(context, id, required_values or {}, changes, counts_as_change)
+    )
 
 
-def copy_with_changes(record: AnyRecord, *, is_counted: bool = True, **changes: Any) -> AnyRecord:
-    """Return a copy of a record with ``changes``, as its next generation if ``is_counted``."""
-    return record.model_copy(update={**changes, "generation": record.generation + is_counted}, deep=True)
+def copy_with_changes(record: AnyRecord, *, counts_as_change: bool = True, **changes: Any) -> AnyRecord:
+    """Return a copy of a record with ``changes``, as its next generation if ``counts_as_change``."""
+    return record.model_copy(update={**changes, "generation": record.generation + counts_as_change}, deep=True)
 
 
 def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
@@ -45,26 +49,30 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
     The record may have changed before the lock was acquired, so look it up again inside the context.
     """
     what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
-    return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
+    return context.locks.held(f"record {record.id}", f"{what} {record.id}")
 
 
-async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Sandbox:
-    async with record_locked(context, context.index.sandbox(id)):
-        current_record = context.index.sandbox(id)
-        if not _has_values(current_record, only_if):
+async def _save_sandbox(
+    context: Context, id: str, required_values: Fields, changes: Fields, counts_as_change: bool
+) -> Sandbox:
+    async with record_locked(context, context.index.get_sandbox(id)):
+        current_record = context.index.get_sandbox(id)
+        if not _has_values(current_record, required_values):
             return current_record
-        new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)
+        new_record = copy_with_changes(current_record, counts_as_change=counts_as_change, **changes)
         await context.host.save(new_record)
         context.index.put(new_record)
         return new_record
 
 
-async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields, is_counted: bool) -> Snapshot:
-    async with record_locked(context, context.index.any_snapshot(id)):
-        current_record = context.index.any_snapshot(id)
-        if not _has_values(current_record, only_if):
+async def _save_snapshot(
+    context: Context, id: str, required_values: Fields, changes: Fields, counts_as_change: bool
+) -> Snapshot:
+    async with record_locked(context, context.index.get_any_snapshot(id)):
+        current_record = context.index.get_any_snapshot(id)
+        if not _has_values(current_record, required_values):
             return current_record
-        new_record = copy_with_changes(current_record, is_counted=is_counted, **changes)
+        new_record = copy_with_changes(current_record, counts_as_change=counts_as_change, **changes)
         await context.host.save_snapshot(new_record)
         if id in context.index.snapshots:  # it may have been removed during the save
             context.index.put(new_record)

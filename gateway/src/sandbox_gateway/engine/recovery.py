@@ -51,7 +51,7 @@ class Recovery:
             try:
                 await self._reconcile_sandbox(sandbox, running=sandbox.instance in running_instances)
             except GatewayError as error:
-                log.error("sandbox not reconciled", sandbox=sandbox.id, reason=error.message)
+                log.error("a sandbox could not be reconciled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
         await self._collector.collect()
 
@@ -83,4 +83,4 @@ class Recovery:
                 try:
                     await self._removal.remove_snapshot(snapshot)
                 except GatewayError as error:
-                    log.error("snapshot not removed", snapshot=snapshot.id, reason=error.message)
+                    log.error("an orphaned snapshot could not be removed", snapshot=snapshot.id, reason=error.message)

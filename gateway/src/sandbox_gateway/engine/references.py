@@ -1,4 +1,4 @@
-"""Find the users of snapshots and volumes, and decide what can be removed. ``in_use`` words the errors."""
+"""Find the users of snapshots and volumes, and decide what can be removed. ``in_use`` creates the errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.in_use import (
-    snapshot_in_use_error,
-    volume_in_use_error,
-    volume_mounted_error,
-    volume_snapshot_in_use_error,
+    create_snapshot_in_use_error,
+    create_volume_in_use_error,
+    create_volume_mounted_error,
+    create_volume_snapshot_in_use_error,
 )
 from sandbox_gateway.engine.index import is_removed_when_unused
 from sandbox_gateway.errors import InUse
@@ -46,11 +46,11 @@ class References:
     # -- snapshots of sandboxes, and templates ----------------------------------------------------------------------
 
     def users_of(self, snapshot: Snapshot) -> SnapshotUsers:
-        sandboxes = self._index.sandboxes_using(snapshot)
+        sandboxes = self._index.list_sandboxes_using(snapshot)
         blocking_sandboxes = sandboxes
         if self._host.abilities.independent_snapshots:
             blocking_sandboxes = [each for each in sandboxes if snapshot.id in (each.forked_from, each.pause_snapshot)]
-        volume_snapshots = self._index.volume_snapshots_in(snapshot)
+        volume_snapshots = self._index.list_volume_snapshots_in(snapshot)
         return SnapshotUsers(
             sandboxes=sandboxes,
             blocking_sandboxes=blocking_sandboxes,
@@ -58,10 +58,10 @@ class References:
             is_busy=self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, volume_snapshots)),
         )
 
-    def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
+    def find_snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
         """Return the error that names all users of a snapshot or template, or None if it can be removed."""
         users = self.users_of(snapshot)
-        return snapshot_in_use_error(
+        return create_snapshot_in_use_error(
             snapshot,
             sandboxes=users.blocking_sandboxes,
             cloned_volumes=users.blocking_volumes,
@@ -80,25 +80,25 @@ class References:
 
     def can_collect_volume_snapshots(self, snapshot: Snapshot) -> bool:
         """Return whether the volume snapshots in a capture for clones are unused, even if the capture itself is not."""
-        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.volume_snapshots_in(snapshot):
+        if snapshot.kind is not SnapshotKind.TRANSIENT or not self._index.list_volume_snapshots_in(snapshot):
             return False
         users = self.users_of(snapshot)
         return not (users.blocking_volumes or users.is_busy)
 
     # -- volumes and their snapshots --------------------------------------------------------------------------------
 
-    def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
+    def find_volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
         """Return the error that names all users of a volume, or None if it can be removed.
 
         ``with_snapshots``: the volume's own snapshots are removed too, so they do not count as users.
         """
-        snapshots = self._index.snapshots_of(volume)
+        snapshots = self._index.list_snapshots_of(volume)
         sandbox_snapshots = self._find_blocking_snapshots(snapshots)
         contained_ids = {
             capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes
         }
         own_snapshots = [] if with_snapshots else [each for each in snapshots if each.id not in contained_ids]
-        return volume_in_use_error(
+        return create_volume_in_use_error(
             volume,
             mounting_sandboxes=[sandbox for sandbox, _ in self._index.mounts_of(volume)],
             sandbox_snapshots=sandbox_snapshots,
@@ -107,9 +107,9 @@ class References:
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
-    def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
+    def find_volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
         """Return the error that names all users of a volume snapshot, or None if it can be removed."""
-        return volume_snapshot_in_use_error(
+        return create_volume_snapshot_in_use_error(
             snapshot,
             volume,
             sandbox_snapshots=self._find_blocking_snapshots([snapshot]),
@@ -117,13 +117,13 @@ class References:
             busy=self._index.is_pinned(snapshot),
         )
 
-    def volume_rollback_refusal(self, volume: Volume, *, force: bool) -> InUse | None:
+    def find_volume_rollback_refusal(self, volume: Volume, *, force: bool) -> InUse | None:
         """Return the error that names the read-write mounts of a volume, or None if it can be rolled back.
 
         ``force``: allow the rollback despite the mounts.
         """
         writers = [sandbox for sandbox, mount in self._index.mounts_of(volume) if not (mount.read_only or force)]
-        return volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
+        return create_volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
 
     def _find_blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the clones that prevent the deletion of ``snapshots``."""

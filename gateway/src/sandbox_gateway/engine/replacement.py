@@ -38,14 +38,16 @@ class Replacement:
         new_sandbox = old_sandbox.model_copy(update=changes)
         new_sandbox.instance, new_sandbox.host, new_sandbox.started_at = new_id(), {}, now()
         new_sandbox.state, new_sandbox.state_reason, new_sandbox.pause_snapshot = SandboxState.RUNNING, "", ""
-        async with self._collector.pinned_then_collected(snapshot), self._locking.shared_mounts(new_sandbox):
+        async with self._collector.pinned_then_collected(snapshot), self._locking.mounts_shared(new_sandbox):
             with_memory = not from_disk and snapshot.memory is not MemoryMode.NONE
             await self._machines.fork(snapshot, new_sandbox, with_memory=with_memory)
             return await finish_despite_cancellation(self._take_over(old_sandbox, new_sandbox))
 
     async def _take_over(self, old_sandbox: Sandbox, new_sandbox: Sandbox) -> Sandbox:
         try:
-            new_sandbox = await save_sandbox(self._context, old_sandbox.id, **_changed_fields(old_sandbox, new_sandbox))
+            new_sandbox = await save_sandbox(
+                self._context, old_sandbox.id, **_find_changed_fields(old_sandbox, new_sandbox)
+            )
         except BaseException:
             await clean_up(log, self._host.discard(new_sandbox))
             raise
@@ -63,6 +65,6 @@ class Replacement:
             await self._removal.remove_snapshot(snapshot)
 
 
-def _changed_fields(old_sandbox: Sandbox, new_sandbox: Sandbox) -> dict[str, Any]:
+def _find_changed_fields(old_sandbox: Sandbox, new_sandbox: Sandbox) -> dict[str, Any]:
     """Return the fields of ``new_sandbox`` that differ from ``old_sandbox``."""
     return {name: value for name, value in new_sandbox if value != getattr(old_sandbox, name)}

@@ -75,16 +75,16 @@ class RoomMonitor:
         """Ids of the stalled sandboxes."""
         self._pending_imports: list[PendingImport] = []
         self._resuming_ids: set[str] = set()
-        """Ids of the sandboxes whose lock is awaited."""
-        self._was_disk_low = False
-        self._full_check_at = 0.0
+        """Ids of the sandboxes whose machines are being resumed, including those that wait for their lock."""
+        self._disk_was_low = False
+        self._next_full_check_at = 0.0
         self._pending_reading: asyncio.Future[Room] | None = None
 
     async def report(self) -> RoomReport:
         """Return the room. Raises Timeout if the host does not report it soon."""
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
         disk_sizes = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
-        memory_sizes = [each.resources.memory_mb for each in self._index.running_sandboxes()]
+        memory_sizes = [each.resources.memory_mb for each in self._index.list_running_sandboxes()]
         stalled_ids = sorted(self._stalled_ids & self._index.sandboxes.keys())
         return RoomReport(await self._read_room(), sum(disk_sizes) * _MIB, sum(memory_sizes) * _MIB, stalled_ids)
 
@@ -95,19 +95,19 @@ class RoomMonitor:
         """
         if self._pending_reading is None or self._pending_reading.done():
             self._pending_reading = asyncio.ensure_future(self._host.room())
-            # If nobody waits for the reading any more, nobody else retrieves its exception.
+            # Without this, an exception that no caller waits for any more would never be retrieved.
             self._pending_reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_SECONDS):
                 return await asyncio.shield(self._pending_reading)
         except TimeoutError:
-            raise Timeout(f"the host did not report its room within {_REPORT_TIMEOUT_SECONDS:g} s") from None
+            raise Timeout(f"the host did not report its free space within {_REPORT_TIMEOUT_SECONDS:g} s") from None
 
-    def stall_reason(self, sandbox: Sandbox) -> str:
+    def get_stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
         return _STALL_REASON if sandbox.id in self._stalled_ids else ""
 
-    # -- refusing ---------------------------------------------------------------------------------------------------
+    # -- refusals ---------------------------------------------------------------------------------------------------
 
     async def require_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
@@ -144,7 +144,7 @@ class RoomMonitor:
 
     @contextlib.asynccontextmanager
     async def reserved_for_import(self, disk_bytes: int, memory_bytes: int) -> AsyncIterator[PendingImport]:
-        """Reserve room for this much data against other imports, until it is written or the context ends.
+        """Reserve room for this much data until it is written or the context ends. Other imports cannot use the room.
 
         Raises NoSpace if an import of this much data would leave less free space than the reserve.
         """
@@ -212,24 +212,24 @@ class RoomMonitor:
             try:
                 await self._check()
             except Exception as error:
-                log.error("room not checked", reason=str(error) or type(error).__name__)
+                log.error("the free disk space could not be checked", reason=str(error) or type(error).__name__)
             await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
 
     async def _check(self) -> None:
         """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
         is_disk_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_DISK_MB)
-        if is_disk_low or self._was_disk_low or self._stalled_ids or time.monotonic() >= self._full_check_at:
-            self._full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
+        if is_disk_low or self._disk_was_low or self._stalled_ids or time.monotonic() >= self._next_full_check_at:
+            self._next_full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
             self._publish_changes(await self._host.find_stalled())
             if not is_disk_low:
                 for id in self._stalled_ids - self._resuming_ids:
                     self._context.background.start(self._resume_machine(id))
-        self._was_disk_low = is_disk_low
+        self._disk_was_low = is_disk_low
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or resumed since the last check."""
-        running_sandboxes = self._index.running_sandboxes()
+        running_sandboxes = self._index.list_running_sandboxes()
         stalled_ids = {each.id for each in running_sandboxes if each.instance in instances}
         for id in stalled_ids - self._stalled_ids:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")
@@ -243,13 +243,13 @@ class RoomMonitor:
         """Resume a stalled machine. The lock excludes captures, which stop the machine themselves."""
         self._resuming_ids.add(id)
         try:
-            async with self._locking.running_sandbox(id) as sandbox:
+            async with self._locking.running_sandbox_locked(id) as sandbox:
                 await self._host.resume_stalled(sandbox)
         except GatewayError as error:
-            log.warning("sandbox not continued", sandbox=id, reason=error.message)
+            log.warning("a stalled machine could not be resumed", sandbox=id, reason=error.message)
         finally:
             self._resuming_ids.discard(id)
 
 
 def _describe_reserved(size: int) -> str:
-    return f", of which imports that are running need {-(-size // _MIB)} MiB" if size else ""
+    return f", of which running imports need {-(-size // _MIB)} MiB" if size else ""

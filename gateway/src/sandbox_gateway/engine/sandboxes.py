@@ -21,7 +21,7 @@ from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.spec import UNSET, Unset
-from sandbox_gateway.engine.timeouts import end_time, has_expired
+from sandbox_gateway.engine.timeouts import compute_end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.log import Logger
@@ -67,7 +67,7 @@ class Sandboxes:
         self._replacement = replacement
 
     def get(self, ref: str) -> Sandbox:
-        return self._index.sandbox(ref)
+        return self._index.get_sandbox(ref)
 
     def list(self) -> Sequence[Sandbox]:
         return [*self._index.walk_sandboxes()]
@@ -92,10 +92,10 @@ class Sandboxes:
             return True
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
+        await self._agents.create_client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         return await self._host.has_diverged(sandbox, head)
 
-    async def usage(self, ref: str) -> Usage:
+    async def get_usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)
         if sandbox.state is SandboxState.PAUSED:
             return Usage(disk_bytes=0, memory_bytes=0)
@@ -104,7 +104,7 @@ class Sandboxes:
     @measured("sandbox.update")
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
         """Replace a sandbox's metadata, or change its name."""
-        async with self._locking.sandbox(ref) as sandbox:
+        async with self._locking.sandbox_locked(ref) as sandbox:
             new_name = require_valid_name(name) if name is not None and name != sandbox.name else ""
             changes: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
             with self._index.reserved([new_name] if new_name else []):
@@ -113,13 +113,13 @@ class Sandboxes:
     @measured("sandbox.set_timeout")
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
         """Make a sandbox expire ``seconds`` from now, or never if ``seconds`` is None."""
-        async with self._locking.sandbox(ref) as sandbox:
-            end_at = end_time(seconds, self._context.config)
+        async with self._locking.sandbox_locked(ref) as sandbox:
+            end_at = compute_end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
 
     @measured("sandbox.set_network")
     async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
-        async with self._locking.sandbox(ref) as sandbox:
+        async with self._locking.sandbox_locked(ref) as sandbox:
             self._host.check_network(policy)
             if sandbox.state is SandboxState.RUNNING:
                 await self._host.apply_network(sandbox, policy)
@@ -133,9 +133,9 @@ class Sandboxes:
         ones. The contents of the volumes do not change. ``cold_start``: boot from the snapshot's disk instead of
         resuming from its memory.
         """
-        snapshot = self._index.snapshot(snapshot_ref)
+        snapshot = self._index.get_snapshot(snapshot_ref)
         # Pin the snapshot first, because it could be removed during the wait for the lock.
-        async with self._collector.pinned_then_collected(snapshot), self._locking.sandbox(ref) as sandbox:
+        async with self._collector.pinned_then_collected(snapshot), self._locking.sandbox_locked(ref) as sandbox:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     @measured("sandbox.promote")
@@ -148,11 +148,11 @@ class Sandboxes:
                 f"sandbox {fork.name} cannot replace itself: as the source, specify the sandbox that it was forked from"
             )
         async with contextlib.AsyncExitStack() as stack:
-            async with self._locking.running_sandbox(fork.id) as sandbox:
-                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+            async with self._locking.running_sandbox_locked(fork.id) as sandbox:
+                snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
                 await stack.enter_async_context(self._collector.pinned_then_collected(snapshot))
                 snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
-            async with self._locking.sandbox(source.id) as sandbox:
+            async with self._locking.sandbox_locked(source.id) as sandbox:
                 return await self._rollback(sandbox, snapshot)
 
     async def _rollback(self, sandbox: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
@@ -169,7 +169,7 @@ class Sandboxes:
     @measured("sandbox.pause")
     async def pause(self, ref: str, *, memory: bool = True) -> None:
         """Capture a sandbox and stop its machine. Without ``memory``, capture nothing, but sync its disk."""
-        async with self._locking.running_sandbox(ref) as sandbox:
+        async with self._locking.running_sandbox_locked(ref) as sandbox:
             await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
 
     async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
@@ -177,14 +177,14 @@ class Sandboxes:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
             note_memory_mode(MemoryMode.NONE)
-            await self._agents.client(sandbox).sync()
+            await self._agents.create_client(sandbox).sync()
             paused_sandbox = await self._save_paused(sandbox)
         await self._machines.stop_paused(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
         """Capture a sandbox, and save that it is paused. On failure, remove the snapshot."""
-        snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
+        snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
             return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
@@ -204,17 +204,17 @@ class Sandboxes:
         that was set last, or else the host's default, starts again. ``cold_start``: boot from the disk instead of
         resuming from memory.
         """
-        async with self._locking.sandbox(ref) as sandbox:
+        async with self._locking.sandbox_locked(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 raise Conflict(f"sandbox {sandbox.id} is already running: only a paused sandbox can be resumed")
             is_expired = sandbox.end_at is not None and sandbox.end_at <= now()
             if isinstance(timeout, Unset) and is_expired:
                 timeout = sandbox.timeout or UNSET
             keeps_end_time = isinstance(timeout, Unset) and not is_expired
-            end_at = sandbox.end_at if keeps_end_time else end_time(timeout, self._context.config)
+            end_at = sandbox.end_at if keeps_end_time else compute_end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
-            async with self._locking.shared_mounts(sandbox):
+            async with self._locking.mounts_shared(sandbox):
                 return await finish_despite_cancellation(self._resume_from_disk(sandbox, end_at))
 
     async def _resume_from_snapshot(self, sandbox: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
@@ -252,7 +252,7 @@ class Sandboxes:
     @measured("sandbox.expire")
     async def expire(self, ref: str) -> None:
         """If a sandbox has expired, pause or delete it, depending on its ``on_timeout``."""
-        async with self._locking.sandbox(ref) as sandbox:
+        async with self._locking.sandbox_locked(ref) as sandbox:
             if not has_expired(sandbox, now()):
                 return  # the timeout was extended, or the sandbox was paused in the meantime
             if sandbox.on_timeout is OnTimeout.PAUSE:
@@ -264,7 +264,7 @@ class Sandboxes:
     @measured("sandbox.delete")
     async def delete(self, ref: str) -> None:
         """Stop and remove a sandbox. Its snapshots remain, except a pause snapshot."""
-        async with self._locking.sandbox(ref) as sandbox:
+        async with self._locking.sandbox_locked(ref) as sandbox:
             await finish_despite_cancellation(self._delete(sandbox))
 
     async def _delete(self, sandbox: Sandbox) -> None:

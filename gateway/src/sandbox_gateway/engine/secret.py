@@ -11,7 +11,7 @@ from pathlib import Path
 from sandbox_gateway.errors import Invalid
 
 _SECRET_LENGTH = 32
-_WITHOUT_BACKUP = "pause and resume all running sandboxes to give them new tokens"
+_REMEDY_WITHOUT_BACKUP = "pause and resume all running sandboxes to give them new tokens"
 
 
 class Secret:
@@ -33,11 +33,11 @@ class Secret:
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
 
 
-def load_secret(path: Path, without_backup: str = _WITHOUT_BACKUP) -> bytes:
+def load_secret(path: Path, remedy_without_backup: str = _REMEDY_WITHOUT_BACKUP) -> bytes:
     """Return the 32-byte secret stored in ``path``, creating the file on first use.
 
     The secret never leaves this host. Raises Invalid if the file has the wrong length: if it were empty, for example,
-    anyone could compute the tokens. ``without_backup``: what to do if a new secret replaces a lost one.
+    anyone could compute the tokens. ``remedy_without_backup``: what to do if a new secret replaces a lost one.
     """
     try:
         secret = path.read_bytes()
@@ -46,7 +46,7 @@ def load_secret(path: Path, without_backup: str = _WITHOUT_BACKUP) -> bytes:
     if len(secret) != _SECRET_LENGTH:
         raise Invalid(
             f"the secret file {path} is {len(secret)} bytes long instead of {_SECRET_LENGTH}: restore it from a "
-            f"backup. If there is no backup, remove the file, start the gateway, and {without_backup}"
+            f"backup. If there is no backup, remove the file, start the gateway, and {remedy_without_backup}"
         )
     path.chmod(0o600)
     return secret

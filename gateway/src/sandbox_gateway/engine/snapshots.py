@@ -47,7 +47,7 @@ class Snapshots:
 
     def get(self, ref: str) -> Snapshot:
         """Find a snapshot or template by id or name."""
-        return self._index.snapshot(ref)
+        return self._index.get_snapshot(ref)
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
         return [*self.walk(kinds)]
@@ -66,7 +66,7 @@ class Snapshots:
         """Return the number of visible snapshots and templates by kind."""
         return Counter(each.kind.value for each in self._index.snapshots.values() if not each.is_hidden)
 
-    def lineage(self, root: str | None = None) -> Trees:
+    def build_lineage(self, root: str | None = None) -> Trees:
         """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``.
 
         Raises Invalid if a tree is too deep.
@@ -106,8 +106,8 @@ class Snapshots:
         self._prewarm.check_count(memory == "auto" and self._host.abilities.memory, prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
-            async with self._locking.running_sandbox(ref) as sandbox:
-                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
+            async with self._locking.running_sandbox_locked(ref) as sandbox:
+                snapshot = self._captures.create_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
@@ -124,8 +124,8 @@ class Snapshots:
         return await self.create(ref, name=name or await self._choose_next_branch_name(ref))
 
     async def _choose_next_branch_name(self, ref: str) -> str:
-        """Return the next generated name. Its number is saved before use, so that it is never reused."""
-        async with self._locking.running_sandbox(ref) as sandbox:
+        """Return the next generated name. The number in it is saved before the name is used, so it is never reused."""
+        async with self._locking.running_sandbox_locked(ref) as sandbox:
             number = sandbox.branches + 1
             while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1
@@ -140,7 +140,7 @@ class Snapshots:
         hidden but not removed yet.
         """
         snapshot = self.get(ref)
-        if refusal := self._references.snapshot_refusal(snapshot):
+        if refusal := self._references.find_snapshot_refusal(snapshot):
             if not when_unused:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)

@@ -26,17 +26,17 @@ _Queue = deque[asyncio.Future[None]]
 class StartSlots:
     """A fixed number of slots, assigned to the clients in turn, and to the requests of each client in turn.
 
-    Thus a request for a hundred machines delays a request for one machine by one start, not by a hundred.
+    A request for a hundred machines therefore delays a request for one machine by one start, not by a hundred.
     """
 
     def __init__(self, count: int, max_hold_seconds: float) -> None:
         self._free_count = count
         self._max_hold_seconds = max_hold_seconds
-        self._waiting: dict[str, dict[str, _Queue]] = {}
+        self._waiting_tasks: dict[str, dict[str, _Queue]] = {}
         """The waiting tasks by client and request. In both dictionaries, the first key is the next one."""
 
     @contextlib.asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def held(self) -> AsyncIterator[None]:
         """Hold a slot inside this context, but for at most ``max_hold_seconds``, because a start may hang."""
         await self._acquire()
         is_held = True
@@ -60,7 +60,7 @@ class StartSlots:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         current_requester = requester.get()
-        requests = self._waiting.setdefault(current_requester.client, {})
+        requests = self._waiting_tasks.setdefault(current_requester.client, {})
         requests.setdefault(current_requester.request, deque()).append(future)
         try:
             await future
@@ -70,7 +70,7 @@ class StartSlots:
             raise
 
     def _release(self) -> None:
-        while self._waiting:
+        while self._waiting_tasks:
             future = self._pop_next()
             if not future.done():
                 future.set_result(None)
@@ -79,12 +79,12 @@ class StartSlots:
 
     def _pop_next(self) -> asyncio.Future[None]:
         """Remove and return the future of the next waiting task. Its client and its request then come last."""
-        client, requests = next(iter(self._waiting.items()))
+        client, requests = next(iter(self._waiting_tasks.items()))
         request, queue = next(iter(requests.items()))
         future = queue.popleft()
-        del self._waiting[client], requests[request]
+        del self._waiting_tasks[client], requests[request]
         if queue:
             requests[request] = queue
         if requests:
-            self._waiting[client] = requests
+            self._waiting_tasks[client] = requests
         return future

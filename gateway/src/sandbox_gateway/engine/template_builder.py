@@ -43,7 +43,7 @@ class TemplateBuilder:
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         image_command = await host.build_base(base, recipe, build.source_digest, build.log)
         try:
-            sandbox = self._new_sandbox_record(build, base, recipe)
+            sandbox = self._create_sandbox_record(build, base, recipe)
             build.log("booting the base file system")
             await self._machines.fork(base, sandbox, with_memory=False)
             try:
@@ -54,7 +54,7 @@ class TemplateBuilder:
         finally:
             await clean_up(log, host.remove_snapshot(base))
 
-    def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
+    def _create_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
         """Create the record of the sandbox in which the template is set up.
 
         The record is never saved, so that a restart after a crash removes the sandbox.
@@ -64,7 +64,7 @@ class TemplateBuilder:
         )
 
     async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe, start_command: str) -> None:
-        agent = self._agents.client(sandbox)
+        agent = self._agents.create_client(sandbox)
         for command in recipe.setup:
             build.log(f"$ {command}")
             log_writer = LogWriter(build)
@@ -82,7 +82,7 @@ class TemplateBuilder:
 
     async def _wait_until_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
         build.log(f"waiting for {recipe.ready_probe}")
-        agent = self._agents.client(sandbox)
+        agent = self._agents.create_client(sandbox)
         deadline = time.monotonic() + recipe.ready_timeout
         while True:
             result = await agent.exec(["/bin/sh", "-c", recipe.ready_probe], timeout=_PROBE_TIMEOUT_SECONDS)
@@ -99,7 +99,7 @@ class TemplateBuilder:
             await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 
     async def _capture(self, build: Build, sandbox: Sandbox) -> Snapshot:
-        agent = self._agents.client(sandbox)
+        agent = self._agents.create_client(sandbox)
         if self._host.abilities.memory:
             # The interpreter becomes part of the template's memory, so that forks run their first code immediately.
             build.log("starting the code interpreter")

@@ -40,21 +40,21 @@ class Templates:
         self._prewarm = prewarm
         self._builds: dict[str, Build] = {}
         self._announced_builds: dict[str, tuple[Build, Resources]] = {}
-        """Builds whose recipes have not arrived yet, by their ids, and the sizes of their machines."""
+        """By build id: the builds whose recipes have not arrived yet, with the resources of their machines."""
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
         self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def copy_builds(self, other: Templates) -> None:
-        """Also list the builds of another engine. Those that have not ended are carried out in this engine, too."""
+        """Also list the builds of another engine. Those that have not ended are also carried out in this engine."""
         for build in other._builds.values():
             if build.status == "building":
-                build = build.copy_from_start()
+                build = build.copy_initial_state()
                 self._context.background.start(self._run(build, Recipe.model_validate(build.recipe)))
             self._builds[build.build_id] = build
 
     def get(self, ref: str) -> Snapshot:
-        return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+        return self._index.get_snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
 
     def list(self) -> Sequence[Snapshot]:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
@@ -68,7 +68,7 @@ class Templates:
         require_valid_name(name)
         self._prewarm.check_count(self._context.host.abilities.memory, prewarm or 0)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
         if (running_build := self._find_running_build(name, digest)) is not None:
             running_build.prewarm = running_build.prewarm if prewarm is None else prewarm
             return running_build
@@ -108,7 +108,7 @@ class Templates:
         build, resources = self._announced_builds[build_id]
         recipe = make_recipe(resources)
         digest_of_source = await self._digest_source(recipe)
-        digest = recipe.digest(await self.guest_digest(), digest_of_source)
+        digest = recipe.digest(await self.compute_guest_digest(), digest_of_source)
         if self._announced_builds.pop(build_id, None) is None:
             raise Conflict(f"build {build_id!r} has already been started: request a new build")
         build.digest, build.source_digest, build.recipe = digest, digest_of_source, _canonicalize_recipe(recipe)
@@ -127,13 +127,13 @@ class Templates:
         if not template.recipe or not template.names:
             raise Conflict(
                 f"template {ref!r} cannot be built again, because it has no name, or was built by a gateway that "
-                "stored no recipe: build it with a recipe"
+                "did not store its recipe: build it with a recipe"
             )
         name = ref if ref in template.names else template.names[0]
         return await self.build(name, Recipe.model_validate(template.recipe), template.description)
 
-    async def guest_digest(self) -> str:
-        """Return the digest of the guest files with which this gateway builds templates."""
+    async def compute_guest_digest(self) -> str:
+        """Return the digest of the guest files that this gateway uses to build templates."""
         return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
@@ -168,20 +168,20 @@ class Templates:
             return await finish_despite_cancellation(self._set_alias(template, alias))
 
     async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
-        former_owners = [each for each in self.list() if alias in each.names]
-        with self._index.reserved([alias], taken_from={each.id for each in former_owners}):
-            for each in former_owners:
+        previous_owners = [each for each in self.list() if alias in each.names]
+        with self._index.reserved([alias], releasing_ids={each.id for each in previous_owners}):
+            for each in previous_owners:
                 await self._set_names(each, [name for name in each.names if name != alias])
             try:
                 renamed_template = await self._set_names(template, [*template.names, alias])
             except BaseException:
-                await clean_up(log, *(self._set_names(each, each.names) for each in former_owners))
+                await clean_up(log, *(self._set_names(each, each.names) for each in previous_owners))
                 raise
-        await clean_up(log, *(self._remove(each.id) for each in former_owners if each.names == [alias]))
+        await clean_up(log, *(self._remove(each.id) for each in previous_owners if each.names == [alias]))
         return renamed_template
 
     async def _digest_source(self, recipe: Recipe) -> str:
-        """Return the digest of the recipe's source. If it may not be read, return the digest of its last build."""
+        """Return the digest of the recipe's source. If it must not be read, return the digest of its last build."""
         digest = await self._context.host.source_digest(recipe)
         if digest is not None:
             return digest
@@ -198,7 +198,7 @@ class Templates:
 
     def _require_available(self, name: str) -> None:
         """Raise NameTaken if the name belongs to an object other than a template. Only templates can lose a name."""
-        owner_id = self._index.owner(name)
+        owner_id = self._index.find_owner(name)
         if owner_id and not (
             owner_id in self._index.snapshots and self._index.snapshots[owner_id].kind is SnapshotKind.TEMPLATE
         ):
@@ -280,7 +280,7 @@ def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
     """Return whether a template is outdated, or None if this cannot be determined.
 
     It is outdated if it was built with different guest files, so that a new build would differ from it.
-    ``guest_digest``: the result of ``Templates.guest_digest``.
+    ``guest_digest``: the result of ``Templates.compute_guest_digest``.
     """
     if not template.recipe:
         return None

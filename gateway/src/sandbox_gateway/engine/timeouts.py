@@ -12,7 +12,7 @@ from sandbox_gateway.records import Sandbox, SandboxState, now
 _MAX_TIMEOUT_SECONDS = 100 * 366 * 86400
 
 
-def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
+def compute_end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time at which a timeout of ``timeout`` seconds ends, or None if it never ends.
 
     ``timeout``: UNSET means the host's default, and None means no timeout. Raises Invalid if it is out of range.
@@ -24,6 +24,6 @@ def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 
-def has_expired(sandbox: Sandbox, at: datetime) -> bool:
+def has_expired(sandbox: Sandbox, current_time: datetime) -> bool:
     """Return whether a sandbox is still running after the end of its timeout."""
-    return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at
+    return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= current_time

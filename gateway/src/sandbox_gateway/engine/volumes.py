@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.durations import measured
-from sandbox_gateway.engine.index import oldest_first
+from sandbox_gateway.engine.index import sort_oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import copy_with_changes
@@ -41,16 +41,16 @@ class Volumes:
         self._removal = removal
 
     def get(self, ref: str) -> Volume:
-        return self._index.volume(ref)
+        return self._index.get_volume(ref)
 
     def list(self) -> Sequence[Volume]:
-        return oldest_first(self._index.volumes.values())
+        return sort_oldest_first(self._index.volumes.values())
 
     def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
         """Return the mounts of a volume, each with the running or paused sandbox that mounts it."""
         return self._index.mounts_of(volume)
 
-    async def state(self, ref: str) -> VolumeState:
+    async def get_state(self, ref: str) -> VolumeState:
         return await self._host.volume_state(self.get(ref))
 
     @measured("volume.create")
@@ -102,12 +102,12 @@ class Volumes:
         ``with_snapshots``: remove its snapshots too. By default, they count as users.
         """
         async with self._locked(ref) as volume:
-            if refusal := self._references.volume_refusal(volume, with_snapshots=with_snapshots):
+            if refusal := self._references.find_volume_refusal(volume, with_snapshots=with_snapshots):
                 raise refusal
             await finish_despite_cancellation(self._removal.remove_volume(volume))
 
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
-        return self._index.snapshots_of(self.get(ref))
+        return self._index.list_snapshots_of(self.get(ref))
 
     @measured("volume.snapshot")
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
@@ -120,7 +120,9 @@ class Volumes:
             snapshot = VolumeSnapshot(
                 id=id, name=require_valid_name(name) if name else id, volume=volume.id, size_mb=volume.size_mb
             )
-            conflicts = [each for each in self._index.snapshots_of(volume) if snapshot.name in (each.name, each.id)]
+            conflicts = [
+                each for each in self._index.list_snapshots_of(volume) if snapshot.name in (each.name, each.id)
+            ]
             if conflicts:
                 raise NameTaken(
                     f"volume {volume.name} already has a snapshot {name!r}: choose another name, or delete "
@@ -138,8 +140,8 @@ class Volumes:
     async def delete_snapshot(self, ref: str, snapshot_ref: str) -> None:
         """Remove a volume snapshot. Raises InUse, for example if it is part of a sandbox's snapshot."""
         async with self._locked(ref) as volume:
-            snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
+            snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
+            if refusal := self._references.find_volume_snapshot_refusal(volume, snapshot):
                 raise refusal
             await finish_despite_cancellation(self._removal.remove_volume_snapshot(snapshot))
 
@@ -151,8 +153,8 @@ class Volumes:
         would be lost or would overwrite the restored files. ``force``: roll back anyway.
         """
         async with self._locked(ref) as volume:
-            snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_rollback_refusal(volume, force=force):
+            snapshot = self._index.get_volume_snapshot(snapshot_ref, volume)
+            if refusal := self._references.find_volume_rollback_refusal(volume, force=force):
                 raise refusal
             return await finish_despite_cancellation(self._rollback(volume, snapshot))
 
@@ -165,11 +167,11 @@ class Volumes:
 
     def _find_source(self, ref: str) -> VolumeSnapshot:
         volume_ref, separator, name = ref.rpartition("@")
-        return self._index.volume_snapshot(name, self.get(volume_ref) if separator else None)
+        return self._index.get_volume_snapshot(name, self.get(volume_ref) if separator else None)
 
     @contextlib.asynccontextmanager
     async def _locked(self, ref: str) -> AsyncIterator[Volume]:
-        async with self._locking.volumes([ref]) as (volume,):
+        async with self._locking.volumes_locked([ref]) as (volume,):
             yield volume
         if volume.owner or volume.from_snapshot:
             # The collector skips locked volumes, and this volume may have been the last user of a hidden snapshot.

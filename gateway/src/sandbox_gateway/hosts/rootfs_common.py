@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import build_child_environment, missing_program_message, run_async
+from sandbox_gateway.command import build_child_environment, format_missing_program_message, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts import tree_removal
 from sandbox_gateway.hosts.base import Log
@@ -280,7 +280,7 @@ async def run_logged(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(missing_program_message(argv[0])) from None
+        raise BackendFailed(format_missing_program_message(argv[0])) from None
     tail: deque[str] = deque(maxlen=60)
     try:
         async with asyncio.timeout(timeout):

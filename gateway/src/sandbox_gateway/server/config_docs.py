@@ -23,17 +23,17 @@ This page is generated from the declarations in `config.py` (`sandbox-gateway co
 
 def render_page(config: type[BaseModel]) -> str:
     fields = config.model_fields
-    top_level_fields = {name: field for name, field in fields.items() if not _section_model(field)}
+    top_level_fields = {name: field for name, field in fields.items() if not _find_section_model(field)}
     parts = [_HEAD]
     if top_level_fields:
         parts.append(f"## Top level\n\n{_render_table(top_level_fields)}")
     for field in fields.values():
-        if section := _section_model(field):
+        if section := _find_section_model(field):
             parts.append(f"## {(section.__doc__ or section.__name__).strip()}\n\n{_render_table(section.model_fields)}")
     return "\n".join(parts)
 
 
-def _section_model(field: FieldInfo) -> type[BaseModel] | None:
+def _find_section_model(field: FieldInfo) -> type[BaseModel] | None:
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 

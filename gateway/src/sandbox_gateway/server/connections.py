@@ -53,21 +53,22 @@ def reserve_descriptors(config: Config) -> int:
     requested_connection_count = config.server.connections
     reserved_descriptor_count = _OWN_DESCRIPTOR_COUNT + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
     needed_descriptor_count = _DESCRIPTORS_PER_CONNECTION * requested_connection_count + reserved_descriptor_count
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
         return requested_connection_count
     open_file_limit = max(
-        soft, needed_descriptor_count if hard == resource.RLIM_INFINITY else min(needed_descriptor_count, hard)
+        soft_limit,
+        needed_descriptor_count if hard_limit == resource.RLIM_INFINITY else min(needed_descriptor_count, hard_limit),
     )
-    if open_file_limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_file_limit, hard))
+    if open_file_limit > soft_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_file_limit, hard_limit))
     # If there are too few, keep half of them for the sandboxes.
     possible_connection_count = (
         open_file_limit - min(reserved_descriptor_count, open_file_limit // 2)
     ) // _DESCRIPTORS_PER_CONNECTION
     if possible_connection_count < requested_connection_count:
         log.warning(
-            "the limit of open files is too low for server.connections: raise the service's limit "
+            "the limit on open files is too low for server.connections: raise the service's limit "
             "(LimitNOFILE, openfiles)",
             open_files=open_file_limit,
             needed=needed_descriptor_count,
@@ -85,46 +86,46 @@ class Connections:
         self._limit = limit
         self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics
-        metrics.connections.set_function(lambda: len(self))
-        self._open: Counter[str] = Counter()
-        self._unlogged: Counter[str] = Counter()
+        metrics.connection_gauge.set_function(lambda: len(self))
+        self._open_counts: Counter[str] = Counter()
+        self._unlogged_counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return self._open.total()
+        return self._open_counts.total()
 
     def admit(self, address: str) -> bool:
         """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
         key = _make_counting_key(address)
-        if self._open.total() >= self._limit:
+        if self._open_counts.total() >= self._limit:
             self.record_end("too many connections", address)
-        elif self._open[key] >= self._limit_per_address:
+        elif self._open_counts[key] >= self._limit_per_address:
             self.record_end("too many connections from one address", address)
         else:
-            self._open[key] += 1
+            self._open_counts[key] += 1
             return True
         return False
 
     def release(self, address: str) -> None:
         key = _make_counting_key(address)
-        self._open[key] -= 1
-        if not self._open[key]:
-            del self._open[key]
+        self._open_counts[key] -= 1
+        if not self._open_counts[key]:
+            del self._open_counts[key]
 
     def record_end(self, reason: str, address: str) -> None:
         """Record that the gateway closed a connection. A single log line may report several connections."""
         self._metrics.record_connection_end(reason)
-        if not self._unlogged:
+        if not self._unlogged_counts:
             asyncio.get_running_loop().call_later(_LOG_INTERVAL_SECONDS, self._log_closed_connections, address)
-        self._unlogged[reason] += 1
+        self._unlogged_counts[reason] += 1
 
     def _log_closed_connections(self, address: str) -> None:
-        counts_by_reason = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
-        self._unlogged.clear()
+        counts_by_reason = {reason.replace(" ", "_"): count for reason, count in self._unlogged_counts.items()}
+        self._unlogged_counts.clear()
         log.warning("connections closed", first_address=address, **counts_by_reason)
 
 
 def _make_counting_key(address: str) -> str:
-    """Return the key by which connections from an address are counted.
+    """Return the key under which connections from an address are counted.
 
     An IPv6 address is counted by its /64 network, the smallest network that a client is usually assigned.
     """
@@ -210,7 +211,7 @@ class _LimitedConnection(h11.Connection):
 
 
 class _FlowControl(FlowControl):
-    """Flow control that reads nothing while events from earlier data are pending, even if uvicorn resumes reading."""
+    """Flow control that does not read while events from earlier data are pending, even if uvicorn resumes reading."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -271,7 +272,7 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
         )
         self._is_continuation_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._awaited: object = None
+        self._awaited_input: object = None
         self.ws_protocol_class = lambda **options: WebSocketConnection(connections, **options)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -329,14 +330,14 @@ class HttpConnection(_StallTimedConnection, H11Protocol):
 
     def _start_timer(self, awaited_part: str | None, request: object = None) -> None:
         """Start the timer for ``awaited_part``, which the client must send next. If it is None, stop the timer."""
-        if (awaited := (awaited_part, request)) == self._awaited:
+        if (awaited_input := (awaited_part, request)) == self._awaited_input:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = (
             self.loop.call_later(self._limits.request_seconds, self._abort_slow_request) if awaited_part else None
         )
-        self._awaited = awaited
+        self._awaited_input = awaited_input
 
     def _abort_slow_request(self) -> None:
         self._record_end("request too slow")

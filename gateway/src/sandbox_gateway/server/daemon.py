@@ -13,7 +13,7 @@ from sandbox_gateway.config import Config, load
 from sandbox_gateway.errors import GatewayError
 
 DEFAULT_CONFIG = Path("/etc/sandbox-gateway/config.toml")
-EXIT_FAILED_START = 2
+EXIT_CODE_START_FAILED = 2
 
 app = typer.Typer(
     name="sandbox-gateway",
@@ -83,10 +83,10 @@ def main() -> None:
         app()
     except GatewayError as error:
         print(f"sandbox-gateway: {error.message}", file=sys.stderr)
-        sys.exit(EXIT_FAILED_START)
+        sys.exit(EXIT_CODE_START_FAILED)
     except OSError as error:
         print(f"sandbox-gateway: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED_START)
+        sys.exit(EXIT_CODE_START_FAILED)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ async def _serve(
     with contextlib.ExitStack() as stack:
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
-            unix_listener = stack.enter_context(unix_socket(config.server.socket, config.server.socket_group))
+            unix_listener = stack.enter_context(unix_socket_bound(config.server.socket, config.server.socket_group))
             listeners.append((_DaemonServer(_make_uvicorn_config(LocalPeerMiddleware(app), None)), unix_listener))
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
@@ -288,7 +288,7 @@ def _silence_libraries() -> None:
 
 
 @contextlib.contextmanager
-def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
+def unix_socket_bound(path: Path, group: str) -> Iterator[socket.socket]:
     """Create a bound Unix socket, and remove it on exit. Raises Invalid if it cannot be created.
 
     Its mode is 0660 if ``group`` is set, and 0600 otherwise.
@@ -331,7 +331,7 @@ def _find_group_id(group: str) -> int:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove a socket on which no process listens."""
+    """Remove a socket that no process is listening on."""
     if not path.exists():
         return
     if not path.is_socket():

@@ -24,11 +24,11 @@ from sandbox_gateway.records import check_name
 MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 _VOLUME_FILES_PREFIX = "/volumecontent/"
-"""The beginning of the paths with which E2B's clients access the files of volumes."""
-_EXEC_PATHS = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
-_EXPORT_PATHS = re.compile(r"/snapshots/[^/]+/export")
-"""Paths whose GET returns the disk and the memory of a machine, with every secret in them."""
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+"""The prefix of the paths that E2B's clients use to access the files of volumes."""
+_EXEC_PATH_PATTERN = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_EXPORT_PATH_PATTERN = re.compile(r"/snapshots/[^/]+/export")
+"""GET requests to these paths return the disk and the memory of a machine, including all secrets in them."""
+_CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f]")
 _PLANS_PATH = "/plans"
 _PLAN_REQUEST_PATTERN = re.compile(r"/plans/([0-9a-f]{32})(/.+)")
 """A path with the id of a plan session, followed by the path of a request in that session.
@@ -121,21 +121,21 @@ def _check_permissions(path: Path, status: os.stat_result) -> None:
         raise Invalid(f"the key file {path} belongs to user {status.st_uid}: run chown root {path}")
 
 
-def _parse_line(line: str, where: str) -> Key:
+def _parse_line(line: str, location: str) -> Key:
     words = line.split()
     if len(words) != 3:
-        raise Invalid(f"{where}: the line has {len(words)} words instead of 3: write `name scope key`")
+        raise Invalid(f"{location}: the line has {len(words)} words instead of 3: write `name scope key`")
     name, scope, secret = words
     try:
         check_name(name)
         permission = Permission[scope.upper()]
     except ValueError as error:
-        raise Invalid(f"{where}: {error}") from None
+        raise Invalid(f"{location}: {error}") from None
     except KeyError:
-        raise Invalid(f"{where}: the scope {scope!r} is unknown: use read, exec or admin") from None
+        raise Invalid(f"{location}: the scope {scope!r} is unknown: use read, exec or admin") from None
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
-            f"{where}: the key is {len(secret)} characters long, but must be at least {MIN_KEY_LENGTH}: create one "
+            f"{location}: the key is {len(secret)} characters long, but must be at least {MIN_KEY_LENGTH}: create one "
             "with `echo e2b_$(openssl rand -hex 24)`"
         )
     return Key(name, permission, hash_secret(secret))
@@ -204,7 +204,7 @@ def is_identified(scope: Scope) -> bool:
     return _CALLER_KEY in scope
 
 
-def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
+def create_unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the Unix socket")
     if extract_secrets(Headers(scope=scope)):
@@ -212,9 +212,9 @@ def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
-def required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
+def determine_required_permission(method: str, path: str, *, in_plan: bool = False) -> Permission:
     """Return the permission that a control-plane request requires. ``in_plan``: whether it is in a plan session."""
-    if _EXPORT_PATHS.fullmatch(path) and not in_plan:
+    if _EXPORT_PATH_PATTERN.fullmatch(path) and not in_plan:
         return Permission.ADMIN
     if method in ("GET", "HEAD", "OPTIONS") or in_plan or f"{path}/".startswith((f"{_PLANS_PATH}/", f"{_RUNS_PATH}/")):
         return Permission.READ
@@ -223,7 +223,7 @@ def required_permission(method: str, path: str, *, in_plan: bool = False) -> Per
 
 def runs_code(method: str, path: str) -> bool:
     """Return whether a request runs a command or code in a sandbox."""
-    return method == "POST" and _EXEC_PATHS.fullmatch(path) is not None
+    return method == "POST" and _EXEC_PATH_PATTERN.fullmatch(path) is not None
 
 
 class AuthMiddleware:
@@ -236,7 +236,7 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             # The `$` in the router's patterns also matches before a line feed at the end of a path.
-            if _CONTROL_CHARACTERS.search(scope["path"]):
+            if _CONTROL_CHARACTER_PATTERN.search(scope["path"]):
                 raise Invalid("the path contains a control character: remove it")
             caller = identify(scope, self.keys)
             for key, pattern in ((_PLAN_KEY, _PLAN_REQUEST_PATTERN), (_RUN_KEY, _RUN_REQUEST_PATTERN)):
@@ -254,17 +254,19 @@ class AuthMiddleware:
             in_plan = _PLAN_KEY in scope
             if in_plan or _RUN_KEY in scope or scope["path"] not in OPEN_PATHS:
                 if caller is None:
-                    raise unauthorized_error(scope, self.keys)
-                require_permission(caller, required_permission(scope["method"], scope["path"], in_plan=in_plan))
+                    raise create_unauthorized_error(scope, self.keys)
+                require_permission(
+                    caller, determine_required_permission(scope["method"], scope["path"], in_plan=in_plan)
+                )
         await self.app(scope, receive, send)
 
 
 def require_permission(caller: Caller, permission: Permission) -> None:
     if caller.permission < permission:
-        raise insufficient_scope_error(caller, permission)
+        raise create_insufficient_scope_error(caller, permission)
 
 
-def insufficient_scope_error(caller: Caller, permission: Permission) -> Forbidden:
+def create_insufficient_scope_error(caller: Caller, permission: Permission) -> Forbidden:
     return Forbidden(
         f"the key {caller.name!r} has scope {caller.permission.name.lower()}, but this request needs a key "
         f"with scope {permission.name.lower()}"

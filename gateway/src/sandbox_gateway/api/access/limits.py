@@ -17,7 +17,7 @@ MAX_HELD_BYTES = 32 << 20
 
 
 IMPORT_PATH = "/snapshots/import"
-"""The path whose body is read while it arrives, so that it may be larger. In a plan session, it is held in memory."""
+"""The path whose body may be larger, because it is processed as it arrives. In a plan session, it is held in memory."""
 
 
 class TooLarge(OverQuota):
@@ -61,7 +61,7 @@ class BodyLimitMiddleware:
     """Middleware that limits the size and upload time of request bodies.
 
     Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
-    MAX_HELD_BYTES. The body of an import is only limited in its pace (``stalled_seconds``).
+    MAX_HELD_BYTES. For the body of an import, only the pace is limited (``stalled_seconds``).
     """
 
     def __init__(self, app: ASGIApp, seconds: float, stalled_seconds: float) -> None:
@@ -91,7 +91,7 @@ class BodyLimitMiddleware:
             except TimeoutError:
                 raise TooSlow.for_whole_body(self.seconds) from None
             if not message.get("more_body"):
-                # After the body, only the client's disconnect follows, at any time.
+                # After the body, only the client's disconnect can follow, at any time.
                 deadline = None
             size = len(message.get("body", b""))
             received_bytes += size
@@ -115,7 +115,7 @@ class BodyLimitMiddleware:
 
         async def receive_in_time() -> Message:
             nonlocal is_complete
-            if is_complete:  # Only the client's disconnect follows, at any time.
+            if is_complete:  # Only the client's disconnect can follow, at any time.
                 return await receive()
             try:
                 message = await pace.wait_for_client(receive())

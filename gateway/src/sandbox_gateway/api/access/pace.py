@@ -1,4 +1,4 @@
-"""Limit how slowly a client may send an import or receive an export, which hold a place in ``limits.transfers``."""
+"""Limit how slowly a client may send an import or receive an export, which count towards ``limits.transfers``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Pace:
-    """The pace of one transfer. Only the time in which the gateway waits for the client counts.
+    """The pace of one transfer. Only the time during which the gateway waits for the client counts.
 
     In each ``seconds`` of that time, the client must send or receive an average of MIN_BYTES_PER_SECOND.
     """

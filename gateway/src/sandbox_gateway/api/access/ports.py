@@ -1,7 +1,7 @@
 """Authorize requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
 a secret if the ports are public.
 
-The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox was removed. A
+The tokens are derived from the sandbox's id, so the gateway can verify them even after the sandbox has been removed. A
 caller with a valid token learns that the sandbox was removed. All others get the same error as for an unknown sandbox.
 """
 
@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.connect import AGENT_PORT, CODE_PORT
 from sandbox_gateway.records import Sandbox
 
 AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
-"""Ports of the agent (E2B's envd, and the code interpreter): only these receive an inner access token."""
+"""Ports of the agent (E2B's envd, and the code interpreter): only requests to these get the agent's access token."""
 TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
@@ -60,12 +60,12 @@ class Admission:
     query: bytes | None = None
 
 
-def traffic_token(engine: Engine, sandbox_id: str) -> str:
+def derive_traffic_token(engine: Engine, sandbox_id: str) -> str:
     """Return the sandbox's second token, which is valid for every port except AGENT_PORT."""
     return engine.secret.derive(f"traffic {sandbox_id}")
 
 
-def token_for_port(token: str, port: int) -> str:
+def derive_port_token(token: str, port: int) -> str:
     """Return the token that the agent at ``port`` requires: ``token``, or one derived from it for the code interpreter.
 
     A program that listens on the interpreter's port while no agent runs must not learn the other port's token.
@@ -106,7 +106,7 @@ class PortAccess:
             if not (is_public or self._has_valid_token(id, headers, port)):
                 query = self._extract_signed_query(scope, id, port)
                 if query is None:
-                    raise self._refusal_error(scope, caller, headers, port)
+                    raise self._create_refusal_error(scope, caller, headers, port)
         if sandbox is None:
             raise NotRunning.for_missing_sandbox(ref)
         return Admission(sandbox, query)
@@ -120,7 +120,7 @@ class PortAccess:
     def _has_valid_token(self, id: str, headers: Headers, port: int) -> bool:
         token_pairs = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
         if port != AGENT_PORT:
-            token_pairs += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
+            token_pairs += [(headers.get(name), derive_traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(
             hmac.compare_digest(auth.hash_secret(offered_token), auth.hash_secret(expected_token))
             for offered_token, expected_token in token_pairs
@@ -134,16 +134,18 @@ class PortAccess:
         url.check_expiration(time.time())
         return url.query
 
-    def _refusal_error(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
+    def _create_refusal_error(
+        self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int
+    ) -> GatewayError:
         """Return the error for a refused request, which does not reveal whether the sandbox exists.
 
         As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.
         """
         if caller:
-            return auth.insufficient_scope_error(caller, auth.Permission.EXEC)
+            return auth.create_insufficient_scope_error(caller, auth.Permission.EXEC)
         if port != AGENT_PORT and "x-api-key" not in headers:
             return Forbidden(
-                "the ports of this sandbox are not public, and the request has no valid token of the sandbox: send "
+                "the ports of this sandbox are not public, and the request has no valid token for the sandbox: send "
                 "E2B-Traffic-Access-Token: TOKEN (GET /sandboxes/ID returns it) or X-API-Key: KEY"
             )
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
@@ -151,4 +153,4 @@ class PortAccess:
                 "no sandbox with that id has this access token, or the token is not valid for this port: "
                 "GET /sandboxes/ID returns the tokens of a sandbox"
             )
-        return auth.unauthorized_error(scope, self.keys)
+        return auth.create_unauthorized_error(scope, self.keys)

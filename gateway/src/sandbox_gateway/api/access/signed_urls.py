@@ -102,7 +102,7 @@ def signed_url_of(scope: Scope) -> SignedUrl | None:
     return parse_signed_url(scope["method"], scope.get("query_string", b""))
 
 
-def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
+def verify_signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
     """Return the query to forward for a `/files` URL, or None if it was not signed with ``token``.
 
     Raises Unauthorized if the signature has expired.

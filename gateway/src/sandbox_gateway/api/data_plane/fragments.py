@@ -24,7 +24,7 @@ MAX_HANDSHAKE_READ_BYTES = 1 << 10
 """Maximum bytes of that response parsed per turn of the event loop, because `websockets` copies the whole body for each
 of its chunks.
 """
-_FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
+_FIN_BIT, _OPCODE_MASK, _MASKED_BIT, _LENGTH_MASK = 0x80, 0x0F, 0x80, 0x7F
 _LENGTH_FORMATS = {126: "!H", 127: "!Q"}
 
 
@@ -74,8 +74,8 @@ class FragmentProtocol(Protocol):
 
     def _parse_frame(self) -> Generator[None]:
         """Parse one frame: a control frame is handled immediately, any other frame is passed on in fragments."""
-        first, second = yield from self.reader.read_exact(2)
-        opcode, fin, length = self._parse_header(first, second)
+        first_byte, second_byte = yield from self.reader.read_exact(2)
+        opcode, fin, length = self._parse_header(first_byte, second_byte)
         if length in _LENGTH_FORMATS:
             length_format = _LENGTH_FORMATS[length]
             (length,) = struct.unpack(
@@ -109,17 +109,17 @@ class FragmentProtocol(Protocol):
             self.has_more = False
             opcode = Opcode.CONT
 
-    def _parse_header(self, first: int, second: int) -> tuple[Opcode, bool, int]:
+    def _parse_header(self, first_byte: int, second_byte: int) -> tuple[Opcode, bool, int]:
         """Return the opcode, FIN bit and length from the first two bytes of a frame. Raises ProtocolError."""
         try:
-            opcode = Opcode(first & _OPCODE)
+            opcode = Opcode(first_byte & _OPCODE_MASK)
         except ValueError:
             raise ProtocolError("invalid opcode") from None
-        if bool(second & _MASKED) != (self.side is SERVER):
+        if bool(second_byte & _MASKED_BIT) != (self.side is SERVER):
             raise ProtocolError("incorrect masking")
-        if first & ~(_FIN | _OPCODE):
+        if first_byte & ~(_FIN_BIT | _OPCODE_MASK):
             raise ProtocolError("reserved bits must be 0")
-        return opcode, bool(first & _FIN), second & _LENGTH
+        return opcode, bool(first_byte & _FIN_BIT), second_byte & _LENGTH_MASK
 
 
 class ServerFragmentProtocol(ServerProtocol, FragmentProtocol):

@@ -61,7 +61,7 @@ class CountingStream(httpcore.AsyncNetworkStream):
     def __init__(self, stream: httpcore.AsyncNetworkStream, transport: asyncio.BaseTransport) -> None:
         self._stream = stream
         self._transport = transport
-        self._unread = b""
+        self._unread_data = b""
         _streams.add(self)
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -74,14 +74,14 @@ class CountingStream(httpcore.AsyncNetworkStream):
 
     async def _read(self, max_bytes: int, timeout: float | None) -> bytes:
         # Keep the rest here: in anyio's own buffer nothing could detect it (see ``get_extra_info``).
-        if self._unread:
+        if self._unread_data:
             await anyio.lowlevel.checkpoint()
         else:
             size = min(_MAX_READ_BYTES, max(_MIN_READ_BYTES, _TOTAL_READ_BYTES // max(1, len(_streams))))
             # anyio would keep the rest of a longer read in its own buffer.
             self._transport.max_size = size  # type: ignore[attr-defined]
-            self._unread = await self._stream.read(size, timeout)
-        data, self._unread = self._unread[:max_bytes], self._unread[max_bytes:]
+            self._unread_data = await self._stream.read(size, timeout)
+        data, self._unread_data = self._unread_data[:max_bytes], self._unread_data[max_bytes:]
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -92,6 +92,6 @@ class CountingStream(httpcore.AsyncNetworkStream):
         await self._stream.aclose()
 
     def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable" and self._unread:
+        if info == "is_readable" and self._unread_data:
             return True
         return self._stream.get_extra_info(info)

@@ -54,15 +54,15 @@ class Pools:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Services inside speak plain HTTP, so the context is never used; without it, httpcore would create one for each
-        # pool.
+        # Services in sandboxes speak plain HTTP, so the context is never used. Without it, httpcore would create one
+        # for each pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._connections_by_sandbox: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
+    def request_counted(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
         """Provide the connections to the machine that ``sandbox`` runs on, for one request.
 
         Raises Busy if the machine has too many requests.

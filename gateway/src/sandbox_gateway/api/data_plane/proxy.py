@@ -1,8 +1,8 @@
-"""The data plane: stream requests to ports inside sandboxes, and their responses.
+"""The data plane, which streams requests to ports inside sandboxes, and the responses to them.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
 `E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorizes requests. This module
-uses no proxy library: such libraries trust the service and pool connections by address, but here services are
+does not use a proxy library: such libraries trust the service and pool connections by address, but here services are
 untrusted, and connections end with the machine.
 """
 
@@ -30,7 +30,7 @@ from sandbox_gateway.api.access.ports import (
     TOKEN_HEADER,
     NotRunning,
     PortAccess,
-    token_for_port,
+    derive_port_token,
 )
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import HeadByteCounter
@@ -49,7 +49,7 @@ _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
 # With the value `false`, the request does not resume a paused sandbox.
 _RESUME_HEADER = "x-sandbox-auto-resume"
 # E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
-_CONTROL_PLANE_PATHS = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
+_CONTROL_PLANE_PATH_PATTERN = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
 _HOP_BY_HOP_HEADERS = frozenset(
     {
         "connection",
@@ -71,7 +71,7 @@ _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP_HEADERS | {"date", "alt-svc"}
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 # A browser that opens a signed URL must not run a sandbox's file as a page at the gateway's address.
 _ISOLATION_HEADERS = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
-_COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
+_COOKIE_DOMAIN_PATTERN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
 
@@ -100,7 +100,7 @@ class Target:
 
 
 class AddressFormats:
-    """The formats in which requests name a sandbox and a port."""
+    """The formats that requests use to specify a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
         self._host_pattern = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
@@ -119,7 +119,7 @@ class AddressFormats:
                     "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
-            if port == AGENT_PORT and _CONTROL_PLANE_PATHS.match(path):
+            if port == AGENT_PORT and _CONTROL_PLANE_PATH_PATTERN.match(path):
                 return None
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
@@ -146,7 +146,7 @@ class ServiceRequest:
     path: bytes
     """The path with the query."""
     headers: list[tuple[bytes, bytes]]
-    """The headers for the service inside."""
+    """The headers for the service."""
 
     @property
     def description(self) -> str:
@@ -183,7 +183,7 @@ class DataPlane:
         may_resume = headers.get(_RESUME_HEADER, "").lower() != "false"
         sandbox = await self._find_running(admission.sandbox, may_resume=may_resume)
         try:
-            address, token = self.engine.agents.endpoint(sandbox.id)
+            address, token = self.engine.agents.get_endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
             raise NotRunning.from_error(error) from None
         host = _choose_host_for_service(target, sandbox)
@@ -196,9 +196,9 @@ class DataPlane:
             address,
             host,
             _join_path_and_query(scope, admission.query),
-            self._headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
+            self._build_headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
         )
-        with self.pools.use(sandbox) as machine:
+        with self.pools.request_counted(sandbox) as machine:
             if scope["type"] == "websocket":
                 await _forward_websocket(incoming_request, machine)
             else:
@@ -223,7 +223,7 @@ class DataPlane:
         except NotFound:
             raise NotRunning.for_missing_sandbox(sandbox.id) from None
 
-    def _headers_for_service(
+    def _build_headers_for_service(
         self, headers: Headers, port: int, host: str, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the headers to forward: the request's, without the gateway's secrets and connection-specific headers.
@@ -234,10 +234,10 @@ class DataPlane:
         # A signed URL is valid only for the user it names.
         if signed or any(self._has_api_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
-        forwarded_headers = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped_names]
+        forwarded_headers = [(name, value) for name, value in headers.raw if _lowercase_name(name) not in dropped_names]
         forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
         if port in AGENT_PORTS:
-            forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, port).encode()))
+            forwarded_headers.append((TOKEN_HEADER.encode(), derive_port_token(token, port).encode()))
         return forwarded_headers
 
     def _has_api_key(self, authorization: str) -> bool:
@@ -285,9 +285,9 @@ async def _forward_http(
     if await _run_unless_interrupted(exchange.run(), body, machine):
         return
     if not exchange.has_started:
-        raise _machine_ended_error(incoming_request)
+        raise _create_machine_ended_error(incoming_request)
     # Returning before the response is complete makes uvicorn close the client's connection.
-    log.info("data plane ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
+    log.info("data plane connection ended", sandbox=incoming_request.sandbox.id, port=incoming_request.target.port)
 
 
 class _Exchange:
@@ -312,7 +312,7 @@ class _Exchange:
                     f"{self.incoming_request.description} responded with status {response.status_code}, which is "
                     "not a valid final status: check the service there"
                 )
-            headers = _headers_for_client(response.headers.raw, self.incoming_request.target)
+            headers = _build_headers_for_client(response.headers.raw, self.incoming_request.target)
             self.has_started = True
             await self.incoming_request.send(
                 {"type": "http.response.start", "status": response.status_code, "headers": headers}
@@ -326,7 +326,7 @@ class _Exchange:
         except httpx.TransportError as error:
             # Returning before the response is complete makes uvicorn close the client's connection.
             log.warning(
-                "data plane broken",
+                "data plane connection lost",
                 sandbox=self.incoming_request.sandbox.id,
                 port=self.incoming_request.target.port,
                 reason=str(error),
@@ -340,7 +340,7 @@ class _Exchange:
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed_error(self.incoming_request) from None
+            raise _create_port_closed_error(self.incoming_request) from None
         except httpx.TimeoutException:
             raise ProxyFailed(
                 f"{description} did not accept a connection in time: check that the service there is running"
@@ -366,10 +366,10 @@ class _Body(httpx.AsyncByteStream):
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
         self.seconds = seconds
-        self.fully_read = asyncio.Event()
+        self.fully_read_event = asyncio.Event()
         """Set once the whole body has been read: only the client's disconnect can follow."""
         if not expected:
-            self.fully_read.set()
+            self.fully_read_event.set()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -382,7 +382,7 @@ class _Body(httpx.AsyncByteStream):
                 if chunk := message.get("body", b""):
                     yield chunk
         finally:
-            self.fully_read.set()
+            self.fully_read_event.set()
 
     async def _receive_piece(self) -> Message:
         try:
@@ -421,7 +421,7 @@ async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, 
 
 
 async def _wait_for_disconnect(body: _Body) -> None:
-    await body.fully_read.wait()
+    await body.fully_read_event.wait()
     while (await body.receive())["type"] != "http.disconnect":
         pass
 
@@ -444,14 +444,14 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
     except websocket.HandshakeRefused as refusal:
         response = refusal.response
         # The body is sent as a whole, so its length is new if it arrived in chunks.
-        headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
+        headers = _build_headers_for_client(_encode_headers(response.headers), target, {"content-length"})
         await incoming_request.send(
             {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
         )
         await incoming_request.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed_error(incoming_request) from None
+        raise _create_port_closed_error(incoming_request) from None
     except TimeoutError:
         raise ProxyFailed(
             f"{incoming_request.description} did not complete the WebSocket handshake in time: check the service there"
@@ -461,30 +461,32 @@ async def _forward_websocket(incoming_request: ServiceRequest, machine: MachineC
             f"{incoming_request.description} did not accept the WebSocket connection ({error}): check the service there"
         ) from None
     if service_connection is None:
-        raise _machine_ended_error(incoming_request)
+        raise _create_machine_ended_error(incoming_request)
     assert service_connection.response is not None
     await tunnel.run(
         service_connection,
-        _headers_for_client(_encode_headers(service_connection.response.headers), target, websocket.HANDSHAKE_HEADERS),
+        _build_headers_for_client(
+            _encode_headers(service_connection.response.headers), target, websocket.HANDSHAKE_HEADERS
+        ),
     )
 
 
-def _port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
+def _create_port_closed_error(incoming_request: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {incoming_request.description}, so the port is not open: start the service there, and "
-        "make it listen on all addresses"
+        f"nothing is listening on {incoming_request.description}, so the port is not open: start the service there, "
+        "and make it listen on all addresses"
     )
 
 
-def _machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
+def _create_machine_ended_error(incoming_request: ServiceRequest) -> ProxyFailed:
     return ProxyFailed(
         f"sandbox {incoming_request.sandbox.id} was rolled back, paused or ended during the request: "
         "send the request again"
     )
 
 
-def _headers_for_client(
+def _build_headers_for_client(
     raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific headers and those in ``unwanted_names``.
@@ -505,20 +507,23 @@ def _headers_for_client(
     return isolation_headers + [
         (name, value)
         for name, value in headers.raw
-        if _lower_name(name) not in dropped_names and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
+        if _lowercase_name(name) not in dropped_names
+        and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
     ]
 
 
 def _is_for_other_hosts(cookie: bytes, host: str) -> bool:
     """Return whether the Domain attribute of a cookie includes other hosts, that is, other sandboxes."""
-    return any(domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN.findall(cookie) if domain)
+    return any(
+        domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN_PATTERN.findall(cookie) if domain
+    )
 
 
 def _encode_headers(headers: websockets.datastructures.Headers) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.raw_items()]
 
 
-def _lower_name(name: bytes) -> str:
+def _lowercase_name(name: bytes) -> str:
     return name.decode("latin-1").lower()
 
 

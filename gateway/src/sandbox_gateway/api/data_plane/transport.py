@@ -51,8 +51,8 @@ class _Connection(httpcore.AsyncHTTPConnection):
 
     def _has_unread_data(self) -> bool:
         # httpcore has no public attribute for this.
-        unread, _ = self._connection._h11_state.trailing_data  # type: ignore[union-attr]
-        return bool(unread)
+        unread_data, _ = self._connection._h11_state.trailing_data  # type: ignore[union-attr]
+        return bool(unread_data)
 
 
 class _Backend(httpcore.AnyIOBackend):

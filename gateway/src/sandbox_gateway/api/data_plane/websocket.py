@@ -66,8 +66,8 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
     MAX_UNSENT_BYTES are buffered is disconnected, because it does not read the responses.
     """
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.conn: ServerFragmentProtocol = ServerFragmentProtocol(
             max_size=self.config.ws_max_size, logger=_silent_logger
         )
@@ -159,8 +159,8 @@ class _ServiceConnection(ClientConnection):
         transport.max_size = MAX_HANDSHAKE_READ_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
 
-    async def handshake(self, *args: Any, **more: Any) -> None:
-        await super().handshake(*args, **more)
+    async def handshake(self, *args: Any, **kwargs: Any) -> None:
+        await super().handshake(*args, **kwargs)
         self.transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
 
     async def next_fragment(self) -> Frame:
@@ -359,6 +359,6 @@ class Tunnel:
         if self._has_client_left:
             return
         if close_frame is None:
-            await self._close(_BAD_GATEWAY, "the service inside closed the connection unexpectedly")
+            await self._close(_BAD_GATEWAY, "the service in the sandbox closed the connection unexpectedly")
         else:
             await self._close(_NORMAL if close_frame.code == _NO_CODE else close_frame.code, close_frame.reason)

@@ -35,7 +35,7 @@ async def version() -> shapes.VersionInfo:
 @router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
 async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
     snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [_snapshot_info(engine, snapshot) for snapshot in snapshots]
+    return [_describe_snapshot(engine, snapshot) for snapshot in snapshots]
 
 
 @router.post(
@@ -52,7 +52,7 @@ async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: 
         )
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
     await cancel_on_disconnect(request, _wait_for_build(build))
-    return _snapshot_info(engine, engine.snapshots.get(body.tag))
+    return _describe_snapshot(engine, engine.snapshots.get(body.tag))
 
 
 @router.delete("/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template")
@@ -77,7 +77,7 @@ async def delete_snapshot(
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
     user_ids = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
-    return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), user_ids)
+    return shapes.describe_snapshot_in_detail(snapshot, engine.snapshots.files_of(snapshot.id), user_ids)
 
 
 @router.post(
@@ -86,7 +86,7 @@ async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     tag = shapes.tag_of(engine.snapshots.get(ref))
     raise Unsupported(
-        f"compacting is not supported, because snapshot {tag} is already complete: make sandboxes from it directly"
+        f"compacting is not supported, because snapshot {tag} is already complete: create sandboxes from it directly"
     )
 
 
@@ -97,17 +97,17 @@ async def create_sandboxes(
     snapshot = engine.snapshots.get(body.snapshot_tag)
     spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.value_or_unset("timeout"))
     results = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
-    return [_sandbox_info(engine, sandbox) for sandbox in results if isinstance(sandbox, Sandbox)]
+    return [_describe_sandbox(engine, sandbox) for sandbox in results if isinstance(sandbox, Sandbox)]
 
 
 @router.get("/v1/sandboxes", summary="List sandboxes")
 async def list_sandboxes(engine: EngineDep) -> list[shapes.SandboxInfo]:
-    return [_sandbox_info(engine, sandbox) for sandbox in engine.sandboxes.list()]
+    return [_describe_sandbox(engine, sandbox) for sandbox in engine.sandboxes.list()]
 
 
 @router.get("/v1/sandboxes/{ref}", summary="Show a sandbox")
 async def show_sandbox(ref: Ref, engine: EngineDep) -> shapes.SandboxInfo:
-    return _sandbox_info(engine, engine.sandboxes.get(ref))
+    return _describe_sandbox(engine, engine.sandboxes.get(ref))
 
 
 @router.delete("/v1/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
@@ -129,7 +129,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.exec(sandbox_id, body.args, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.exec_fields(result, body.timeout_secs))
+    return output.respond(sandbox_id, shapes.build_exec_fields(result, body.timeout_secs))
 
 
 @router.post(
@@ -145,7 +145,7 @@ async def evaluate(request: Request, ref: Ref, body: shapes.EvaluateCode, engine
     sandbox_id = engine.sandboxes.get(ref).id
     work = engine.commands.eval(sandbox_id, body.code, timeout=body.timeout_secs)
     result = await cancel_on_disconnect(request, work)
-    return output.respond(sandbox_id, shapes.eval_fields(result))
+    return output.respond(sandbox_id, shapes.build_eval_fields(result))
 
 
 @router.post("/v1/sandboxes/{ref}/ping", summary="Check that the sandbox's agent answers")
@@ -172,7 +172,7 @@ async def branch(
     _check_parent(body, sandbox, engine)
     snapshot = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
     request.app.state.metrics.record_capture(snapshot)
-    return _snapshot_info(engine, snapshot)
+    return _describe_snapshot(engine, snapshot)
 
 
 _NO_LIVE_MODE_REASON = "a sandbox is paused for a few milliseconds while it is captured"
@@ -197,7 +197,7 @@ def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None
     if not (body.diff or body.mode == "diff"):
         raise Invalid("'parent_tag' is valid only with mode diff: set the mode, or leave 'parent_tag' out")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
-        origin_tag = _tag_or_id(engine, sandbox.forked_from)
+        origin_tag = _find_tag_or_id(engine, sandbox.forked_from)
         raise Invalid(
             f"'parent_tag' is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin_tag}: set it to "
             f"{origin_tag}, or leave it out"
@@ -211,19 +211,19 @@ async def _wait_for_build(build: Build) -> None:
         raise BackendFailed(f"the template could not be built: {build.reason}")
 
 
-def _snapshot_info(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
-    return shapes.snapshot_info(snapshot, engine.snapshots.files_of(snapshot.id))
+def _describe_snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
+    return shapes.describe_snapshot(snapshot, engine.snapshots.files_of(snapshot.id))
 
 
-def _sandbox_info(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
+def _describe_sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
     try:
-        address, _ = engine.agents.endpoint(sandbox.id)
+        address, _ = engine.agents.get_endpoint(sandbox.id)
     except GatewayError:
         address = ""
-    return shapes.sandbox_info(sandbox, _tag_or_id(engine, sandbox.forked_from), address)
+    return shapes.describe_sandbox(sandbox, _find_tag_or_id(engine, sandbox.forked_from), address)
 
 
-def _tag_or_id(engine: Engine, id: str) -> str:
+def _find_tag_or_id(engine: Engine, id: str) -> str:
     try:
         return shapes.tag_of(engine.snapshots.get(id))
     except NotFound:

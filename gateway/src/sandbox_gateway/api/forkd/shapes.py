@@ -16,12 +16,12 @@ from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, SnapshotKind,
 FORKD_AGENT_PORT = 8888
 """The port of forkd's agent in a sandbox."""
 MAX_TAG_LENGTH = 64
-_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
+_TAG_PATTERN = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
 _MIB = 1 << 20
 
 
 def _check_tag(value: str) -> str:
-    if not _TAG.fullmatch(value):
+    if not _TAG_PATTERN.fullmatch(value):
         raise ValueError(f"{value[:80]!r} is not a valid tag: use 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
@@ -117,8 +117,8 @@ class SnapshotInfo(BaseModel):
     tag: str
     id: str
     dir: str = Field(description="Directory of the snapshot on the host.")
-    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file; likewise memory.")
-    memory: str | None = None
+    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file.")
+    memory: str | None = Field(None, description="Path of the memory image, if it is a file.")
     created_at_unix: int
     branched_from: str | None = Field(None, description="Id of the source sandbox; null for templates.")
     pause_ms: int | None = Field(None, description="Milliseconds for which the source was paused, rounded up.")
@@ -157,10 +157,10 @@ class Pong(BaseModel):
 
 def tag_of(snapshot: Snapshot) -> str:
     """Return the first of a snapshot's names that is a valid tag, or else its id, which is always valid."""
-    return next((name for name in snapshot.names if _TAG.fullmatch(name)), snapshot.id)
+    return next((name for name in snapshot.names if _TAG_PATTERN.fullmatch(name)), snapshot.id)
 
 
-def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
+def describe_sandbox(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
     """Describe a sandbox. ``address`` is empty if the sandbox is paused."""
     return SandboxInfo(
         id=sandbox.id,
@@ -172,7 +172,7 @@ def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxIn
     )
 
 
-def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
+def describe_snapshot(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     info = SnapshotInfo(
         tag=tag_of(snapshot),
         id=snapshot.id,
@@ -189,10 +189,10 @@ def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     return info
 
 
-def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
+def describe_snapshot_in_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
     has_memory = snapshot.memory is not MemoryMode.NONE
     return SnapshotDetail(
-        **snapshot_info(snapshot, files).model_dump(),
+        **describe_snapshot(snapshot, files).model_dump(),
         memory_logical_bytes=snapshot.resources.memory_mb * _MIB if has_memory else 0,
         memory_physical_bytes=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,
@@ -200,7 +200,7 @@ def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[s
     )
 
 
-def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
+def build_exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
     """Return the fields of ``ExecInfo`` for a result. ``seconds`` is the timeout of the command."""
     stderr = result.stderr
     if result.timed_out:
@@ -208,7 +208,7 @@ def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
     return {"stdout": result.stdout, "stderr": stderr, "exit_code": result.exit_code}
 
 
-def eval_fields(result: EvalResult) -> dict[str, str | int | None]:
+def build_eval_fields(result: EvalResult) -> dict[str, str | int | None]:
     """Return the fields of ``EvalInfo`` for a result."""
     has_failed = result.exit_code != 0
     return {

@@ -21,29 +21,29 @@ RunId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a r
 
 @router.post("/applied-runs", summary="Open a run that applies a plan, or find it if it is open")
 async def open_run(request: Request, body: requests.OpenAppliedRun) -> shapes.AppliedRunShape:
-    return _shape(request, _runs(request).open(_owner(request), body.run))
+    return _describe_run(request, _get_runs(request).open(_get_owner(request), body.run))
 
 
 @router.get("/applied-runs", summary="List the runs of this key that apply a plan")
 async def index(request: Request) -> list[shapes.AppliedRunShape]:
-    return [_shape(request, each) for each in _runs(request).list(_owner(request))]
+    return [_describe_run(request, each) for each in _get_runs(request).list(_get_owner(request))]
 
 
 @router.delete("/applied-runs/{id}", status_code=204, summary="End a run that applies a plan")
 async def delete(request: Request, id: RunId) -> None:
-    _runs(request).close(_owner(request), id)
+    _get_runs(request).close(_get_owner(request), id)
 
 
-def _runs(request: Request) -> AppliedRuns:
+def _get_runs(request: Request) -> AppliedRuns:
     runs: AppliedRuns = request.app.state.applied_runs
     return runs
 
 
-def _owner(request: Request) -> str:
+def _get_owner(request: Request) -> str:
     return caller_of(request.scope).name
 
 
-def _shape(request: Request, run: AppliedRun) -> shapes.AppliedRunShape:
+def _describe_run(request: Request, run: AppliedRun) -> shapes.AppliedRunShape:
     engine: Engine = request.app.state.engine
     return shapes.AppliedRunShape(
         run_id=run.id, opened_at=run.opened_at, objects=len(run.changes), gateway_id=engine.secret.gateway_id

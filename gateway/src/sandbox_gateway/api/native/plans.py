@@ -22,47 +22,47 @@ PlanId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of a 
 
 @router.post("/plans", summary="Open the plan session of a run, or find it if it is open")
 async def open_session(request: Request, body: requests.OpenPlan) -> shapes.PlanShape:
-    session = _sessions(request).open(_owner(request), body.run)
-    # Builds in progress end at once in a session, and the first task must see their templates.
+    session = _get_sessions(request).open(_get_owner(request), body.run)
+    # Builds in progress end immediately in a session, and the first task must see their templates.
     await session.engine.background.wait(_BUILD_TIMEOUT_SECONDS)
-    return _shape(session)
+    return _describe_session(session)
 
 
 @router.get("/plans", summary="List the plan sessions of this key")
 async def index(request: Request) -> list[shapes.PlanShape]:
-    return [_shape(each) for each in _sessions(request).list(_owner(request))]
+    return [_describe_session(each) for each in _get_sessions(request).list(_get_owner(request))]
 
 
 @router.get("/plans/{id}", summary="Show a plan session")
 async def show(request: Request, id: PlanId) -> shapes.PlanShape:
-    return _shape(_sessions(request).get(_owner(request), id))
+    return _describe_session(_get_sessions(request).get(_get_owner(request), id))
 
 
 @router.delete("/plans/{id}", status_code=204, summary="End a plan session")
 async def delete(request: Request, id: PlanId) -> None:
-    await _sessions(request).close(_owner(request), id)
+    await _get_sessions(request).close(_get_owner(request), id)
 
 
-def _sessions(request: Request) -> PlanSessions:
+def _get_sessions(request: Request) -> PlanSessions:
     sessions: PlanSessions = request.app.state.plans
     return sessions
 
 
-def _owner(request: Request) -> str:
+def _get_owner(request: Request) -> str:
     return caller_of(request.scope).name
 
 
-def _shape(session: PlanSession) -> shapes.PlanShape:
+def _describe_session(session: PlanSession) -> shapes.PlanShape:
     return shapes.PlanShape(
         plan_id=session.id,
         opened_at=session.opened_at,
         objects=session.id_count,
         gateway_id=session.engine.secret.gateway_id,
-        typical=_typical_costs(session),
+        typical=_compute_typical_costs(session),
     )
 
 
-def _typical_costs(session: PlanSession) -> shapes.CaptureCostsShape | None:
+def _compute_typical_costs(session: PlanSession) -> shapes.CaptureCostsShape | None:
     if not (captures := session.recent_captures):
         return None
     return shapes.CaptureCostsShape(

@@ -19,7 +19,7 @@ from pydantic import (
 
 from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT_FIELD, AnyRef, Body, Refusal, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
-from sandbox_gateway.api.native.naming import json_name
+from sandbox_gateway.api.native.naming import to_json_name
 from sandbox_gateway.engine.image_steps import compile_steps
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
@@ -53,8 +53,8 @@ def _check_pair_size(value: dict[str, str]) -> dict[str, str]:
     size = sum(len(key.encode()) + len(text.encode()) for key, text in value.items())
     if size > MAX_STORED_BYTES:
         raise ValueError(
-            f"the keys and values have {size} bytes in total: send at most {MAX_STORED_BYTES >> 10} KiB, and put more "
-            "data into a file in the sandbox"
+            f"the keys and values are {size} bytes long in total: send at most {MAX_STORED_BYTES >> 10} KiB, and put "
+            "more data into a file in the sandbox"
         )
     return value
 
@@ -63,7 +63,7 @@ def _check_setup_size(value: list[str]) -> list[str]:
     size = sum(len(command.encode()) for command in value)
     if size > MAX_SETUP_BYTES:
         raise ValueError(
-            f"the commands have {size} bytes in total: send at most {MAX_SETUP_BYTES >> 10} KiB, and let a command "
+            f"the commands are {size} bytes long in total: send at most {MAX_SETUP_BYTES >> 10} KiB, and let a command "
             "download larger files, or build the template from a directory"
         )
     return value
@@ -96,7 +96,7 @@ Metadata = Annotated[StoredPairs, AfterValidator(_check_metadata)]
 _DEFAULT_POLICY = NetworkPolicy()
 _MAX_HOST_LENGTH = 255
 Address = Annotated[str, Field(max_length=_MAX_HOST_LENGTH)]
-_HOST_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
+_HOST_MASK_PATTERN = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
 PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
@@ -105,7 +105,7 @@ PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
 class NativeBody(Body):
     """A body whose fields are in camelCase in JSON, except those with an explicit alias."""
 
-    model_config = ConfigDict(alias_generator=json_name)
+    model_config = ConfigDict(alias_generator=to_json_name)
 
 
 class Network(NativeBody):
@@ -143,11 +143,13 @@ class Network(NativeBody):
     @field_validator("mask_request_host")
     @classmethod
     def _check_host(cls, value: str | None) -> str | None:
-        if value and not _HOST_MASK.fullmatch(value):
+        if value and not _HOST_MASK_PATTERN.fullmatch(value):
             raise ValueError(f"{value!r} is not a host name: use letters, digits, '-', '.' and ${{PORT}}")
         return value
 
-    def policy(self, allow_internet: bool | None = None, *, current: NetworkPolicy = _DEFAULT_POLICY) -> NetworkPolicy:
+    def build_policy(
+        self, allow_internet: bool | None = None, *, current: NetworkPolicy = _DEFAULT_POLICY
+    ) -> NetworkPolicy:
         """Return the network policy that this object describes.
 
         If ``allowInternetAccess`` is absent here, ``allow_internet`` (a field of the request itself) applies instead.
@@ -189,7 +191,7 @@ class VolumeMount(NativeBody):
     read_only: bool = False
     clone: bool = Field(False, description="Mount a clone of the captured volume, not the volume itself.")
 
-    def spec(self) -> MountSpec:
+    def build_spec(self) -> MountSpec:
         return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
 
 
@@ -219,7 +221,7 @@ class ForkBody(Sizes):
         description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
 
-    def spec(self, **more: Any) -> ForkSpec:
+    def build_spec(self, **kwargs: Any) -> ForkSpec:
         network = self.network or Network()
         return ForkSpec(
             cpus=self.cpus,
@@ -229,16 +231,16 @@ class ForkBody(Sizes):
             paused=self.paused,
             metadata=self.metadata,
             env=self.env,
-            network=network.policy(self.allow_internet_access),
+            network=network.build_policy(self.allow_internet_access),
             public_ports=network.allow_public_traffic,
-            mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
+            mounts=None if self.volume_mounts is None else [mount.build_spec() for mount in self.volume_mounts],
             timeout=self.value_or_unset("timeout"),
-            on_timeout=self._on_timeout(),
+            on_timeout=self._choose_on_timeout(),
             auto_resume=self._should_auto_resume(),
-            **more,
+            **kwargs,
         )
 
-    def _on_timeout(self) -> OnTimeout:
+    def _choose_on_timeout(self) -> OnTimeout:
         if self.lifecycle and self.lifecycle.on_timeout:
             return self.lifecycle.on_timeout
         return OnTimeout.PAUSE if self.auto_pause else OnTimeout.KILL
@@ -260,9 +262,9 @@ class CreateSandbox(ForkBody):
     template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
     name: Name | None = None
 
-    def create_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+    def build_create_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
         names = [self.name] if self.name else None
-        return self.spec(names=names, idempotency_key=idempotency_key, operation=operation)
+        return self.build_spec(names=names, idempotency_key=idempotency_key, operation=operation)
 
 
 class Fork(ForkBody):
@@ -280,10 +282,10 @@ class Fork(ForkBody):
     def has_count_or_names(self) -> bool:
         return self.count is not None or self.names is not None
 
-    def fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+    def build_fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
         """Return the request as a ``ForkSpec``. Raises Invalid if `name`, `names` and `count` contradict each other."""
         names = self._resolve_names()
-        return self.spec(
+        return self.build_spec(
             count=self.count or len(names or ()) or 1,
             names=names,
             concurrency=self.concurrency,
@@ -356,14 +358,14 @@ class KeepRule(NativeBody):
         None,
         ge=1,
         le=100_000,
-        description="Number of days (UTC, only days with snapshots) of which to keep the newest snapshot.",
+        description="Number of days (UTC, only days with snapshots) for which to keep the newest snapshot.",
     )
     max_age: float | None = Field(
         None,
         gt=0,
         le=100 * 366 * 86400,
         allow_inf_nan=False,
-        description="Delete snapshots that are older, in seconds.",
+        description="Age in seconds beyond which snapshots are deleted.",
     )
 
     @model_validator(mode="after")
@@ -480,7 +482,7 @@ class AnnounceTemplate(NativeBody):
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
 
-    def resources(self) -> Resources:
+    def build_resources(self) -> Resources:
         sizes = self.model_dump(include={"cpus", "memory_mb"}, exclude_none=True)
         return Resources(**sizes, disk_mb=IMAGE_BUILD_DISK_MB)
 
@@ -509,7 +511,7 @@ class BuildFromImage(NativeBody):
     start_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
     ready_cmd: str = Field("", max_length=MAX_COMMAND_LENGTH)
 
-    def recipe(self, resources: Resources) -> Recipe:
+    def build_recipe(self, resources: Resources) -> Recipe:
         """Return the recipe. As in E2B, the image's own entry point is not started. Raises Invalid, Unsupported."""
         steps = compile_steps(((step.type, step.args) for step in self.steps), MAX_SETUP_BYTES)
         try:
@@ -517,8 +519,8 @@ class BuildFromImage(NativeBody):
                 source=Source.IMAGE,
                 image=self.from_image,
                 setup=steps.commands,
-                start_command=steps.command(self.start_cmd) if self.start_cmd else "true",
-                ready_probe=steps.command(self.ready_cmd) if self.ready_cmd else "",
+                start_command=steps.build_command(self.start_cmd) if self.start_cmd else "true",
+                ready_probe=steps.build_command(self.ready_cmd) if self.ready_cmd else "",
                 ready_timeout=_IMAGE_READY_SECONDS,
                 resources=resources,
             )
@@ -558,7 +560,7 @@ class CreateTemplate(Sizes):
         ),
         "instanceType": Refusal("because a host has only one kind of machine: leave it out"),
         "nodes": Refusal("because a gateway manages a single host: leave it out"),
-        "enableIvshmem": Refusal("because sandboxes share no memory with the host: leave it out"),
+        "enableIvshmem": Refusal("because sandboxes do not share memory with the host: leave it out"),
     }
 
     name: Name
@@ -586,20 +588,20 @@ class CreateTemplate(Sizes):
         "a new template.",
     )
 
-    def _whole_cpus(self, thousandths: int) -> int:
+    def _convert_to_whole_cpus(self, thousandths: int) -> int:
         cpus, rest = divmod(thousandths, 1000)
         if rest or self.cpus not in (None, cpus):
             raise Invalid(
                 f"'cpu' is {thousandths} thousandths of a CPU, but a sandbox has a whole number of CPUs: set "
-                "'cpuCount' to that number, and leave 'cpu' out"
+                "'cpuCount' to a whole number, and leave 'cpu' out"
             )
         return cpus
 
-    def recipe(self) -> Recipe:
+    def build_recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
         sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
         if self.cpu is not None:
-            sizes["cpus"] = self._whole_cpus(self.cpu)
+            sizes["cpus"] = self._convert_to_whole_cpus(self.cpu)
         recipe_fields = self.model_dump(
             exclude={"name", "description", "prewarm", "cpus", "cpu", "memory_mb", "disk_mb"}, exclude_none=True
         )

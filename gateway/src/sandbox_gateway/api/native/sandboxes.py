@@ -15,7 +15,7 @@ from sandbox_gateway.api import output
 from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
-from sandbox_gateway.api.paging import Limit, NextToken, Order, page
+from sandbox_gateway.api.paging import Limit, NextToken, Order, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
@@ -41,8 +41,8 @@ async def create(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> shapes.SandboxShape:
-    origin, spec = get_template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
-    return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
+    origin, spec = get_template_or_snapshot(engine, body.template), body.build_create_spec(idempotency_key, operation)
+    return view.describe_sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
 
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
@@ -65,32 +65,32 @@ async def index(
     diverged: Annotated[bool, Query(description="Report whether each sandbox has diverged from its head")] = False,
 ) -> list[shapes.SandboxShape]:
     filters = [
-        *_name_filters(name),
-        *_state_filters(state),
-        *_metadata_filters(metadata),
-        *_template_filters(template, engine),
-        *_source_filters(forked_from, engine),
-        *_start_filters(started_after),
+        *_create_name_filters(name),
+        *_create_state_filters(state),
+        *_create_metadata_filters(metadata),
+        *_create_template_filters(template, engine),
+        *_create_source_filters(forked_from, engine),
+        *_create_start_filters(started_after),
     ]
 
     def walk(after: Key | None, backwards: bool) -> Iterator[Sandbox]:
         sandboxes = engine.sandboxes.walk(after, backwards=backwards)
         return (sandbox for sandbox in sandboxes if all(is_match(sandbox) for is_match in filters))
 
-    items = page(walk, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
+    items = paginate(walk, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
-        return await view.sandboxes_with_divergence(items)
-    return [view.sandbox(sandbox, with_secrets=False) for sandbox in items]
+        return await view.describe_sandboxes_with_divergence(items)
+    return [view.describe_sandbox(sandbox, with_secrets=False) for sandbox in items]
 
 
 @router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
-    return await view.sandbox_with_divergence(engine.sandboxes.get(ref))
+    return await view.describe_sandbox_with_divergence(engine.sandboxes.get(ref))
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
 async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
-    return shapes.usage_shape(await engine.sandboxes.usage(ref))
+    return shapes.describe_usage(await engine.sandboxes.get_usage(ref))
 
 
 EpochSeconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]
@@ -103,9 +103,9 @@ async def metrics(
     if start is not None and end is not None and start > end:
         raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
-    # `end` is in whole seconds, and all of its last second is included.
-    samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
-    return [shapes.metric_shape(sandbox, sample) for sample in samples]
+    # `end` is in whole seconds, and its last second is included completely.
+    samples = await engine.loads.get_history(sandbox.id, start or 0, math.inf if end is None else end + 1)
+    return [shapes.describe_sample(sandbox, sample) for sample in samples]
 
 
 @router.patch("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Change name, metadata or timeout")
@@ -115,7 +115,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
     if (timeout := body.value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
-    return await view.sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
+    return await view.describe_sandbox_with_divergence(engine.sandboxes.get(sandbox.id))
 
 
 @router.delete("/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
@@ -139,10 +139,10 @@ async def connect(
         )
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
-        return view.sandbox(await cancel_on_disconnect(request, work))
+        return view.describe_sandbox(await cancel_on_disconnect(request, work))
     if timeout is not UNSET and _would_extend(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
-    return view.sandbox(engine.sandboxes.get(sandbox.id))
+    return view.describe_sandbox(engine.sandboxes.get(sandbox.id))
 
 
 @router.post("/sandboxes/{ref}/resume", status_code=201, response_model_exclude_unset=True, summary="Resume")
@@ -151,7 +151,7 @@ async def resume(
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
     work = engine.sandboxes.resume(ref, timeout=body.value_or_unset("timeout"), cold_start=body.memory is False)
-    return view.sandbox(await cancel_on_disconnect(request, work))
+    return view.describe_sandbox(await cancel_on_disconnect(request, work))
 
 
 @router.post(
@@ -175,7 +175,7 @@ async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = N
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.sandboxes.set_network(ref, body.policy(current=engine.sandboxes.get(ref).network))
+    await engine.sandboxes.set_network(ref, body.build_policy(current=engine.sandboxes.get(ref).network))
 
 
 @router.post(
@@ -194,7 +194,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         timeout=body.timeout,
         stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(sandbox_id, shapes.exec_fields(await cancel_on_disconnect(request, work)))
+    return output.respond(sandbox_id, shapes.build_exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(
@@ -219,7 +219,7 @@ async def snapshot(
     )
     snapshot_record = await cancel_on_disconnect(request, work)
     request.app.state.metrics.record_capture(snapshot_record)
-    return view.snapshot(snapshot_record)
+    return view.describe_snapshot(snapshot_record)
 
 
 @router.post("/sandboxes/{ref}/rollback", summary="Roll a sandbox back to a snapshot, under the same id")
@@ -242,7 +242,7 @@ async def promote(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Promote | None = None
 ) -> shapes.SandboxShape:
     source = body.source if body else None
-    return view.sandbox(await cancel_on_disconnect(request, engine.sandboxes.promote(ref, source)))
+    return view.describe_sandbox(await cancel_on_disconnect(request, engine.sandboxes.promote(ref, source)))
 
 
 @router.post(
@@ -260,8 +260,8 @@ async def clone(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> shapes.ForksShape:
-    spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    return forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
+    spec = (body or requests.Fork()).build_fork_spec(idempotency_key, operation)
+    return describe_forks(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
 
 
 @router.post(
@@ -279,20 +279,20 @@ async def fork(
     idempotency_key: IdempotencyKey = "",
     operation: OperationId = "",
 ) -> list[shapes.ForkResultShape]:
-    spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    forks = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
+    spec = (body or requests.Fork()).build_fork_spec(idempotency_key, operation)
+    forks = describe_forks(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
     return [
         *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in forks.sandboxes),
         *(shapes.ForkResultShape(error=error) for error in forks.errors),
     ]
 
 
-def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, view: View) -> shapes.ForksShape:
-    fork_names = shapes.names_for(results, names)
+def describe_forks(results: list[Sandbox | GatewayError], names: list[str] | None, view: View) -> shapes.ForksShape:
+    fork_names = shapes.assign_names(results, names)
     return shapes.ForksShape(
-        sandboxes=[view.sandbox(result) for result in results if isinstance(result, Sandbox)],
+        sandboxes=[view.describe_sandbox(result) for result in results if isinstance(result, Sandbox)],
         errors=[
-            shapes.fork_error_shape(result, name)
+            shapes.describe_fork_error(result, name)
             for result, name in zip(results, fork_names, strict=True)
             if isinstance(result, GatewayError)
         ],
@@ -302,11 +302,11 @@ def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, 
 Filter = Callable[[Sandbox], bool]
 
 
-def _name_filters(name: str) -> list[Filter]:
+def _create_name_filters(name: str) -> list[Filter]:
     return [lambda sandbox: sandbox.name == name] if name else []
 
 
-def _state_filters(states: str) -> list[Filter]:
+def _create_state_filters(states: str) -> list[Filter]:
     if not states:
         return []
     try:
@@ -318,7 +318,7 @@ def _state_filters(states: str) -> list[Filter]:
     return [lambda sandbox: sandbox.state in allowed_states]
 
 
-def _metadata_filters(query: str) -> list[Filter]:
+def _create_metadata_filters(query: str) -> list[Filter]:
     """Return a filter for each pair in ``query``. One client URL-encodes pairs twice, so both forms match."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
@@ -331,21 +331,21 @@ def _metadata_filters(query: str) -> list[Filter]:
     return [create_pair_filter(key, value) for key, value in pairs]
 
 
-def _template_filters(ref: str, engine: Engine) -> list[Filter]:
+def _create_template_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
-def _source_filters(ref: str, engine: Engine) -> list[Filter]:
+def _create_source_filters(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
-def _start_filters(start: datetime | None) -> list[Filter]:
+def _create_start_filters(start: datetime | None) -> list[Filter]:
     if start is None:
         return []
     earliest_start = start if start.tzinfo else start.replace(tzinfo=UTC)

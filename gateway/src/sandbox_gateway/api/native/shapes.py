@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sandbox_gateway.api.native.naming import json_name
-from sandbox_gateway.engine.own_changes import generation_without_own_changes
+from sandbox_gateway.api.native.naming import to_json_name
+from sandbox_gateway.engine.own_changes import get_generation_without_own_changes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import (
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 from sandbox_gateway.hosts.base import MemoryDisk, SlowCommand, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
-"""The envd version that the data plane implements: clients choose calls according to it."""
+"""The envd version that the data plane implements. Clients use it to choose their calls."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
-"""`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
+"""`endAt` of a sandbox that never ends. Well before the last date, so clients can convert it to their time zone."""
 _MIB = 1 << 20
 _GENERATION = "Number of changes since creation. In a plan session or an applied run, without the run's own changes."
 
@@ -43,7 +43,7 @@ _GENERATION = "Number of changes since creation. In a plan session or an applied
 class Shape(BaseModel):
     """A response body whose fields are in camelCase in JSON."""
 
-    model_config = ConfigDict(alias_generator=json_name, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(alias_generator=to_json_name, populate_by_name=True, serialize_by_alias=True)
 
 
 class NetworkShape(Shape):
@@ -189,9 +189,9 @@ class TemplateShape(Shape):
     aliases: list[str]
     build_id: str
     build_status: Literal["building", "ready", "error"]
-    status: Literal["BUILDING", "READY", "FAILED"] = Field(description="The build status, as CubeSandbox names it.")
+    status: Literal["BUILDING", "READY", "FAILED"] = Field(description="The build status, with CubeSandbox's names.")
     reason: str | None = Field(None, description="Why the build failed.")
-    last_error: str | None = Field(None, description="The same as reason, as CubeSandbox names it.")
+    last_error: str | None = Field(None, description="The same as reason; CubeSandbox's name for it.")
     digest: str
     outdated: bool | None = Field(
         description="Whether the template was built with guest files other than the gateway's, so that building "
@@ -235,7 +235,7 @@ class BuildShape(Shape):
     logs: list[str]
     log_entries: list[LogEntryShape] = Field(description="The same lines with their times, as E2B's clients read them.")
     reason: BuildReasonShape | None = Field(None, description="Why the build failed; absent if there is no error.")
-    error_message: str = Field(description="The message of reason, as CubeSandbox names it; empty if there is none.")
+    error_message: str = Field(description="The message of reason; CubeSandbox's name for it. Empty if there is none.")
 
 
 class LogShape(Shape):
@@ -312,8 +312,8 @@ class VolumeShape(Shape):
     mounts: list[VolumeUserShape]
     from_snapshot: str = Field(description="The volume snapshot that this volume was made from.")
     owner_sandbox_id: str = Field(
-        description="The sandbox that owns this clone and removes it at its end. Empty: the volume stays until it is "
-        "deleted."
+        description="The sandbox that this clone was created for. The clone is removed with the last sandbox that "
+        "mounts it. Empty: the volume is kept until it is deleted."
     )
     generation: int = Field(description=_GENERATION)
     stuck: list[str] = Field(
@@ -327,7 +327,7 @@ class VolumeSnapshotShape(Shape):
     volume_id: str
     size_mb: int
     sandbox_snapshot_id: str = Field(
-        description="The sandbox snapshot that this snapshot is part of, and with which it is removed."
+        description="The sandbox snapshot that this snapshot is part of; both are removed together."
     )
     created_at: datetime
 
@@ -414,7 +414,7 @@ class SlowCommandShape(Shape):
     dataset: str
     since: datetime
     was_killed: bool
-    """Whether the gateway has killed the command and given it up, because it hangs in the kernel."""
+    """Whether the gateway has killed the command and given up on it, because it hangs in the kernel."""
 
 
 class HealthShape(Shape):
@@ -437,7 +437,7 @@ class HiddenShape(Shape):
     blockers: list[str]
 
 
-def slow_command_shape(command: SlowCommand) -> SlowCommandShape:
+def describe_slow_command(command: SlowCommand) -> SlowCommandShape:
     return SlowCommandShape(
         command=command.command,
         dataset=command.dataset,
@@ -446,7 +446,7 @@ def slow_command_shape(command: SlowCommand) -> SlowCommandShape:
     )
 
 
-def network_shape(policy: NetworkPolicy) -> NetworkShape:
+def describe_network(policy: NetworkPolicy) -> NetworkShape:
     mask_fields = {"mask_request_host": policy.mask_request_host} if policy.mask_request_host else {}
     return NetworkShape(
         allow_internet_access=policy.allow_internet,
@@ -457,7 +457,7 @@ def network_shape(policy: NetworkPolicy) -> NetworkShape:
     )
 
 
-def room_shape(report: RoomReport) -> RoomShape:
+def describe_room(report: RoomReport) -> RoomShape:
     return RoomShape(
         disk_free_bytes=report.room.disk_free,
         disk_total_bytes=report.room.disk_total,
@@ -466,17 +466,17 @@ def room_shape(report: RoomReport) -> RoomShape:
         memory_total_bytes=report.room.memory_total,
         memory_promised_bytes=report.memory_promised,
         stalled=report.stalled,
-        memory_root=_memory_root_shape(report.room.memory_disk),
+        memory_root=_describe_memory_root(report.room.memory_disk),
     )
 
 
-def _memory_root_shape(disk: MemoryDisk | None) -> MemoryRootShape | None:
+def _describe_memory_root(disk: MemoryDisk | None) -> MemoryRootShape | None:
     if disk is None:
         return None
     return MemoryRootShape(path=disk.path, free_bytes=disk.free, total_bytes=disk.total, problem=disk.problem)
 
 
-def sandbox_shape(
+def describe_sandbox(
     sandbox: Sandbox, *, state_reason: str, backend: str, domain: str, mounts: list[VolumeMountShape], **extra: Any
 ) -> SandboxShape:
     """Describe a sandbox.
@@ -505,20 +505,20 @@ def sandbox_shape(
         snapshot_id=sandbox.head,
         forked_from=sandbox.forked_from,
         parent_sandbox_id=sandbox.parent_sandbox,
-        network=network_shape(sandbox.network),
+        network=describe_network(sandbox.network),
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
-        generation=generation_without_own_changes(sandbox),
+        generation=get_generation_without_own_changes(sandbox),
         **extra,
     )
 
 
-def imported_shape(imported: Imported) -> ImportedShape:
+def describe_imported(imported: Imported) -> ImportedShape:
     return ImportedShape(snapshot_id=imported.snapshot, signer=imported.signer, omitted_memory=imported.omitted_memory)
 
 
-def snapshot_shape(
+def describe_snapshot(
     snapshot: Snapshot,
     *,
     backend: str,
@@ -545,7 +545,7 @@ def snapshot_shape(
         created_at=snapshot.created_at,
         updated_at=snapshot.updated_at,
         expires_at=snapshot.expires_at,
-        retention=_retention_shape(snapshot.retention),
+        retention=_describe_retention(snapshot.retention),
         memory=snapshot.memory.value,
         memory_problem=memory_problem,
         cold_startable=True,
@@ -556,16 +556,18 @@ def snapshot_shape(
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,
         forks=forks,
-        prewarm=prewarm_shape(prewarm),
+        prewarm=describe_prewarm(prewarm),
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
-        generation=generation_without_own_changes(snapshot),
+        generation=get_generation_without_own_changes(snapshot),
         **extra,
     )
 
 
-def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any) -> VolumeShape:
+def describe_volume(
+    volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any
+) -> VolumeShape:
     """Describe a volume. ``state`` is None if the host cannot determine it. ``extra`` may contain token and dataset."""
     return VolumeShape(
         volume_id=volume.name,
@@ -576,13 +578,13 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         mounts=mounts,
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
-        generation=generation_without_own_changes(volume),
+        generation=get_generation_without_own_changes(volume),
         stuck=state.stuck if state else [],
         **extra,
     )
 
 
-def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
+def describe_volume_snapshot(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
     """Describe a snapshot of a volume. ``volume`` is the volume's name."""
     return VolumeSnapshotShape(
         snapshot_id=snapshot.id,
@@ -594,11 +596,11 @@ def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapsh
     )
 
 
-def prewarm_shape(level: Level) -> PrewarmShape:
+def describe_prewarm(level: Level) -> PrewarmShape:
     return PrewarmShape(target=level.target, ready=level.ready)
 
 
-def template_shape(
+def describe_template(
     template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
 ) -> TemplateShape:
     """Describe a template that is ready."""
@@ -612,22 +614,22 @@ def template_shape(
         status="READY",
         digest=template.recipe_digest,
         outdated=outdated,
-        recipe=recipe_fields(template.recipe),
+        recipe=build_recipe_fields(template.recipe),
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
-        generation=generation_without_own_changes(template),
+        generation=get_generation_without_own_changes(template),
         cpu_count=sizes.cpus,
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,
         memory=template.memory.value,
         memory_problem=memory_problem,
         forks=forks,
-        prewarm=prewarm_shape(prewarm),
+        prewarm=describe_prewarm(prewarm),
     )
 
 
-def building_shape(build: Build) -> TemplateShape:
+def describe_unready_template(build: Build) -> TemplateShape:
     """Describe a template that is being built or whose build has failed."""
     shape = TemplateShape(
         template_id=build.template_id,
@@ -638,7 +640,7 @@ def building_shape(build: Build) -> TemplateShape:
         status="FAILED" if build.status == "error" else "BUILDING",
         digest=build.digest,
         outdated=False,
-        recipe=recipe_fields(build.recipe),
+        recipe=build_recipe_fields(build.recipe),
         created_at=build.started_at,
         updated_at=build.started_at,
         generation=0,
@@ -647,7 +649,7 @@ def building_shape(build: Build) -> TemplateShape:
     return shape.model_copy(update={"reason": build.reason, "last_error": build.reason}) if build.reason else shape
 
 
-def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
+def build_recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a stored recipe with the field names of requests, and with sorted and unique ``packages``."""
     if not recipe:
         return {}
@@ -671,7 +673,7 @@ def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:
+def describe_build(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:
     lines = build.log_lines[offset : None if limit is None else offset + limit]
     shape = BuildShape(
         build_id=build.build_id,
@@ -685,12 +687,12 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
     return shape.model_copy(update={"reason": BuildReasonShape(message=build.reason)}) if build.reason else shape
 
 
-def build_announced_shape(build: Build) -> BuildAnnounced:
+def describe_announced_build(build: Build) -> BuildAnnounced:
     names = [build.name]
     return BuildAnnounced(template_id=build.template_id, build_id=build.build_id, names=names, aliases=names)
 
 
-def build_started_shape(build: Build) -> BuildStarted:
+def describe_started_build(build: Build) -> BuildStarted:
     return BuildStarted(
         template_id=build.template_id,
         build_id=build.build_id,
@@ -701,7 +703,7 @@ def build_started_shape(build: Build) -> BuildStarted:
     )
 
 
-def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
+def build_exec_fields(result: ExecResult) -> dict[str, bytes | int]:
     """Return the fields of ``ExecShape`` for a result."""
     return {
         "exitCode": result.exit_code,
@@ -711,11 +713,11 @@ def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
     }
 
 
-def usage_shape(usage: Usage) -> UsageShape:
+def describe_usage(usage: Usage) -> UsageShape:
     return UsageShape(disk_bytes=usage.disk_bytes, memory_bytes=usage.memory_bytes)
 
 
-def metric_shape(sandbox: Sandbox, sample: Sample) -> MetricShape:
+def describe_sample(sandbox: Sandbox, sample: Sample) -> MetricShape:
     sizes = sandbox.resources
     return MetricShape(
         timestamp=datetime.fromtimestamp(sample.at, UTC),
@@ -729,11 +731,11 @@ def metric_shape(sandbox: Sandbox, sample: Sample) -> MetricShape:
     )
 
 
-def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
+def describe_fork_error(error: GatewayError, name: str) -> ForkErrorShape:
     return ForkErrorShape(name=name, code=error.status, kind=error.kind, message=error.message)
 
 
-def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
+def assign_names(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
     """Return the requested name of each result, or "" for all if the names cannot be assigned to the results.
 
     A repeated request may have fewer results than names, because only sandboxes that still exist are returned.
@@ -741,7 +743,7 @@ def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[st
     return list(names) if names and len(names) == len(results) else [""] * len(results)
 
 
-def _retention_shape(rule: Retention | None) -> RetentionShape | None:
+def _describe_retention(rule: Retention | None) -> RetentionShape | None:
     if rule is None:
         return None
     return RetentionShape(keep_last=rule.keep_last, keep_daily=rule.keep_daily, max_age=rule.max_age)

@@ -17,9 +17,9 @@ from sandbox_gateway.api.access.pace import Pace
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, OperationId, Ref
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.sandboxes import forks_shape
+from sandbox_gateway.api.native.sandboxes import describe_forks
 from sandbox_gateway.api.native.view import ViewDep, ids_of
-from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.paging import Limit, NextToken, paginate
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
@@ -52,7 +52,7 @@ async def index(
         str, Query(alias="templateID", description="Only snapshots that descend from this template (id or name)")
     ] = "",
 ) -> list[shapes.SnapshotShape]:
-    sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
+    sources, templates = _find_sandbox_ids(sandbox, engine), ids_of(template, engine)
 
     def walk(after: Key | None, backwards: bool) -> Iterator[Snapshot]:
         return (
@@ -63,15 +63,15 @@ async def index(
             and (not template or snapshot.template_id in templates)
         )
 
-    items = page(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
-    return [view.snapshot(snapshot) for snapshot in items]
+    items = paginate(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.describe_snapshot(snapshot) for snapshot in items]
 
 
 class _ExportResponse(StreamingResponse):
     """A response that ends the export when the client disconnects, or reads too slowly for ``stalled_seconds``."""
 
     def __init__(self, export: Export, stalled_seconds: float) -> None:
-        super().__init__(export.pieces(), media_type=_FILE_TYPE)
+        super().__init__(export.read_pieces(), media_type=_FILE_TYPE)
         self._export = export
         self._stalled_seconds = stalled_seconds
 
@@ -112,7 +112,7 @@ def _split(message: Message) -> Iterator[Message]:
     "/snapshots/{ref}/export",
     summary="Export a snapshot or template as a file, with all secrets of its guest. Needs the scope admin",
     response_class=Response,
-    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The file, in the order in which it is read"}},
+    responses={200: {"content": {_FILE_TYPE: {}}, "description": "The snapshot file, sent while it is created"}},
 )
 async def export(
     ref: Ref,
@@ -139,7 +139,7 @@ async def import_(
     name: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Replaces the names in the file")] = "",
     trust: Annotated[
         list[str] | None,
-        Query(max_length=16, description="Fingerprints of signers to accept besides this gateway's own"),
+        Query(max_length=16, description="Fingerprints of signers to accept in addition to this gateway's own"),
     ] = None,
 ) -> shapes.SnapshotShape:
     """Import a file that `GET /snapshots/{ref}/export` returned. The snapshot gets a new id.
@@ -148,11 +148,13 @@ async def import_(
     """
     # A plan session reads at most the beginning of the file, because that is enough for a prediction.
     in_plan = bool(plan_of(request.scope))
-    snapshot = await engine.transfers.import_(_pieces(request), name=name or None, trust=trust or (), only_head=in_plan)
-    return view.snapshot(snapshot)
+    snapshot = await engine.transfers.import_(
+        _read_pieces(request), name=name or None, trust=trust or (), head_only=in_plan
+    )
+    return view.describe_snapshot(snapshot)
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
+async def _read_pieces(request: Request) -> AsyncIterator[bytes]:
     try:
         async for piece in request.stream():
             yield piece
@@ -162,14 +164,14 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 @router.get("/signer", summary="Show the key with which this gateway signs exported snapshots", tags=["gateway"])
 async def signer(engine: EngineDep) -> shapes.SignerShape:
-    return shapes.SignerShape(fingerprint=engine.transfers.signer().fingerprint)
+    return shapes.SignerShape(fingerprint=engine.transfers.get_signer().fingerprint)
 
 
 @router.get(
     "/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot, or a template as a snapshot"
 )
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
-    return view.snapshot(engine.snapshots.get(ref), with_users=True)
+    return view.describe_snapshot(engine.snapshots.get(ref), with_users=True)
 
 
 @router.delete(
@@ -198,10 +200,10 @@ async def fork(
     operation: OperationId = "",
 ) -> shapes.SandboxShape | shapes.ForksShape:
     body = body or requests.Fork()
-    spec = body.fork_spec(idempotency_key, operation)
+    spec = body.build_fork_spec(idempotency_key, operation)
     if not body.has_count_or_names:
-        return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
-    return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
+        return view.describe_sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
+    return describe_forks(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
 @router.post("/snapshots/{ref}/prewarm", summary="Set how many forks of a snapshot or template to keep ready")
@@ -210,7 +212,7 @@ async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes
 
     Missing forks are started in the background.
     """
-    return shapes.prewarm_shape(await engine.prewarm.set_target(ref, body.count))
+    return shapes.describe_prewarm(await engine.prewarm.set_target(ref, body.count))
 
 
 @router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
@@ -222,8 +224,8 @@ async def lineage(
         Query(description="A list instead of trees: each object before its descendants, with `parent` and `depth`"),
     ] = False,
 ) -> Response:
-    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
-    # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory at once.
+    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.build_lineage(root or None)
+    # There can be many thousands of nodes: FastAPI would copy each, and hold the whole list in memory.
     texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
     return Response(f"[{','.join(texts)}]", media_type="application/json")
 
@@ -237,7 +239,7 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     return JSONResponse(shape.model_dump(), 202)
 
 
-def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
+def _find_sandbox_ids(ref: str, engine: Engine) -> set[str]:
     try:
         return {ref, engine.sandboxes.get(ref).id}
     except NotFound:

@@ -12,7 +12,7 @@ from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
 from sandbox_gateway.api.native.view import get_template_or_snapshot
-from sandbox_gateway.api.paging import Limit, NextToken, page_list
+from sandbox_gateway.api.paging import Limit, NextToken, paginate_list
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.image_steps import COPY_PROBLEM
@@ -31,10 +31,12 @@ router = APIRouter(tags=["templates"])
     responses={200: {"model": shapes.BuildStarted, "description": "The template already exists"}},
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
-    build = await engine.templates.build(body.name, body.recipe(), description=body.description, prewarm=body.prewarm)
+    build = await engine.templates.build(
+        body.name, body.build_recipe(), description=body.description, prewarm=body.prewarm
+    )
     if build.status == "ready":
         response.status_code = 200
-    return shapes.build_started_shape(build)
+    return shapes.describe_started_build(build)
 
 
 @router.post(
@@ -49,17 +51,17 @@ async def rebuild(
     build = await engine.templates.rebuild(ref)
     if build.status == "ready":
         response.status_code = 200
-    return shapes.build_started_shape(build)
+    return shapes.describe_started_build(build)
 
 
-@router.post("/v3/templates", status_code=202, summary="Request a build whose steps follow (E2B)")
+@router.post("/v3/templates", status_code=202, summary="Announce a build, whose steps are sent later (E2B)")
 async def announce(body: requests.AnnounceTemplate, engine: EngineDep) -> shapes.BuildAnnounced:
-    return shapes.build_announced_shape(engine.templates.announce(body.name, body.resources()))
+    return shapes.describe_announced_build(engine.templates.announce(body.name, body.build_resources()))
 
 
-@router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start a requested build (E2B)")
+@router.post("/v2/templates/{ref}/builds/{build}", status_code=202, summary="Start an announced build (E2B)")
 async def start(ref: Ref, build: str, body: requests.BuildFromImage, engine: EngineDep) -> shapes.BuildStarted:
-    return shapes.build_started_shape(await engine.templates.start(ref, build, body.recipe))
+    return shapes.describe_started_build(await engine.templates.start(ref, build, body.build_recipe))
 
 
 @router.get("/templates/{ref}/files/{digest}", summary="Refused: files cannot be uploaded for a build (E2B)")
@@ -76,34 +78,34 @@ async def index(
     name: str = "",
 ) -> list[shapes.TemplateShape]:
     """List the templates that are ready or being built, and those whose build has failed since the gateway started."""
-    guest_digest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.compute_guest_digest()
     ready_templates = engine.snapshots.list([SnapshotKind.TEMPLATE])
     ready_ids = {template.id for template in ready_templates}
     templates = [
-        *(_ready_shape(engine, template, guest_digest) for template in ready_templates),
+        *(_describe_ready_template(engine, template, guest_digest) for template in ready_templates),
         *(
-            shapes.building_shape(build)
+            shapes.describe_unready_template(build)
             for build in engine.templates.list_unready_builds()
             if build.template_id not in ready_ids
         ),
     ]
     matching_templates = [template for template in templates if not name or name in template.names]
-    return page_list(
+    return paginate_list(
         matching_templates, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token
     )
 
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
-    guest_digest = await engine.templates.guest_digest()
+    guest_digest = await engine.templates.compute_guest_digest()
     try:
-        return _ready_shape(engine, engine.templates.get(ref), guest_digest)
+        return _describe_ready_template(engine, engine.templates.get(ref), guest_digest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
-            # The template was built and has been removed since.
+            # The template was built, and has since been removed.
             raise
-        return shapes.building_shape(build)
+        return shapes.describe_unready_template(build)
 
 
 @router.get("/templates/aliases/{ref}", summary="Find a template by name")
@@ -114,8 +116,8 @@ async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
-    guest_digest = await engine.templates.guest_digest()
-    return _ready_shape(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
+    guest_digest = await engine.templates.compute_guest_digest()
+    return _describe_ready_template(engine, await engine.templates.set_alias(ref, body.alias), guest_digest)
 
 
 @router.get(
@@ -128,7 +130,7 @@ async def build_status(
     offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Skip this many lines")] = 0,
     limit: Annotated[int | None, Query(ge=0, le=100_000, description="Maximum number of lines")] = None,
 ) -> shapes.BuildShape:
-    return shapes.build_shape(engine.templates.get_build(ref, build), offset, limit)
+    return shapes.describe_build(engine.templates.get_build(ref, build), offset, limit)
 
 
 @router.get(
@@ -145,7 +147,7 @@ async def build_logs(
 ) -> Response:
     build_record = engine.templates.get_build(ref, build)
     if follow:
-        return StreamingResponse(_log_lines(build_record), media_type="text/plain; charset=utf-8")
+        return StreamingResponse(_stream_log_lines(build_record), media_type="text/plain; charset=utf-8")
     return JSONResponse({"logs": build_record.lines})
 
 
@@ -164,17 +166,17 @@ async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, target, when if target.kind is SnapshotKind.TEMPLATE else "unused")
 
 
-def _ready_shape(engine: Engine, template: Snapshot, guest_digest: str) -> shapes.TemplateShape:
-    return shapes.template_shape(
+def _describe_ready_template(engine: Engine, template: Snapshot, guest_digest: str) -> shapes.TemplateShape:
+    return shapes.describe_template(
         template,
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest_digest),
         forks=len(engine.references.users_of(template).blocking_sandboxes),
-        prewarm=engine.prewarm.level(template),
+        prewarm=engine.prewarm.get_level(template),
         memory_problem=engine.host.memory_problem(template),
     )
 
 
-async def _log_lines(build: Build) -> AsyncIterator[str]:
+async def _stream_log_lines(build: Build) -> AsyncIterator[str]:
     async for line in build.follow():
         yield f"{line}\n"

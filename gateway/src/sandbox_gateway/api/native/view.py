@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from sandbox_gateway.api.access.auth import Permission, caller_of
-from sandbox_gateway.api.access.ports import traffic_token
+from sandbox_gateway.api.access.ports import derive_traffic_token
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.native import shapes
 from sandbox_gateway.config import Config
@@ -31,25 +31,25 @@ class View:
     def backend(self) -> str:
         return self.engine.host.kind
 
-    def sandbox(self, sandbox: Sandbox, *, with_secrets: bool = True, **extra: Any) -> shapes.SandboxShape:
+    def describe_sandbox(self, sandbox: Sandbox, *, with_secrets: bool = True, **extra: Any) -> shapes.SandboxShape:
         """Describe a sandbox. Includes its access tokens if ``with_secrets``, unless the caller is read-only."""
-        extra |= self._connection_fields(sandbox, with_secrets and self.permission >= Permission.EXEC)
-        if alias := self._alias(sandbox.template_id):
+        extra |= self._build_connection_fields(sandbox, with_secrets and self.permission >= Permission.EXEC)
+        if alias := self._find_alias(sandbox.template_id):
             extra["alias"] = alias
-        return shapes.sandbox_shape(
+        return shapes.describe_sandbox(
             sandbox,
-            state_reason=sandbox.state_reason or self.engine.room.stall_reason(sandbox),
+            state_reason=sandbox.state_reason or self.engine.room.get_stall_reason(sandbox),
             backend=self.backend,
             domain=self.config.server.domain,
-            mounts=self._mounts(sandbox.mounts),
+            mounts=self._describe_mounts(sandbox.mounts),
             **extra,
         )
 
-    def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
+    def describe_snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
         users = self.engine.references.users_of(snapshot)
         extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
         if snapshot.imported is not None:
-            extra["imported"] = shapes.imported_shape(snapshot.imported)
+            extra["imported"] = shapes.describe_imported(snapshot.imported)
         if with_users:
             extra["users"] = [
                 shapes.SnapshotUserShape(
@@ -57,38 +57,42 @@ class View:
                 )
                 for user in users.blockers
             ]
-        return shapes.snapshot_shape(
+        return shapes.describe_snapshot(
             snapshot,
             backend=self.backend,
             forks=len(users.blocking_sandboxes),
-            prewarm=self.engine.prewarm.level(snapshot),
+            prewarm=self.engine.prewarm.get_level(snapshot),
             memory_problem=self.engine.host.memory_problem(snapshot),
-            mounts=self._mounts(snapshot.mounts),
+            mounts=self._describe_mounts(snapshot.mounts),
             volumes=[
-                shapes.VolumeCaptureShape(name=self._volume_name(capture.volume), snapshot_id=capture.snapshot)
+                shapes.VolumeCaptureShape(name=self._find_volume_name(capture.volume), snapshot_id=capture.snapshot)
                 for capture in snapshot.volumes
             ],
             **extra,
         )
 
-    async def volume(self, volume: Volume, *, with_secrets: bool = False) -> shapes.VolumeShape:
+    async def describe_volume(self, volume: Volume, *, with_secrets: bool = False) -> shapes.VolumeShape:
         """Describe a volume. Includes its token if ``with_secrets``; for a read-only caller, the token is empty."""
         extra = {"dataset": name} if (name := volume.host.get("dataset")) else {}
         if with_secrets:
-            extra["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
-        return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **extra)
+            extra["token"] = self._derive_volume_token(volume) if self.permission >= Permission.EXEC else ""
+        return shapes.describe_volume(
+            volume, await self._read_volume_state(volume), self._describe_users(volume), **extra
+        )
 
-    def volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
-        return shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume))
+    def describe_volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
+        return shapes.describe_volume_snapshot(snapshot, self._find_volume_name(snapshot.volume))
 
-    def mount(self, mount: Mount) -> shapes.VolumeMountShape:
-        return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
+    def describe_mount(self, mount: Mount) -> shapes.VolumeMountShape:
+        return shapes.VolumeMountShape(
+            name=self._find_volume_name(mount.volume), path=mount.path, read_only=mount.read_only
+        )
 
-    async def sandbox_with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
-        return self.sandbox(sandbox, diverged=await self._has_diverged(sandbox))
+    async def describe_sandbox_with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
+        return self.describe_sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
-    async def sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
-        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not answer."""
+    async def describe_sandboxes_with_divergence(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
+        """Describe sandboxes without secrets. Queries their agents concurrently, because some may not respond."""
         semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
         async def query(sandbox: Sandbox) -> bool | None:
@@ -97,45 +101,45 @@ class View:
 
         divergences = await asyncio.gather(*map(query, sandboxes))
         pairs = zip(sandboxes, divergences, strict=True)
-        return [self.sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]
+        return [self.describe_sandbox(sandbox, with_secrets=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
-        """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
+        """Return whether a sandbox has diverged; None if it was removed or its agent does not respond in time."""
         try:
             return await self.engine.sandboxes.has_diverged(sandbox.id)
         except GatewayError:
             return None
 
-    def _connection_fields(self, sandbox: Sandbox, with_secrets: bool) -> dict[str, Any]:
+    def _build_connection_fields(self, sandbox: Sandbox, with_secrets: bool) -> dict[str, Any]:
         extra = {}
         if with_secrets:
-            extra["envd_access_token"] = self.engine.agents.access_token(sandbox)
-            extra["traffic_access_token"] = traffic_token(self.engine, sandbox.id)
+            extra["envd_access_token"] = self.engine.agents.derive_access_token(sandbox)
+            extra["traffic_access_token"] = derive_traffic_token(self.engine, sandbox.id)
         try:
-            address, _ = self.engine.agents.endpoint(sandbox.id)
+            address, _ = self.engine.agents.get_endpoint(sandbox.id)
         except GatewayError:
             return extra
         return {**extra, "address": address}
 
-    def _mounts(self, mounts: Iterable[Mount]) -> list[shapes.VolumeMountShape]:
-        return [self.mount(mount) for mount in mounts]
+    def _describe_mounts(self, mounts: Iterable[Mount]) -> list[shapes.VolumeMountShape]:
+        return [self.describe_mount(mount) for mount in mounts]
 
-    def _volume_name(self, id: str) -> str:
+    def _find_volume_name(self, id: str) -> str:
         try:
             return self.engine.volumes.get(id).name
         except NotFound:
             return id
 
-    def _volume_token(self, volume: Volume) -> str:
+    def _derive_volume_token(self, volume: Volume) -> str:
         return self.engine.secret.derive(f"volume {volume.id}")
 
-    async def _volume_state(self, volume: Volume) -> VolumeState | None:
+    async def _read_volume_state(self, volume: Volume) -> VolumeState | None:
         try:
-            return await self.engine.volumes.state(volume.id)
+            return await self.engine.volumes.get_state(volume.id)
         except GatewayError:
             return None
 
-    def _users(self, volume: Volume) -> list[shapes.VolumeUserShape]:
+    def _describe_users(self, volume: Volume) -> list[shapes.VolumeUserShape]:
         return [
             shapes.VolumeUserShape(
                 sandbox_id=sandbox.id,
@@ -147,7 +151,7 @@ class View:
             for sandbox, mount in self.engine.volumes.mounts_of(volume)
         ]
 
-    def _alias(self, template_id: str) -> str | None:
+    def _find_alias(self, template_id: str) -> str | None:
         try:
             names = self.engine.templates.get(template_id).names if template_id else []
         except NotFound:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import ViewDep
-from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, page_list
+from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, paginate_list
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
@@ -23,7 +23,7 @@ VolumeSnapshotRef = Annotated[
 @router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Create a volume")
 async def create(request: Request, body: requests.CreateVolume, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
     work = engine.volumes.create(body.name or new_id(), body.size_mb, body.from_snapshot)
-    return await view.volume(await cancel_on_disconnect(request, work), with_secrets=True)
+    return await view.describe_volume(await cancel_on_disconnect(request, work), with_secrets=True)
 
 
 @router.get("/volumes", response_model_exclude_unset=True, summary="List volumes")
@@ -37,20 +37,20 @@ async def index(
     name: str = "",
 ) -> list[shapes.VolumeShape]:
     volumes = [volume for volume in engine.volumes.list() if not name or volume.name == name]
-    items = page_list(volumes, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
-    return list(await asyncio.gather(*(view.volume(volume) for volume in items)))
+    items = paginate_list(volumes, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
+    return list(await asyncio.gather(*(view.describe_volume(volume) for volume in items)))
 
 
 @router.get("/volumes/{ref}", response_model_exclude_unset=True, summary="Show a volume")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
-    return await view.volume(engine.volumes.get(ref), with_secrets=True)
+    return await view.describe_volume(engine.volumes.get(ref), with_secrets=True)
 
 
 @router.patch("/volumes/{ref}", response_model_exclude_unset=True, summary="Grow a volume")
 async def grow(
     request: Request, ref: Ref, body: requests.GrowVolume, engine: EngineDep, view: ViewDep
 ) -> shapes.VolumeShape:
-    return await view.volume(await cancel_on_disconnect(request, engine.volumes.grow(ref, body.size_mb)))
+    return await view.describe_volume(await cancel_on_disconnect(request, engine.volumes.grow(ref, body.size_mb)))
 
 
 @router.delete("/volumes/{ref}", status_code=204, summary="Remove a volume that nothing mounts")
@@ -68,7 +68,7 @@ async def delete(
 async def attach(
     request: Request, ref: Ref, body: requests.VolumeMount, engine: EngineDep, view: ViewDep
 ) -> shapes.VolumeMountShape:
-    return view.mount(await cancel_on_disconnect(request, engine.attachments.attach(ref, body.spec())))
+    return view.describe_mount(await cancel_on_disconnect(request, engine.attachments.attach(ref, body.build_spec())))
 
 
 @router.delete("/sandboxes/{ref}/volumes/{volume}", status_code=204, summary="Unmount a volume")
@@ -81,7 +81,7 @@ async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateVolumeSnapshot | None = None
 ) -> shapes.VolumeSnapshotShape:
     work = engine.volumes.create_snapshot(ref, (body and body.name) or "")
-    return view.volume_snapshot(await cancel_on_disconnect(request, work))
+    return view.describe_volume_snapshot(await cancel_on_disconnect(request, work))
 
 
 @router.get("/volumes/{ref}/snapshots", summary="List the snapshots of a volume")
@@ -97,10 +97,10 @@ async def snapshots(
     matching_snapshots = [
         snapshot for snapshot in engine.volumes.list_snapshots(ref) if not name or snapshot.name == name
     ]
-    items = page_list(
+    items = paginate_list(
         matching_snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token
     )
-    return [view.volume_snapshot(snapshot) for snapshot in items]
+    return [view.describe_volume_snapshot(snapshot) for snapshot in items]
 
 
 @router.delete("/volumes/{ref}/snapshots/{snapshot}", status_code=204, summary="Remove a snapshot of a volume")
@@ -116,4 +116,4 @@ async def rollback(
 ) -> shapes.VolumeShape:
     volume = engine.volumes.get(ref)
     await cancel_on_disconnect(request, engine.volumes.rollback(volume.id, body.snapshot, force=body.force))
-    return await view.volume(engine.volumes.get(volume.id))
+    return await view.describe_volume(engine.volumes.get(volume.id))

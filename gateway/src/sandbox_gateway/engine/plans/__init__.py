@@ -1,9 +1,9 @@
-"""Plan sessions: what a run of a playbook would do, without doing it.
+"""Plan sessions, which determine what a playbook run would do, without doing it.
 
 A session is an engine of its own. Its index begins as a copy of the gateway's (``sessions``), and its host keeps
 everything in memory (``host``), so the rules that a session applies are those of a real run. ``agent`` stands in for
 the agents inside sandboxes.
 
-``runs`` manages the runs that apply a plan. They act on the host. ``open_runs`` keeps sessions and applied runs in the
+``runs`` manages the runs that apply a plan, which act on the host. ``open_runs`` keeps sessions and applied runs in the
 order of their last use.
 """

@@ -30,7 +30,7 @@ class PlannedAgent(AgentClient):
 
 
 class PlannedAgents(Agents):
-    """The agents of all sandboxes, including those that really run: a plan session sends nothing to any of them."""
+    """The agents of all sandboxes, including those that really run. A plan session does not contact any of them."""
 
-    def client(self, sandbox: Sandbox) -> AgentClient:
-        return PlannedAgent(Endpoint(""), self.access_token(sandbox))
+    def create_client(self, sandbox: Sandbox) -> AgentClient:
+        return PlannedAgent(Endpoint(""), self.derive_access_token(sandbox))

@@ -1,4 +1,4 @@
-"""The host of a plan session: it changes nothing, and forwards queries about unchanged objects to the real host."""
+"""The host of a plan session. It changes nothing, and forwards queries about unchanged objects to the real host."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sandbox_gateway.hosts.base import (
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import MemoryMode, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
-_STOPPED = "the plan stops it"
+_STOP_REASON = "the plan stops it"
 may_read_sources: ContextVar[bool] = ContextVar("may_read_sources", default=False)
-"""Whether the current request comes from an administrator, who could build templates outside the session, too."""
+"""Whether the current request comes from an administrator, who could also build templates outside the session."""
 
 
 class PlannedHost:
@@ -47,14 +47,14 @@ class PlannedHost:
         """
         self._engine = engine
         self._charge = charge
-        self._real = engine.host
-        self.kind = self._real.kind
-        self.abilities = self._real.abilities
-        self.boot_seconds = self._real.boot_seconds
-        self.resume_seconds = self._real.resume_seconds
-        self._started: set[str] = set()
+        self._real_host = engine.host
+        self.kind = self._real_host.kind
+        self.abilities = self._real_host.abilities
+        self.boot_seconds = self._real_host.boot_seconds
+        self.resume_seconds = self._real_host.resume_seconds
+        self._started_instances: set[str] = set()
         """The instances that the session has started."""
-        self._stopped: set[str] = set()
+        self._stopped_instances: set[str] = set()
         """The real instances that the session has stopped."""
         self._room = PlannedRoom(engine, recent_captures)
 
@@ -73,7 +73,7 @@ class PlannedHost:
         return await self._room.read()
 
     def storage_commands(self) -> None:
-        """Return None, because a planned host runs no commands."""
+        """Return None, because a planned host does not run commands."""
 
     async def find_stalled(self) -> set[str]:
         return set()
@@ -82,10 +82,10 @@ class PlannedHost:
         pass
 
     def guest_digest(self) -> str:
-        return self._real.guest_digest()
+        return self._real_host.guest_digest()
 
     def name_servers(self) -> list[str]:
-        return self._real.name_servers()
+        return self._real_host.name_servers()
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         pass
@@ -93,7 +93,7 @@ class PlannedHost:
     # -- machines ---------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        self._started.add(sandbox.instance)
+        self._started_instances.add(sandbox.instance)
         self._room.start(sandbox.instance)
 
     async def flush_fork(self, fork: Sandbox) -> None:
@@ -103,14 +103,14 @@ class PlannedHost:
         sandbox.instance, sandbox.host = fork.instance, fork.host
 
     async def boot(self, sandbox: Sandbox) -> None:
-        self._started.add(sandbox.instance)
-        self._stopped.discard(sandbox.instance)
+        self._started_instances.add(sandbox.instance)
+        self._stopped_instances.discard(sandbox.instance)
         self._room.start(sandbox.instance)
 
     async def stop(self, sandbox: Sandbox) -> None:
         self._room.stop(sandbox, frees_disk=False)
-        self._started.discard(sandbox.instance)
-        self._stopped.add(sandbox.instance)
+        self._started_instances.discard(sandbox.instance)
+        self._stopped_instances.add(sandbox.instance)
 
     async def discard(self, sandbox: Sandbox) -> None:
         self._room.stop(sandbox, frees_disk=True)
@@ -123,58 +123,58 @@ class PlannedHost:
         self._charge(_measure(sandbox))
 
     def check_network(self, policy: NetworkPolicy) -> None:
-        self._real.check_network(policy)
+        self._real_host.check_network(policy)
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        if sandbox.instance in self._started:
+        if sandbox.instance in self._started_instances:
             return ""
-        return _STOPPED if sandbox.instance in self._stopped else self._real.end_reason(sandbox)
+        return _STOP_REASON if sandbox.instance in self._stopped_instances else self._real_host.end_reason(sandbox)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         """Return the endpoint of a real instance. Raises Conflict for others: only a run gives them an address."""
-        if sandbox.instance in self._started:
+        if sandbox.instance in self._started_instances:
             raise Conflict(f"sandbox {sandbox.name} exists only in the plan")
-        return self._real.endpoint(sandbox)
+        return self._real_host.endpoint(sandbox)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether a real instance has diverged from its real head, as far as its disk shows.
 
         Its agent is not asked to write the guest's cache to the disk, because that would change the host.
 
-        Raises Conflict if the plan has changed one of them, because then only a run can tell.
+        Raises Conflict if the plan has changed one of them, because then only a run can determine it.
         """
-        real = self._engine.index.sandboxes.get(sandbox.id)
-        if real is None or (real.instance, real.head) != (sandbox.instance, head.id):
+        real_sandbox = self._engine.index.sandboxes.get(sandbox.id)
+        if real_sandbox is None or (real_sandbox.instance, real_sandbox.head) != (sandbox.instance, head.id):
             raise Conflict(f"whether sandbox {sandbox.name} has diverged is only known after the run")
-        return await self._real.has_diverged(real, head)
+        return await self._real_host.has_diverged(real_sandbox, head)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         if self._is_real(sandbox):
-            return await self._real.usage(sandbox)
+            return await self._real_host.usage(sandbox)
         return Usage(disk_bytes=0, memory_bytes=MACHINE_START_BYTES)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
-        return await self._real.loads([each for each in sandboxes if self._is_real(each)])
+        return await self._real_host.loads([each for each in sandboxes if self._is_real(each)])
 
     async def console(self, sandbox: Sandbox) -> str:
-        return await self._real.console(sandbox) if self._is_real(sandbox) else ""
+        return await self._real_host.console(sandbox) if self._is_real(sandbox) else ""
 
     def _is_real(self, sandbox: Sandbox) -> bool:
-        return sandbox.instance not in self._started and sandbox.instance not in self._stopped
+        return sandbox.instance not in self._started_instances and sandbox.instance not in self._stopped_instances
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def check_recipe(self, recipe: Recipe) -> None:
-        self._real.check_recipe(recipe)
+        self._real_host.check_recipe(recipe)
 
     async def source_digest(self, recipe: Recipe) -> str | None:
-        """Let the real host compute the digest, but only for administrators. It reads files, or asks a registry."""
+        """Let the real host compute the digest, but only for administrators. It reads files, or queries a registry."""
         if may_read_sources.get() or not (recipe.path or recipe.image):
-            return await self._real.source_digest(recipe)
-        self._real.check_recipe(recipe)
+            return await self._real_host.source_digest(recipe)
+        self._real_host.check_recipe(recipe)
         return None
 
     async def build_base(self, base: Snapshot, recipe: Recipe, source_digest: str, log: Log) -> str:
@@ -195,16 +195,16 @@ class PlannedHost:
         self._room.remove_snapshot(snapshot)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._real.files_of(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
+        return self._real_host.files_of(snapshot) if self._has_snapshot(snapshot) else {"dir": ""}
 
     def memory_problem(self, snapshot: Snapshot) -> str:
-        return self._real.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
+        return self._real_host.memory_problem(snapshot) if self._has_snapshot(snapshot) else ""
 
     async def open_snapshot(self, snapshot: Snapshot, *, memory: bool) -> SnapshotSource:
-        raise Unsupported("a plan session exports no snapshots: export them only outside it")
+        raise Unsupported("a plan session cannot export snapshots: export them outside the session")
 
     def find_import_problem(self, host_kind: str, architecture: str, platform: Mapping[str, str]) -> str:
-        return self._real.find_import_problem(host_kind, architecture, platform)
+        return self._real_host.find_import_problem(host_kind, architecture, platform)
 
     async def begin_import(
         self, snapshot: Snapshot, sizes: Mapping[SnapshotPart, int], *, line: bool
@@ -232,7 +232,7 @@ class PlannedHost:
         """Return the state of a real volume. Raises Conflict for others: only a run can measure them."""
         if volume.id not in self._engine.index.volumes:
             raise Conflict(f"volume {volume.name} exists only in the plan")
-        return await self._real.volume_state(volume)
+        return await self._real_host.volume_state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         self._charge(_measure(snapshot))

@@ -42,7 +42,7 @@ class OpenRuns(Generic[_Run]):
         run = self._runs.get(id)
         return run if run is not None and run.owner == owner else None
 
-    def owned_by(self, owner: str) -> list[_Run]:
+    def list_owned_by(self, owner: str) -> list[_Run]:
         return [run for run in self if run.owner == owner]
 
     def touch(self, run: _Run) -> _Run:
@@ -71,10 +71,10 @@ class OpenRuns(Generic[_Run]):
 
 
 def make_id(owner: str, run: str) -> str:
-    """Return the id by which all tasks of a run find the run. ``run``: a name that only this run uses."""
+    """Return the id that all tasks of a run use to find the run. ``run``: a name that only this run uses."""
     return hashlib.sha256(f"{owner}\0{run}".encode()).hexdigest()[:32]
 
 
 def find_largest_owner(amounts: Counter[str], owner: str) -> str:
-    """Return the key with the largest amount. In a tie, ``owner`` is preferred."""
+    """Return the owner with the largest amount. In a tie, ``owner`` is preferred."""
     return max(amounts, key=lambda name: (amounts[name], name == owner))

@@ -1,4 +1,4 @@
-"""The room on the host as a plan session would leave it."""
+"""The room (disk space and memory) that would be free on the host after the changes of a plan session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox_gateway.records import MemoryMode, Sandbox, Snapshot, Volume
 
 
 @dataclass
-class _Stop:
+class _StoppedMachine:
     """A real machine that the session has stopped."""
 
     sandbox: Sandbox
@@ -32,13 +32,13 @@ class PlannedRoom:
     def __init__(self, engine: Engine, recent_captures: Sequence[Snapshot]) -> None:
         self._host = engine.host
         self._index = engine.index
-        self._started: set[str] = set()
+        self._started_instances: set[str] = set()
         """The instances that the session has started."""
-        self._stops: dict[str, _Stop] = {}
+        self._stopped_machines: dict[str, _StoppedMachine] = {}
         """By instance."""
         recent_sizes = [each.memory_bytes_written for each in recent_captures if each.memory is not MemoryMode.NONE]
         self._image_bytes = int(median(recent_sizes or [0]))
-        self._images: set[str] = set()
+        self._image_ids: set[str] = set()
         """Ids of the session's snapshots with memory."""
         self._removed_image_bytes = 0
         self._removed_disk_bytes = 0
@@ -46,15 +46,15 @@ class PlannedRoom:
     async def read(self) -> Room:
         """Return the room that the run would find."""
         room = await self._host.room()
-        memory_bytes = -len(self._started) * MACHINE_START_BYTES
+        memory_bytes = -len(self._started_instances) * MACHINE_START_BYTES
         disk_bytes = self._removed_disk_bytes
-        for stop in self._stops.values():
-            usage = await self._measure(stop)
-            # The machine may have ended before, or others may have stopped it. Its memory is then already free.
-            if not self._host.end_reason(stop.sandbox):
+        for machine in self._stopped_machines.values():
+            usage = await self._measure(machine)
+            # The machine may have stopped by itself, or others may have stopped it. Its memory is then already free.
+            if not self._host.end_reason(machine.sandbox):
                 memory_bytes += max(usage.memory_bytes, MACHINE_START_BYTES)
-            disk_bytes += usage.disk_bytes if stop.frees_disk else 0
-        image_bytes = self._removed_image_bytes - len(self._images) * self._image_bytes
+            disk_bytes += usage.disk_bytes if machine.frees_disk else 0
+        image_bytes = self._removed_image_bytes - len(self._image_ids) * self._image_bytes
         memory_disk = room.memory_disk
         if memory_disk is None:
             disk_bytes += image_bytes
@@ -67,33 +67,33 @@ class PlannedRoom:
             memory_disk=memory_disk,
         )
 
-    async def _measure(self, stop: _Stop) -> Usage:
-        if stop.usage is None:
+    async def _measure(self, machine: _StoppedMachine) -> Usage:
+        if machine.usage is None:
             try:
-                stop.usage = await self._host.usage(stop.sandbox)
+                machine.usage = await self._host.usage(machine.sandbox)
             except GatewayError:
                 return Usage(disk_bytes=0, memory_bytes=0)
-        return stop.usage
+        return machine.usage
 
     def start(self, instance: str) -> None:
         """Count a machine that the session starts."""
-        self._started.add(instance)
+        self._started_instances.add(instance)
 
     def stop(self, sandbox: Sandbox, *, frees_disk: bool) -> None:
-        """Stop counting a machine. ``frees_disk``: its disk is removed, too."""
-        if sandbox.instance in self._started:
-            self._started.discard(sandbox.instance)
-        elif sandbox.instance in self._stops:
-            self._stops[sandbox.instance].frees_disk |= frees_disk
+        """Stop counting a machine. ``frees_disk``: its disk is also removed."""
+        if sandbox.instance in self._started_instances:
+            self._started_instances.discard(sandbox.instance)
+        elif sandbox.instance in self._stopped_machines:
+            self._stopped_machines[sandbox.instance].frees_disk |= frees_disk
         else:
-            self._stops[sandbox.instance] = _Stop(sandbox, frees_disk)
+            self._stopped_machines[sandbox.instance] = _StoppedMachine(sandbox, frees_disk)
 
     def add_snapshot(self, id: str, *, memory: bool) -> None:
         if memory:
-            self._images.add(id)
+            self._image_ids.add(id)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
-        self._images.discard(snapshot.id)
+        self._image_ids.discard(snapshot.id)
         if snapshot.id in self._index:
             self._removed_image_bytes += snapshot.memory_bytes_written
             self._removed_disk_bytes += snapshot.disk_bytes_unique

@@ -39,7 +39,7 @@ class AppliedRuns:
         self._runs: OpenRuns[AppliedRun] = OpenRuns()
 
     def open(self, owner: str, name: str) -> AppliedRun:
-        """Return the run with this name, and open it if it does not exist. ``name``: only this run uses it.
+        """Return the run with this name, and open it if it does not exist. ``name``: a name that only this run uses.
 
         Raises Busy if there are too many runs, and Gone if the run has ended.
         """
@@ -49,7 +49,7 @@ class AppliedRuns:
         if run is None:
             if self._runs.has_ended(id):
                 raise Gone(
-                    f"the gateway has forgotten this run, because it sent no request for a long time: {_REMEDY.lower()}"
+                    f"the gateway has discarded this run, because it sent no request for a long time: {_REMEDY.lower()}"
                 )
             self._make_room(owner)
             run = AppliedRun(id, owner)
@@ -62,7 +62,7 @@ class AppliedRuns:
 
     def list(self, owner: str) -> list[AppliedRun]:
         self._end_idle()
-        return self._runs.owned_by(owner)
+        return self._runs.list_owned_by(owner)
 
     def close(self, owner: str, id: str) -> None:
         """End a run. Raises Gone."""
@@ -73,7 +73,7 @@ class AppliedRuns:
         if run is None:
             # Not NotFound, which would say that the requested object does not exist.
             raise Gone(
-                f"applied run {id[:80]!r} not found: it ended, sent no request for a long time, or the gateway was "
+                f"applied run {id[:80]!r} not found: it has ended, sent no request for a long time, or the gateway was "
                 f"restarted. {_REMEDY}"
             )
         return run
@@ -87,7 +87,7 @@ class AppliedRuns:
             self._end_oldest(find_largest_owner(counts, owner), f"{MAX_RUNS} applied runs for this gateway")
 
     def _end_oldest(self, owner: str, limit: str) -> None:
-        oldest = self._runs.owned_by(owner)[0]
+        oldest = self._runs.list_owned_by(owner)[0]
         if not self._runs.is_idle(oldest, MIN_IDLE_SECONDS):
             raise Busy(
                 f"the limit of {limit} has been reached: wait until another run has ended, or end one with "

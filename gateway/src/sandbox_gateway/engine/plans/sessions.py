@@ -49,7 +49,7 @@ class PlanSession:
     """The memory that counts toward the limits, in bytes."""
     changes: OwnChanges = field(default_factory=OwnChanges)
     recent_captures: Sequence[Snapshot] = ()
-    """The newest snapshots that existed when the session was opened, from which the costs of others are estimated."""
+    """The newest snapshots when the session was opened, from which the costs of new ones are estimated."""
 
     def new_id(self) -> str:
         """Return the next id of an object that exists only in this session. Raises OverQuota."""
@@ -91,7 +91,7 @@ class PlanSessions:
         return self._touch(session)
 
     def charge(self, session: PlanSession, size: int) -> None:
-        """Count ``size`` bytes that a session will keep in memory. Raises OverQuota, or Busy if others use it."""
+        """Count ``size`` bytes of memory for a session. Raises OverQuota, or Busy if other sessions use the memory."""
         if session.size + size > MAX_BYTES_PER_SESSION:
             raise OverQuota(
                 f"the plan would take more than {MAX_BYTES_PER_SESSION >> 20} MiB of the gateway's memory: split the "
@@ -103,12 +103,12 @@ class PlanSessions:
     def _make_room(self, owner: str, *, count: int = 0, size: int = 0) -> None:
         """End the least recently used sessions until there is room for more. Raises Busy.
 
-        If all keys together have too many or too large sessions, a session of the key with the most ends, so that a key
+        If the sessions of all keys together exceed a limit, end a session of the key that uses the most, so that a key
         with many check runs does not end the sessions of others.
         """
         while True:
             sessions = [*self._sessions]
-            owned_sessions = self._sessions.owned_by(owner)
+            owned_sessions = self._sessions.list_owned_by(owner)
             if len(owned_sessions) + count > MAX_SESSIONS_PER_KEY:
                 self._end_oldest(owned_sessions, f"{MAX_SESSIONS_PER_KEY} plan sessions for the key {owner!r}")
             elif _sum_sizes(owned_sessions) + size > MAX_BYTES_PER_KEY:
@@ -117,13 +117,13 @@ class PlanSessions:
             elif len(sessions) + count > MAX_SESSIONS:
                 largest_owner = find_largest_owner(Counter(each.owner for each in sessions), owner)
                 limit = f"{MAX_SESSIONS} plan sessions for this gateway"
-                self._end_oldest(self._sessions.owned_by(largest_owner), limit)
+                self._end_oldest(self._sessions.list_owned_by(largest_owner), limit)
             elif _sum_sizes(sessions) + size > MAX_BYTES:
                 sizes: Counter[str] = Counter()
                 for each in sessions:
                     sizes[each.owner] += each.size
                 limit = f"{MAX_BYTES >> 20} MiB for the plan sessions of this gateway"
-                self._end_oldest(self._sessions.owned_by(find_largest_owner(sizes, owner)), limit)
+                self._end_oldest(self._sessions.list_owned_by(find_largest_owner(sizes, owner)), limit)
             else:
                 return
 
@@ -147,7 +147,7 @@ class PlanSessions:
 
     def list(self, owner: str) -> list[PlanSession]:
         self._end_idle()
-        return self._sessions.owned_by(owner)
+        return self._sessions.list_owned_by(owner)
 
     async def close(self, owner: str, id: str) -> None:
         """End a session. Raises NotFound."""
@@ -157,8 +157,8 @@ class PlanSessions:
         session = self._sessions.find(owner, id)
         if session is None:
             message = (
-                f"plan session {id[:80]!r} not found: it ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway was "
-                "restarted. Start the check run again"
+                f"plan session {id[:80]!r} not found: it has ended, was idle for {IDLE_SECONDS:.0f} s, or the gateway "
+                "was restarted. Start the check run again"
             )
             raise NotFound("plan", id[:80], message=message)
         return session

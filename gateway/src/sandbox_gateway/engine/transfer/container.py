@@ -6,8 +6,8 @@ A file is the magic bytes and the version, then records. A record is its type (o
 * ``H``, the head: the signer's public key (32 bytes), a signature of the manifest (64), the manifest (JSON).
 * ``C``, a chunk: the index of its part (1), its offset in the part (8), its length (4), its SHA-256 (32), and its data,
   one zstd frame. Chunks are in ascending order, and at most ``CHUNK_BYTES`` long. They begin at multiples of
-  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so that smaller chunks
-  would use more space on the disk than the manifest says.
+  ``BLOCK_BYTES``, and end there or at the end of their part: a file system stores whole blocks, so smaller chunks would
+  use more disk space than the manifest says.
 * ``E``, the end: the SHA-256 of everything before this record (32), and its signature (64).
 
 ``Encoder`` creates the bytes of a file, and ``Decoder`` checks them. Both keep at most one chunk in memory. Nothing
@@ -33,19 +33,19 @@ from sandbox_gateway.engine.transfer.signing import (
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
 
 MAGIC = b"\x89GROVE-SNAPSHOT\r\n\x1a\n"
-"""Like PNG's, so that a transfer that changes line ends or stops at the first NUL is noticed at once."""
+"""Like PNG's, so that a transfer that changes line endings or stops at the first NUL is detected immediately."""
 VERSION = 1
 CHUNK_BYTES = 1 << 20
 BLOCK_BYTES = 4096
-_PREFIX = struct.Struct(">H")
-_RECORD = struct.Struct(">cI")
-_CHUNK = struct.Struct(">BQI32s")
+_PREFIX_STRUCT = struct.Struct(">H")
+_RECORD_STRUCT = struct.Struct(">cI")
+_CHUNK_STRUCT = struct.Struct(">BQI32s")
 _HEAD_BYTES = PUBLIC_KEY_BYTES + SIGNATURE_BYTES
 _END_BYTES = 32 + SIGNATURE_BYTES
 _MAX_COMPRESSED_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 7) + 1024
 _MAX_RECORD_BYTES = {
     b"H": _HEAD_BYTES + MAX_MANIFEST_BYTES,
-    b"C": _CHUNK.size + _MAX_COMPRESSED_BYTES,
+    b"C": _CHUNK_STRUCT.size + _MAX_COMPRESSED_BYTES,
     b"E": _END_BYTES,
 }
 _HEAD_PURPOSE, _END_PURPOSE = b"snapshot file head", b"snapshot file end"
@@ -59,23 +59,23 @@ class Chunk:
 
 
 class Encoder:
-    """Creates a file. Call ``head``, then ``chunk`` for each chunk in order, then ``end``, and join the results."""
+    """Creates a file: the results of ``encode_head``, ``encode_chunk`` for each chunk in order, and ``encode_end``."""
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._digest = hashlib.sha256()
 
-    def head(self, manifest: Manifest) -> bytes:
+    def encode_head(self, manifest: Manifest) -> bytes:
         text = manifest.model_dump_json().encode()
         signature = self._signer.sign(_HEAD_PURPOSE, text)
-        prefix = MAGIC + _PREFIX.pack(VERSION)
+        prefix = MAGIC + _PREFIX_STRUCT.pack(VERSION)
         return self._add(prefix + _frame(b"H", self._signer.public_key + signature + text))
 
-    def chunk(self, contents: bytes) -> bytes:
+    def encode_chunk(self, contents: bytes) -> bytes:
         """Return the record of a chunk. ``contents``: the result of ``compress_chunk``."""
         return self._add(_frame(b"C", contents))
 
-    def end(self) -> bytes:
+    def encode_end(self) -> bytes:
         digest = self._digest.digest()
         return _frame(b"E", digest + self._signer.sign(_END_PURPOSE, digest))
 
@@ -85,14 +85,14 @@ class Encoder:
 
 
 def compress_chunk(part: int, offset: int, data: bytes) -> bytes:
-    """Return the contents of a chunk's record. ``part``: its index in the manifest. Threads may call this at once."""
-    # A compressor works for one thread at a time.
+    """Return the contents of a chunk record. ``part``: its index in the manifest. Threads can call this in parallel."""
+    # Only one thread at a time can use a compressor.
     compressor = zstandard.ZstdCompressor(level=3, write_content_size=True)
-    return _CHUNK.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
+    return _CHUNK_STRUCT.pack(part, offset, len(data), hashlib.sha256(data).digest()) + compressor.compress(data)
 
 
 def _frame(kind: bytes, contents: bytes) -> bytes:
-    return _RECORD.pack(kind, len(contents)) + contents
+    return _RECORD_STRUCT.pack(kind, len(contents)) + contents
 
 
 class Decoder:
@@ -126,35 +126,35 @@ class Decoder:
         if (
             self._manifest is None
             and (self._has_prefix or self._read_prefix())
-            and (record := self._next_record()) is not None
+            and (record := self._take_record()) is not None
         ):
             self._read_head(record[1])
         return self._manifest
 
     def read_chunks(self) -> Iterator[Chunk]:
-        """Yield the next chunks that have arrived, which are not in memory at the same time."""
+        """Yield the chunks that have arrived. Only one of them is in memory at a time."""
         if self.read_manifest() is None:
             return
-        while (record := self._next_record()) is not None:
+        while (record := self._take_record()) is not None:
             kind, contents = record
             if kind == b"C":
                 yield self._read_chunk(contents)
             else:
                 self._read_end(contents)
         if self._is_complete and self._buffer:
-            raise self._damaged("it continues after its end")
+            raise self._create_damage_error("it has data after its end")
 
     def close(self) -> None:
         """Raise Invalid unless the whole file has arrived. If it has, all chunks are authentic."""
         if not self._is_complete:
-            raise self.incomplete_error()
+            raise self.create_incomplete_error()
 
-    def incomplete_error(self) -> Invalid:
+    def create_incomplete_error(self) -> Invalid:
         if not self._has_prefix and not self._buffer:
             return Invalid("the snapshot file is empty: export the snapshot again")
         return Invalid(
-            f"the snapshot file ends after {self._position + len(self._buffer)} bytes, before its end: copy it again, "
-            "or export the snapshot again"
+            f"the snapshot file is incomplete: it ends after {self._position + len(self._buffer)} bytes. Copy it "
+            "again, or export the snapshot again"
         )
 
     def _read_prefix(self) -> bool:
@@ -164,9 +164,9 @@ class Decoder:
                 "this is not a snapshot file, or it was changed in transit: use a file that "
                 "`sandboxctl snapshot export` wrote, and copy it as binary data"
             )
-        if len(self._buffer) < len(MAGIC) + _PREFIX.size:
+        if len(self._buffer) < len(MAGIC) + _PREFIX_STRUCT.size:
             return False
-        (version,) = _PREFIX.unpack_from(self._buffer, len(MAGIC))
+        (version,) = _PREFIX_STRUCT.unpack_from(self._buffer, len(MAGIC))
         if version > VERSION:
             raise Unsupported(
                 f"the snapshot file has format version {version}, which a newer release of the gateway wrote; this "
@@ -174,24 +174,24 @@ class Decoder:
                 "release"
             )
         if version < 1:
-            raise self._damaged("its format version is 0")
+            raise self._create_damage_error("its format version is 0")
         self._has_prefix = True
-        self._consume(len(MAGIC) + _PREFIX.size)
+        self._consume(len(MAGIC) + _PREFIX_STRUCT.size)
         return True
 
-    def _next_record(self) -> tuple[bytes, bytes] | None:
+    def _take_record(self) -> tuple[bytes, bytes] | None:
         """Remove the next complete record from the buffer, and return its type and contents, or None."""
-        if self._is_complete or len(self._buffer) < _RECORD.size:
+        if self._is_complete or len(self._buffer) < _RECORD_STRUCT.size:
             return None
-        kind, length = _RECORD.unpack_from(self._buffer)
+        kind, length = _RECORD_STRUCT.unpack_from(self._buffer)
         if kind not in _MAX_RECORD_BYTES or (kind == b"H") != (self._manifest is None):
-            raise self._damaged("it has an unexpected record")
+            raise self._create_damage_error("it has an unexpected record")
         if length > _MAX_RECORD_BYTES[kind]:
-            raise self._damaged(f"it has a record of {length} bytes, more than the format allows")
-        if len(self._buffer) < _RECORD.size + length:
+            raise self._create_damage_error(f"it has a record of {length} bytes, more than the format allows")
+        if len(self._buffer) < _RECORD_STRUCT.size + length:
             return None
-        contents = bytes(self._buffer[_RECORD.size : _RECORD.size + length])
-        self._consume(_RECORD.size + length, is_hashed=kind != b"E")
+        contents = bytes(self._buffer[_RECORD_STRUCT.size : _RECORD_STRUCT.size + length])
+        self._consume(_RECORD_STRUCT.size + length, is_hashed=kind != b"E")
         return kind, contents
 
     def _consume(self, size: int, *, is_hashed: bool = True) -> None:
@@ -204,56 +204,56 @@ class Decoder:
         public_key, signature = contents[:PUBLIC_KEY_BYTES], contents[PUBLIC_KEY_BYTES:_HEAD_BYTES]
         text = contents[_HEAD_BYTES:]
         if len(contents) < _HEAD_BYTES or not has_valid_signature(public_key, signature, _HEAD_PURPOSE, text):
-            raise self._damaged("the signature of its manifest does not match")
+            raise self._create_damage_error("the signature of its manifest does not match")
         self.public_key = public_key
         self._manifest = parse_manifest(text)
 
     def _read_chunk(self, contents: bytes) -> Chunk:
         assert self._manifest is not None
-        if len(contents) < _CHUNK.size:
-            raise self._damaged("a chunk is too short")
-        index, offset, length, digest = _CHUNK.unpack_from(contents)
+        if len(contents) < _CHUNK_STRUCT.size:
+            raise self._create_damage_error("a chunk is too short")
+        index, offset, length, digest = _CHUNK_STRUCT.unpack_from(contents)
         if index >= len(self._manifest.parts):
-            raise self._damaged("a chunk belongs to no part")
+            raise self._create_damage_error("a chunk does not belong to any part")
         part = self._manifest.parts[index]
         end = offset + length
         if not 0 < length <= CHUNK_BYTES or end > part.size or (index, offset) < self._last_chunk:
-            raise self._damaged(f"a chunk is not in its place in {part.name}")
+            raise self._create_damage_error(f"a chunk of {part.name} is out of place")
         if offset % BLOCK_BYTES or (end % BLOCK_BYTES and end != part.size):
-            raise self._damaged(f"a chunk does not consist of whole blocks of {part.name}")
+            raise self._create_damage_error(f"a chunk does not consist of whole blocks of {part.name}")
         if index != self._last_chunk[0]:
             self._part_data_bytes = 0
         self._part_data_bytes += length
         if self._part_data_bytes > part.data_bytes:
-            raise self._damaged(f"{part.name} has more data than the manifest says")
-        data = self._decompress(contents[_CHUNK.size :], length)
+            raise self._create_damage_error(f"{part.name} has more data than the manifest says")
+        data = self._decompress(contents[_CHUNK_STRUCT.size :], length)
         if hashlib.sha256(data).digest() != digest:
-            raise self._damaged(f"the digest of a chunk of {part.name} does not match")
+            raise self._create_damage_error(f"the digest of a chunk of {part.name} does not match")
         self._last_chunk = (index, end)
         return Chunk(part, offset, data)
 
     def _decompress(self, frame: bytes, length: int) -> bytes:
-        """Decompress one frame of exactly ``length`` bytes. The frame's own size decides how much is allocated."""
+        """Decompress one frame of exactly ``length`` bytes. The frame's own size determines how much is allocated."""
         try:
             parameters = zstandard.get_frame_parameters(frame)
             if parameters.content_size != length or parameters.window_size > CHUNK_BYTES:
-                raise self._damaged("a chunk has another length than it says")
+                raise self._create_damage_error("a chunk does not have the length that it states")
             data: bytes = self._decompressor.decompress(frame, max_output_size=length, allow_extra_data=False)
         except zstandard.ZstdError:
-            raise self._damaged("the data of a chunk cannot be decompressed") from None
+            raise self._create_damage_error("the data of a chunk cannot be decompressed") from None
         if len(data) != length:
-            raise self._damaged("a chunk has another length than it says")
+            raise self._create_damage_error("a chunk does not have the length that it states")
         return data
 
     def _read_end(self, contents: bytes) -> None:
         digest, signature = contents[:32], contents[32:]
         if digest != self._digest.digest():
-            raise self._damaged("its digest does not match")
+            raise self._create_damage_error("its digest does not match")
         if not has_valid_signature(self.public_key, signature, _END_PURPOSE, digest):
-            raise self._damaged("its signature does not match")
+            raise self._create_damage_error("its signature does not match")
         self._is_complete = True
 
-    def _damaged(self, reason: str) -> GatewayError:
+    def _create_damage_error(self, reason: str) -> GatewayError:
         return Invalid(
             f"the snapshot file is damaged at byte {self._position}: {reason}. Copy it again, or export the snapshot "
             "again"

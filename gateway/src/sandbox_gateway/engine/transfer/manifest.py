@@ -32,28 +32,28 @@ _MAX_BYTES = {
 }
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Part(_Strict):
+class Part(_StrictModel):
     """A part of the snapshot. The bytes that no chunk contains are zero."""
 
     name: SnapshotPart
     size: int = Field(ge=1, le=_MAX_IMAGE_BYTES, strict=True)
     data_bytes: int = Field(ge=0, strict=True)
-    """The most that all chunks of the part contain, from which the importing host estimates the room it needs."""
+    """The maximum total length of the part's chunks, from which the importing host estimates the space it needs."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Part:
         if self.size > _MAX_BYTES[self.name]:
             raise ValueError(f"{self.name} may be at most {_MAX_BYTES[self.name] >> 20} MiB")
         if self.data_bytes > self.size:
-            raise ValueError(f"{self.name} has more data than its size")
+            raise ValueError(f"{self.name} has more data than its size allows")
         return self
 
 
-class Sizes(_Strict):
+class Sizes(_StrictModel):
     """The resources of a sandbox: see ``records.Resources``."""
 
     cpus: int = Field(ge=1, le=256, strict=True)
@@ -64,8 +64,8 @@ class Sizes(_Strict):
 _Word = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,_+:()/=~-]*$")]
 
 
-class MachinePlatform(_Strict):
-    """The platform on which the memory was captured. Memory can be restored only on an equal platform."""
+class MachinePlatform(_StrictModel):
+    """The platform on which the memory was captured. Memory can be restored only on an identical platform."""
 
     accelerator: _Word
     cpu_model: _Word
@@ -79,7 +79,7 @@ def _check_text(text: str) -> str:
     return text
 
 
-class Manifest(_Strict):
+class Manifest(_StrictModel):
     snapshot_id: Id
     """The id of the snapshot in the gateway that exported it. The importing gateway gives it a new id."""
     kind: Literal["snapshot", "template"]
@@ -100,15 +100,15 @@ class Manifest(_Strict):
     def _check_parts(self) -> Manifest:
         names = [part.name for part in self.parts]
         if names != [name for name in SnapshotPart if name in names]:
-            raise ValueError("the parts are not in their order, or one occurs twice")
+            raise ValueError("the parts are not in the required order, or one occurs twice")
         if self.host_kind == "jail_zfs":
             if self.platform or self.line:
                 raise ValueError("a jail has no memory")
-            expected = frozenset({SnapshotPart.STREAM})
+            expected_names = frozenset({SnapshotPart.STREAM})
         else:
-            expected = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS
-        if set(names) != expected:
-            raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected))}")
+            expected_names = MACHINE_PARTS | MEMORY_PARTS if self.platform else MACHINE_PARTS
+        if set(names) != expected_names:
+            raise ValueError(f"the parts are {', '.join(names) or 'missing'}, not {', '.join(sorted(expected_names))}")
         sizes = {part.name: part.size for part in self.parts}
         if self.host_kind == "jail_zfs":
             return self
@@ -122,7 +122,7 @@ class Manifest(_Strict):
     def has_memory(self) -> bool:
         return self.platform is not None
 
-    def data_bytes(self, *, memory: bool) -> int:
+    def sum_data_bytes(self, *, memory: bool) -> int:
         return sum(part.data_bytes for part in self.parts if memory or part.name not in MEMORY_PARTS)
 
 

@@ -1,7 +1,7 @@
 """Export snapshots to files, and import them.
 
-Nothing of a file is used before its head has been checked, and no snapshot exists before the whole file has been: the
-parts are written to a place that the host removes at its next start unless they are committed.
+No part of a file is used before its head has been checked, and no snapshot exists before the whole file has been
+checked. Until the parts are committed, they are in a place that the host removes at its next start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.transfer.signing import Signer
 
 _BATCH_BYTES = 1 << 20
-"""Work on this much of an arriving file at a time, because switching to a thread takes longer than small pieces."""
+"""How much of a file is processed at a time. Switching to a thread takes longer than processing a small piece."""
 _COMPRESSION_THREADS = min(os.cpu_count() or 1, 8)
 _MAX_NAMES = 16
 _MAX_DESCRIPTION_LENGTH = 4096
@@ -50,9 +50,9 @@ class Transfers:
         self._index = context.index
         self._collector = collector
         self._room = room
-        self._active = 0
+        self._active_count = 0
 
-    def signer(self) -> Signer:
+    def get_signer(self) -> Signer:
         """Return the key with which this gateway signs files. Raises Unsupported."""
         self._require_ability()
         from sandbox_gateway.engine.transfer.signing import Signer
@@ -69,11 +69,11 @@ class Transfers:
         return load_secret(path, "trust its new key wherever its files are imported")
 
     async def export(self, ref: str, *, memory: bool = True) -> Export:
-        """Open a snapshot or template for an export. ``memory``: with its memory, if it has any.
+        """Open a snapshot or template for an export. ``memory``: include its memory, if it has any.
 
-        The caller reads ``Export.pieces`` and must call ``Export.close``.
+        The caller calls ``Export.read_pieces``, and must call ``Export.close``.
         """
-        snapshot = self._index.snapshot(ref)
+        snapshot = self._index.get_snapshot(ref)
         self._require_ability()
         memory = memory and snapshot.memory is not MemoryMode.NONE
         if snapshot.volumes:
@@ -82,11 +82,11 @@ class Transfers:
                 "without volumes, and export that"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._slot())
+            stack.enter_context(self._slot_held())
             async with self._collector.pinned_then_collected(snapshot):
                 source = await self._host.open_snapshot(snapshot, memory=memory)
             stack.callback(source.close)
-            export = Export(self.signer(), snapshot, source)
+            export = Export(self.get_signer(), snapshot, source)
             await finish_despite_cancellation(asyncio.to_thread(export.prepare))
             export.on_close = stack.pop_all()
         return export
@@ -98,13 +98,13 @@ class Transfers:
         *,
         name: str | None = None,
         trust: Collection[str] = (),
-        only_head: bool = False,
+        head_only: bool = False,
     ) -> Snapshot:
         """Create a snapshot or template from the pieces of a file.
 
-        ``name`` replaces its names. ``trust``: the fingerprints of signers to accept besides this gateway. If the
+        ``name`` replaces its names. ``trust``: the fingerprints of other signers to accept. If the
         memory cannot be restored on this host, only the disk is imported, and ``Snapshot.imported`` says so.
-        ``only_head``: for a plan session. The file may end after its head, and its contents are not read.
+        ``head_only``: for a plan session. The file may end after its head, and its contents are not read.
         """
         self._require_ability()
         from sandbox_gateway.engine.transfer.container import Decoder
@@ -112,30 +112,30 @@ class Transfers:
 
         trusted_fingerprints = {check_fingerprint(each) for each in trust}
         new_names = [require_valid_name(name)] if name else None
-        with self._slot():
+        with self._slot_held():
             decoder = Decoder()
-            batches = _batches(pieces)
+            batches = _join_into_batches(pieces)
             manifest = await _read_manifest(decoder, batches)
             signer = self._require_trusted(decoder, trusted_fingerprints)
-            snapshot = self._new_record(manifest, signer)
+            snapshot = self._create_record(manifest, signer)
             snapshot.names = new_names or [*manifest.names]
             has_memory = snapshot.memory is not MemoryMode.NONE
             note_memory_mode(snapshot.memory)
-            disk_bytes = manifest.data_bytes(memory=False)
-            memory_bytes = manifest.data_bytes(memory=has_memory) - disk_bytes
+            disk_bytes = manifest.sum_data_bytes(memory=False)
+            memory_bytes = manifest.sum_data_bytes(memory=has_memory) - disk_bytes
             sizes = {part.name: part.size for part in manifest.parts if has_memory or part.name not in MEMORY_PARTS}
             async with self._room.reserved_for_import(disk_bytes, memory_bytes) as pending_import:
                 with self._index.reserved(snapshot.names):
                     target = await self._host.begin_import(snapshot, sizes, line=manifest.line)
                     try:
-                        if not only_head:
+                        if not head_only:
                             await _write_chunks(decoder, batches, target, sizes, pending_import)
                         await finish_despite_cancellation(self._commit(target, snapshot))
                     except BaseException:
                         if snapshot.id not in self._index.snapshots:
                             await target.discard()
                         raise
-        if not only_head:
+        if not head_only:
             log.info("imported", snapshot=snapshot.id, signer=signer, release=manifest.release)
         return snapshot
 
@@ -149,7 +149,7 @@ class Transfers:
         from sandbox_gateway.engine.transfer.signing import fingerprint_of
 
         fingerprint = fingerprint_of(decoder.public_key)
-        if fingerprint not in {self.signer().fingerprint, *trusted_fingerprints}:
+        if fingerprint not in {self.get_signer().fingerprint, *trusted_fingerprints}:
             raise Untrusted(
                 f"the snapshot file is signed with the key {fingerprint}, which is not this gateway's. Compare the "
                 "fingerprint with the output of `sandboxctl snapshot signer` on the gateway that exported the file; if "
@@ -157,7 +157,7 @@ class Transfers:
             )
         return fingerprint
 
-    def _new_record(self, manifest: Manifest, signer: str) -> Snapshot:
+    def _create_record(self, manifest: Manifest, signer: str) -> Snapshot:
         """Create the record of a snapshot that is being imported, from fields that the manifest has validated."""
         platform = manifest.platform.model_dump() if manifest.platform else {}
         problem = self._host.find_import_problem(manifest.host_kind, manifest.architecture, platform)
@@ -185,18 +185,18 @@ class Transfers:
             )
 
     @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
+    def _slot_held(self) -> Iterator[None]:
         limit = self._context.config.limits.transfers
-        if self._active >= limit:
+        if self._active_count >= limit:
             raise Busy(
                 f"{limit} snapshots are being exported or imported, which is the maximum (limits.transfers): try again "
                 "when one of them is finished"
             )
-        self._active += 1
+        self._active_count += 1
         try:
             yield
         finally:
-            self._active -= 1
+            self._active_count -= 1
 
 
 class Export:
@@ -206,12 +206,12 @@ class Export:
         self._signer = signer
         self._snapshot = snapshot
         self._source = source
-        self._pending: deque[asyncio.Task[bytes]] = deque()
+        self._pending_tasks: deque[asyncio.Task[bytes]] = deque()
         """Chunks that threads are reading and compressing, in the order of the file."""
         self.on_close = contextlib.ExitStack()
 
     def prepare(self) -> None:
-        """Measure the parts. Blocks."""
+        """Measure the parts. This blocks the calling thread."""
         from sandbox_gateway.engine.transfer.manifest import MachinePlatform, Manifest, Part, Sizes
 
         snapshot, source = self._snapshot, self._source
@@ -222,7 +222,11 @@ class Export:
             if part in source.sizes
         }
         parts = [
-            Part(name=part, size=source.sizes[part], data_bytes=sum(end - start for start, end in _pairs(extents)))
+            Part(
+                name=part,
+                size=source.sizes[part],
+                data_bytes=sum(end - start for start, end in _iterate_pairs(extents)),
+            )
             for part, extents in self._extents.items()
         ]
         sizes = snapshot.resources
@@ -240,33 +244,33 @@ class Export:
             parts=parts,
         )
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. Several threads compress chunks, of which a few are in memory."""
+    async def read_pieces(self) -> AsyncIterator[bytes]:
+        """Yield the bytes of the file. Several threads compress chunks; only a few chunks are in memory."""
         from sandbox_gateway.engine.transfer.container import Encoder
 
         encoder = Encoder(self._signer)
-        yield encoder.head(self.manifest)
-        for place in self._chunk_places():
-            self._pending.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
-            if len(self._pending) > _COMPRESSION_THREADS and (contents := await self._take_first()):
-                yield await asyncio.to_thread(encoder.chunk, contents)
-        while self._pending:
+        yield encoder.encode_head(self.manifest)
+        for place in self._iterate_chunk_places():
+            self._pending_tasks.append(asyncio.create_task(asyncio.to_thread(self._compress, *place)))
+            if len(self._pending_tasks) > _COMPRESSION_THREADS and (contents := await self._take_first()):
+                yield await asyncio.to_thread(encoder.encode_chunk, contents)
+        while self._pending_tasks:
             if contents := await self._take_first():
-                yield await asyncio.to_thread(encoder.chunk, contents)
-        yield encoder.end()
+                yield await asyncio.to_thread(encoder.encode_chunk, contents)
+        yield encoder.encode_end()
 
     async def _take_first(self) -> bytes:
         """Wait for the first pending chunk, even if the caller is cancelled, and return its contents."""
-        contents = await finish_despite_cancellation(self._pending[0])
-        self._pending.popleft()
+        contents = await finish_despite_cancellation(self._pending_tasks[0])
+        self._pending_tasks.popleft()
         return contents
 
-    def _chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
+    def _iterate_chunk_places(self) -> Iterator[tuple[int, SnapshotPart, int, int]]:
         """Yield the index of the part, the part, the offset and the length of each chunk."""
         from sandbox_gateway.engine.transfer.container import CHUNK_BYTES
 
         for index, part in enumerate(self.manifest.parts):
-            for start, end in _pairs(self._extents[part.name]):
+            for start, end in _iterate_pairs(self._extents[part.name]):
                 for offset in range(start, end, CHUNK_BYTES):
                     yield index, part.name, offset, min(CHUNK_BYTES, end - offset)
 
@@ -280,34 +284,34 @@ class Export:
     async def close(self) -> None:
         try:
             # No thread may read from the source when it is closed.
-            await finish_despite_cancellation(asyncio.gather(*self._pending, return_exceptions=True))
+            await finish_despite_cancellation(asyncio.gather(*self._pending_tasks, return_exceptions=True))
         finally:
             self.on_close.close()
 
 
 def _join_extents(extents: Iterable[tuple[int, int]], size: int) -> array[int]:
-    """Return the starts and ends of ``extents`` in turn, extended to whole blocks. Joins those that then touch.
+    """Return the alternating starts and ends of ``extents``, extended to whole blocks. Joins extents that then touch.
 
     A guest can fragment its disk into millions of extents, so they are stored in 16 bytes each.
     """
     from sandbox_gateway.engine.transfer.container import BLOCK_BYTES
 
-    joined = array("Q")
+    joined_extents = array("Q")
     for start, end in extents:
         start, end = start - start % BLOCK_BYTES, min(end + -end % BLOCK_BYTES, size)
-        if joined and start <= joined[-1]:
-            joined[-1] = end
+        if joined_extents and start <= joined_extents[-1]:
+            joined_extents[-1] = end
         else:
-            joined.extend((start, end))
-    return joined
+            joined_extents.extend((start, end))
+    return joined_extents
 
 
-def _pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
+def _iterate_pairs(extents: array[int]) -> Iterator[tuple[int, int]]:
     values = iter(extents)
     return zip(values, values, strict=True)
 
 
-async def _batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _join_into_batches(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Join small pieces, and yield the result when it is large enough to work on."""
     buffer = bytearray()
     async for piece in pieces:
@@ -324,7 +328,7 @@ async def _read_manifest(decoder: Decoder, batches: AsyncIterator[bytes]) -> Man
         decoder.feed(batch)
         if (manifest := decoder.read_manifest()) is not None:
             return manifest
-    raise decoder.incomplete_error()
+    raise decoder.create_incomplete_error()
 
 
 async def _write_chunks(
