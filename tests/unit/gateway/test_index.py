@@ -76,7 +76,7 @@ def test_hidden_objects_have_no_name() -> None:
 @given(ref=st.text(max_size=300))
 def test_invalid_references_are_not_found(ref: str) -> None:
     with pytest.raises(NotFound) as error_info:
-        Index().sandbox(ref)
+        Index().get_sandbox(ref)
     assert "not found" in error_info.value.message and len(error_info.value.message) < 700
 
 
@@ -224,7 +224,7 @@ def test_volume_snapshots_in_a_snapshot_are_found() -> None:
 def test_a_long_reference_is_shortened() -> None:
     for ref, expected in (("a" * 80, "a" * 80), ("a" * 81, "a" * 77 + "...")):
         with pytest.raises(NotFound) as error_info:
-            Index().volume(ref)
+            Index().get_volume(ref)
         assert re.search(rf"(?<!a){re.escape(expected)}(?!a|\.)", error_info.value.message), error_info.value.message
 
 
