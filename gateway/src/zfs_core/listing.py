@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NoReturn
 
 from zfs_core.causes import Cause
@@ -49,15 +49,30 @@ def find_types(names: Iterable[str]) -> dict[str, str]:
 
     A type is ``filesystem``, ``volume``, ``snapshot`` or ``bookmark``.
     """
-    existing_names = list(dict.fromkeys(names))
-    if not existing_names:
+    return _find_values(names, "type", must_succeed=False)
+
+
+def find_hold_counts(snaps: Iterable[str]) -> dict[str, str]:
+    """Return ``{name: number of holds}`` for the snapshots among ``snaps`` that exist."""
+    return _find_values(snaps, "userrefs", must_succeed=True)
+
+
+def _find_values(names: Iterable[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
+    targets = list(dict.fromkeys(names))
+    if not targets:
         return {}
-    outcome = run("get", "-H", "-o", "name,value", "type", *existing_names, name=existing_names[0])
+    outcome = run("get", "-H", "-o", "name,value", prop, *targets, name=targets[0])
     if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-        if len(existing_names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
-            return {name: kind for each in existing_names for name, kind in find_types([each]).items()}
+        if len(targets) > 1:  # One of the names may be invalid, which is no reason to miss the others.
+            return {
+                name: value
+                for each in targets
+                for name, value in _find_values([each], prop, must_succeed=must_succeed).items()
+            }
+        if must_succeed and outcome.cause not in (Cause.NAME_INVALID, Cause.NAME_TOO_LONG):
+            raise error_of(outcome, targets[0], f"get the property {prop}")
         return {}
-    return {name: kind for name, kind in parse_table(outcome.output, 2) if name in existing_names}
+    return {name: value for name, value in parse_table(outcome.output, 2) if name in targets}
 
 
 @accepts_bytes
@@ -116,8 +131,20 @@ def list_snapshots(filesystem: Name) -> list[str]:
 
 
 def list_clones(snap: Name) -> list[str]:
-    """Return the clones of a snapshot. Compares ``origin``, because zfs-fuse lacks the property ``clones``."""
+    """Return the clones of a snapshot, which are filesystems or volumes."""
     target = validate_snapshot_name(snap)
-    pool = pool_of(target)
-    outcome = check(run("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin", pool, name=pool), pool, "list")
-    return [name for name, origin in parse_table(outcome.output, 2) if origin == target]
+    return list_clones_by_origin([target])[target]
+
+
+def list_clones_by_origin(snaps: Collection[str]) -> dict[str, list[str]]:
+    """Return ``{snapshot: clones}``, with one command for each pool.
+
+    Compares ``origin``, because zfs-fuse lacks the property ``clones``.
+    """
+    clones: dict[str, list[str]] = {snap: [] for snap in snaps}
+    for pool in {pool_of(snap) for snap in snaps}:
+        outcome = run("list", "-H", "-r", "-t", "filesystem,volume", "-o", "name,origin", pool, name=pool)
+        for name, origin in parse_table(check(outcome, pool, "list").output, 2):
+            if origin in clones:
+                clones[origin].append(name)
+    return clones

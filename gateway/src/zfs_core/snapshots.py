@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.exceptions import (
-    DatasetNotFound,
     DuplicateSnapshots,
     FilesystemNotFound,
     NameInvalid,
@@ -29,7 +27,7 @@ from zfs_core.exceptions import (
     ZFSError,
     ZFSOutputError,
 )
-from zfs_core.listing import find_types, list_clones, list_snapshots, lzc_exists
+from zfs_core.listing import find_hold_counts, find_types, list_clones_by_origin, list_snapshots, lzc_exists
 from zfs_core.names import (
     Name,
     accepts_bytes,
@@ -45,7 +43,6 @@ from zfs_core.names import (
 )
 from zfs_core.options import Props, format_property_options
 from zfs_core.outcome import ErrorFactory, check, error_of
-from zfs_core.properties import get_props
 from zfs_core.run import run, run_with_retries
 
 
@@ -177,13 +174,17 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
 
 def _check_unused(names: Sequence[str]) -> None:
+    """Raise SnapshotDestructionFailure if some of the snapshots are held, or have clones."""
+    hold_counts = find_hold_counts(names)
+    if not hold_counts:
+        return
+    clones = list_clones_by_origin(hold_counts)
     errors: list[ZFSError] = []
-    for name in names:
-        with suppress(DatasetNotFound):
-            if get_props([name], ["userrefs"])[name]["userrefs"].number:
-                errors.append(SnapshotIsHeld(name))
-            elif clones := list_clones(name):
-                errors.append(SnapshotIsCloned(name).with_details("it has clones", clones))
+    for name, count in hold_counts.items():
+        if count not in ("0", "-"):
+            errors.append(SnapshotIsHeld(name))
+        elif clones[name]:
+            errors.append(SnapshotIsCloned(name).with_details("it has clones", clones[name]))
     if errors:
         raise SnapshotDestructionFailure(errors)
 

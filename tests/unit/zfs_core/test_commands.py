@@ -1,0 +1,54 @@
+"""Test the commands that zfs_core runs on OpenZFS, and how it handles their failures. A fake `zfs` answers them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zfs_core
+from zfs_core import capabilities, exceptions
+from zfs_core.capabilities import openzfs_capabilities
+
+Fake = Callable[[str], Callable[[], list[str]]]
+
+
+@pytest.fixture
+def fake_zfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Return a function that installs a script as `zfs`. That function returns one that lists the commands so far."""
+    log, program = tmp_path / "log", tmp_path / "zfs"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+
+    def install(script: str) -> Callable[[], list[str]]:
+        program.write_text(f'#!/bin/sh\necho "$*" >>{log}\n{script}\n')
+        program.chmod(0o755)
+        log.write_text("")
+        return lambda: log.read_text().splitlines()
+
+    return install
+
+
+# -- destroying snapshots ---------------------------------------------------------------------------------------------
+
+_SNAPSHOTS = """
+case $* in
+    "get "*" userrefs "*)
+        shift 5
+        for name; do printf '%s\\t0\\n' "$name"; done ;;
+    "list "*"-t filesystem "*) printf 'tank\\t-\\ntank/a\\t-\\n' ;;
+    "list "*) printf 'tank\\t-\\ntank/a\\t-\\ntank/volume\\ttank/a@2\\n' ;;
+esac
+"""
+
+
+def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_SNAPSHOTS)
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+        zfs_core.lzc_destroy_snaps(["tank/a@1", "tank/a@2", "tank/a@3"], False)
+    (error,) = caught.value.errors
+    assert isinstance(error, exceptions.SnapshotIsCloned)
+    assert (error.name, error.related) == ("tank/a@2", ("tank/volume",))
+    assert [command.split()[0] for command in commands()] == ["get", "list"], "one command for all snapshots"
+    assert zfs_core.list_clones("tank/a@2") == ["tank/volume"]
