@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,3 +53,43 @@ def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(fake_zfs: Fake) 
     assert (error.name, error.related) == ("tank/a@2", ("tank/volume",))
     assert [command.split()[0] for command in commands()] == ["get", "list"], "one command for all snapshots"
     assert zfs_core.list_clones("tank/a@2") == ["tank/volume"]
+
+
+# -- arguments that the caller chooses --------------------------------------------------------------------------------
+
+# Parses options as GNU getopt does, which also finds them behind other arguments. Returns the parameters.
+_PROGRAM = """
+shift
+options=$(getopt -o nt:m:j -- "$@") || { echo "invalid option" >&2; exit 2; }
+eval set -- "$options"
+while [ "$1" != -- ]; do
+    case $1 in -t | -m) shift ;; -n) echo nosync >&2; exit 1 ;; esac
+    shift
+done
+shift 3
+printf '{"return": "%s"}' "$*"
+"""
+
+
+def test_parameters_of_a_channel_program_are_not_options_of_the_command(fake_zfs: Fake) -> None:
+    fake_zfs(_PROGRAM)
+    params = ["-n", "-t", "1", "--help", "", "x"]
+    assert zfs_core.lzc_channel_program("tank", "return 1", params=params) == "-n -t 1 --help  x"
+
+
+@pytest.mark.parametrize("param", ["a\0b", "\ud800", b"a\0b"])
+def test_a_parameter_that_cannot_be_an_argument_is_refused(fake_zfs: Fake, param: str | bytes) -> None:
+    commands = fake_zfs("")
+    with pytest.raises(exceptions.ZFSGenericError) as caught:
+        zfs_core.lzc_channel_program("tank", "return 1", params=[param])  # type: ignore[list-item]
+    assert caught.value.errno == errno.EINVAL and "NUL" in str(caught.value)
+    assert commands() == []
+
+
+@pytest.mark.parametrize("name", ["./a", "-r", "tank/a\0", "tank/\udcff", "tank/a\n"])
+def test_a_name_that_the_command_would_misinterpret_is_refused(fake_zfs: Fake, name: str) -> None:
+    commands = fake_zfs("")
+    assert not zfs_core.lzc_exists(name)
+    with pytest.raises(exceptions.NameInvalid):
+        zfs_core.lzc_get_props(name)
+    assert commands() == []
