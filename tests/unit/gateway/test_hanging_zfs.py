@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,20 @@ from zfs_core import process
 from zfs_core.exceptions import DatasetNotFound, ZFSGenericError
 
 from sandbox_gateway.errors import Busy, NotFound, Timeout
-from sandbox_gateway.hosts.jail_zfs import disk_usage
+from sandbox_gateway.hosts.jail_zfs import disk_usage, retries
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
+from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.storage import root as root_module
 from sandbox_gateway.hosts.jail_zfs.storage import slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
+from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.threads import run_in_thread
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Volume
+from sandbox_gateway.tasks import BackgroundTasks
 from tests.support.waiting import eventually
 
 _HANGING_ZFS = """#!/bin/sh
@@ -165,6 +170,56 @@ def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_doe
             hold_lock(lambda: None)
         finally:
             release.set()
+
+
+class _HangingOnce:
+    """Stands for all parts of the host. The first removal times out, and the second one succeeds."""
+
+    def __init__(self) -> None:
+        self.instances = self.snapshots = self
+        self.attempts: list[str] = []
+
+    def describe_stuck_mounts(self, _mount_filter: object) -> list[str]:
+        return []
+
+    async def wait_until_unmounted(self, _mount_filter: object) -> None:
+        pass
+
+    async def describe(self, _dataset: str, _path: Path) -> str:
+        raise AssertionError("the commands that find the holders could hang, too")
+
+    def path(self, instance: str) -> Path:
+        return Path("/nowhere", instance)
+
+    def commit_removal(self, _volume_id: str) -> None:
+        pass
+
+    def discard(self, name: str) -> None:
+        self.attempts.append(name)
+        if len(self.attempts) == 1:
+            raise Timeout("`zfs destroy` did not finish within 60 s")
+
+    finish_removal = discard
+
+
+def test_a_removal_whose_command_hangs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "_RETRY_SECONDS", 0.01)
+
+    async def scenario(remove: Callable[[_HangingOnce, BackgroundTasks], Awaitable[None]]) -> list[str]:
+        parts, background = _HangingOnce(), BackgroundTasks(Logger("test"))
+        await remove(parts, background)
+        await background.wait(10)
+        return parts.attempts
+
+    def discard(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
+        return Disks(parts, parts, parts, background).discard("one")
+
+    def remove(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
+        parts.volumes = parts.volume_snapshots = parts
+        return JailVolumes(parts, parts, parts, parts, background).remove(Volume(name="v", size_mb=64))
+
+    assert asyncio.run(scenario(discard)) == ["one", "one"]
+    assert len(asyncio.run(scenario(remove))) == 2
 
 
 def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
