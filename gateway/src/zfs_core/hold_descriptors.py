@@ -53,29 +53,43 @@ _lock = threading.Lock()
 
 
 def validate_descriptor(fd: int) -> None:
-    """Raise BadHoldCleanupFD unless ``fd`` is an open descriptor of ``/dev/zfs``."""
+    """Raise BadHoldCleanupFD unless ``fd`` is a descriptor of ``/dev/zfs`` that is open for reading.
+
+    Raises NotImplementedError if this system lacks the locks that this module needs.
+    """
+    if not sys.platform.startswith("linux"):
+        raise NotImplementedError("holds that end with a descriptor need Linux: pass fd=None, and call lzc_release")
     try:
         status, device = os.fstat(fd), os.stat(_DEVICE)  # noqa: PTH116  # a device, not a path of the caller
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     except (OSError, OverflowError):
         raise BadHoldCleanupFD() from None
     if not stat.S_ISCHR(status.st_mode) or status.st_rdev != device.st_rdev:
         raise BadHoldCleanupFD()
+    if flags & (os.O_ACCMODE | os.O_PATH) not in (os.O_RDONLY, os.O_RDWR):
+        raise BadHoldCleanupFD().with_details("the descriptor is not open for reading: open it with O_RDWR")
 
 
 def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
-    """Release the holds in ``{snapshot: tag}`` as soon as all duplicates of ``fd`` are closed."""
-    if not sys.platform.startswith("linux"):
-        raise NotImplementedError("holds that end with a descriptor need Linux: pass fd=None, and call lzc_release")
+    """Release the holds in ``{snapshot: tag}`` as soon as all duplicates of ``fd`` are closed.
+
+    ``validate_descriptor`` has accepted ``fd``. Raises ZFSGenericError if the helper process cannot be started.
+    """
     offset = secrets.randbits(62)
-    fcntl.fcntl(fd, _SET_LOCK, _pack_lock(fcntl.F_RDLCK, offset))
     arguments = [word for name, tag in holds.items() for word in (tag, name)]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", _HELPER, str(offset), _DEVICE, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={"PATH": f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin:/bin:/usr/bin", "LC_ALL": "C"},
-    )
+    try:
+        fcntl.fcntl(fd, _SET_LOCK, _pack_lock(fcntl.F_RDLCK, offset))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _HELPER, str(offset), _DEVICE, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin:/bin:/usr/bin", "LC_ALL": "C"},
+        )
+    except OSError as error:
+        raise ZFSGenericError(
+            error.errno or errno.EIO, None, "Failed to start the process that releases the holds of a descriptor"
+        ).with_details(str(error)) from None
     with _lock:
         _helpers.append(_Helper(process, offset))
 
