@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,17 +29,24 @@ _DEVICE = "/dev/zfs"
 _GET_LOCK, _SET_LOCK = 36, 37
 """F_OFD_GETLK and F_OFD_SETLK of Linux, which Python's module fcntl lacks."""
 _WAIT_SECONDS = 60.0
+"""Maximum time that one call waits for helper processes."""
+_RELEASE_SECONDS = 60.0
+"""Timeout of a helper's command."""
 
-# The helper reads the byte's offset and the holds from its arguments. It ignores signals of the terminal, so that a
-# keyboard interrupt does not end it before the process whose holds it releases.
+# The helper reads the byte's offset, the device, the timeout of a command and the holds from its arguments. It ignores
+# signals of the terminal, so that a keyboard interrupt does not end it before the process whose holds it releases.
 _HELPER = """
 import fcntl, os, signal, struct, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 os.setsid()
 lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, int(sys.argv[1]), 1, 0)
 fcntl.fcntl(os.open(sys.argv[2], os.O_RDWR), 38, lock)  # F_OFD_SETLKW
-for tag, name in zip(sys.argv[3::2], sys.argv[4::2]):
-    subprocess.run(["zfs", "release", tag, name], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+for tag, name in zip(sys.argv[4::2], sys.argv[5::2]):
+    process = subprocess.Popen(["zfs", "release", tag, name], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(float(sys.argv[3]))
+    except subprocess.TimeoutExpired:
+        process.kill()  # It may hang in the kernel, so do not wait for its exit.
 """
 
 
@@ -80,7 +88,7 @@ def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
     try:
         fcntl.fcntl(fd, _SET_LOCK, _pack_lock(fcntl.F_RDLCK, offset))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _HELPER, str(offset), _DEVICE, *arguments],
+            [sys.executable, "-I", "-c", _HELPER, str(offset), _DEVICE, str(_RELEASE_SECONDS), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -95,17 +103,23 @@ def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
 
 
 def wait_for_releases() -> None:
-    """Wait until the holds of descriptors that have been closed are released."""
+    """Wait until the holds of descriptors that have been closed are released. Raises ZFSGenericError(ETIMEDOUT).
+
+    Does not wait again for a helper process that takes too long.
+    """
     with _lock:
-        for helper in list(_helpers):
-            if helper.process.poll() is None:
-                if _is_locked(helper.offset):
-                    continue
-                try:
-                    helper.process.wait(_WAIT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    raise ZFSGenericError(errno.ETIMEDOUT, None, "Failed to release holds of a descriptor") from None
-            _helpers.remove(helper)
+        helpers = list(_helpers)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    for helper in helpers:
+        if helper.process.poll() is None and _is_locked(helper.offset):
+            continue
+        try:
+            helper.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise ZFSGenericError(errno.ETIMEDOUT, None, "Failed to release holds of a descriptor") from None
+        finally:
+            with _lock, contextlib.suppress(ValueError):  # Another thread may have removed it.
+                _helpers.remove(helper)
 
 
 def _is_locked(offset: int) -> bool:

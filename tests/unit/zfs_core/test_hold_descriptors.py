@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,30 @@ def test_a_descriptor_that_cannot_be_locked_is_refused_first(released_holds: Pat
     finally:
         os.close(fd)
     assert released_holds.read_text() == ""
+
+
+def test_a_release_that_hangs_delays_each_caller_once_and_the_other_holds_are_released(
+    released_holds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = released_holds.with_name("zfs")
+    program.write_text(program.read_text() + "case $3 in tank/a@s) exec sleep 60 ;; esac\n")
+    monkeypatch.setattr(hold_descriptors, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(hold_descriptors, "_RELEASE_SECONDS", 1.5)
+    fd = os.open("/dev/null", os.O_RDONLY)
+    hold_descriptors.release_when_closed(fd, _HOLDS)
+    os.close(fd)
+    helper = hold_descriptors._helpers[0].process
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(hold_descriptors.wait_for_releases) for _ in range(3)]
+        time.sleep(0.1)
+        assert hold_descriptors._lock.acquire(timeout=0.3), "a caller waits while it holds the lock"
+        hold_descriptors._lock.release()
+        for call in calls:
+            with pytest.raises(ZFSGenericError, match="Failed to release holds"):
+                call.result(10)
+    hold_descriptors.wait_for_releases()
+    helper.wait(20)
+    assert released_holds.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
 
 
 def test_only_descriptors_of_the_device_are_accepted(released_holds: Path, tmp_path: Path) -> None:
