@@ -93,3 +93,10 @@ def test_a_name_that_the_command_would_misinterpret_is_refused(fake_zfs: Fake, n
     with pytest.raises(exceptions.NameInvalid):
         zfs_core.lzc_get_props(name)
     assert commands() == []
+
+
+def test_a_name_without_quotes_in_an_error_does_not_decide_the_exception(fake_zfs: Fake) -> None:
+    fake_zfs('echo "cannot destroy snapshot tank/dev/zfs@out of space: dataset is busy" >&2; exit 1')
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+        zfs_core.lzc_destroy_snaps(["tank/dev/zfs@out of space"], False)
+    assert isinstance(caught.value.errors[0], exceptions.SnapshotIsHeld)
