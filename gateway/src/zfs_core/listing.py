@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import NoReturn
 
 from zfs_core.causes import Cause
@@ -20,6 +21,9 @@ from zfs_core.names import (
 from zfs_core.outcome import check, error_of
 from zfs_core.parse import parse_table
 from zfs_core.run import run
+
+_NAMES_PER_COMMAND = 400
+"""All systems allow 400 names of 255 bytes in the arguments of a command, even as one argument."""
 
 
 def check_reachable() -> None:
@@ -58,21 +62,31 @@ def find_hold_counts(snaps: Iterable[str]) -> dict[str, str]:
 
 
 def _find_values(names: Iterable[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
-    targets = list(dict.fromkeys(names))
-    if not targets:
-        return {}
-    outcome = run("get", "-H", "-o", "name,value", prop, *targets, name=targets[0])
+    values: dict[str, str] = {}
+    for batch in split_names(dict.fromkeys(names)):
+        values |= _find_values_of_batch(batch, prop, must_succeed=must_succeed)
+    return values
+
+
+def split_names(names: Iterable[str]) -> Iterator[list[str]]:
+    """Split names into lists that fit into one command."""
+    iterator = iter(names)
+    while batch := list(islice(iterator, _NAMES_PER_COMMAND)):
+        yield batch
+
+
+def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
+    outcome = run("get", "-H", "-o", "name,value", prop, *names, name=names[0])
     if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-        if len(targets) > 1:  # One of the names may be invalid, which is no reason to miss the others.
-            return {
-                name: value
-                for each in targets
-                for name, value in _find_values([each], prop, must_succeed=must_succeed).items()
-            }
+        if len(names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
+            values: dict[str, str] = {}
+            for name in names:
+                values |= _find_values_of_batch([name], prop, must_succeed=must_succeed)
+            return values
         if must_succeed and outcome.cause not in (Cause.NAME_INVALID, Cause.NAME_TOO_LONG):
-            raise error_of(outcome, targets[0], f"get the property {prop}")
+            raise error_of(outcome, names[0], f"get the property {prop}")
         return {}
-    return {name: value for name, value in parse_table(outcome.output, 2) if name in targets}
+    return {name: value for name, value in parse_table(outcome.output, 2) if name in names}
 
 
 @accepts_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable, Sequence
 
 from zfs_core.capabilities import detect_capabilities
@@ -25,6 +26,7 @@ from zfs_core.exceptions import (
     SnapshotNotLatest,
     SuspendedPool,
     ZFSError,
+    ZFSGenericError,
     ZFSOutputError,
 )
 from zfs_core.listing import find_hold_counts, find_types, list_clones_by_origin, list_snapshots, lzc_exists
@@ -71,6 +73,14 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
             _snapshot_atomically(names, options)
     except (ReadOnlyPool, SuspendedPool) as error:
         raise SnapshotFailure([type(error)(_only(names)).with_details(error.details)]) from None
+    except ZFSGenericError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        message = (
+            f"Failed to create {len(names)} snapshots at the same instant, because their names and properties do not "
+            "fit into one command: take fewer at a time"
+        )
+        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _only(names), message)]) from None
 
 
 lzc_snap = lzc_snapshot

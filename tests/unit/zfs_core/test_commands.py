@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import zfs_core
-from zfs_core import capabilities, exceptions
+from zfs_core import capabilities, exceptions, process
 from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.listing import find_types
 
 Fake = Callable[[str], Callable[[], list[str]]]
 
@@ -100,3 +101,37 @@ def test_a_name_without_quotes_in_an_error_does_not_decide_the_exception(fake_zf
     with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
         zfs_core.lzc_destroy_snaps(["tank/dev/zfs@out of space"], False)
     assert isinstance(caught.value.errors[0], exceptions.SnapshotIsHeld)
+
+
+# -- commands that cannot be started ----------------------------------------------------------------------------------
+
+_MANY_NAMES = [f"tank/{number:0240}" for number in range(10_000)]
+
+
+def test_many_names_are_looked_up_with_several_commands(fake_zfs: Fake) -> None:
+    commands = fake_zfs('shift 5; for name; do printf "%s\\tfilesystem\\n" "$name"; done')
+    assert find_types(_MANY_NAMES) == dict.fromkeys(_MANY_NAMES, "filesystem")
+    assert len(commands()) == 25
+
+
+def test_more_snapshots_than_fit_into_a_command_fail_with_a_clear_sentence(fake_zfs: Fake) -> None:
+    commands = fake_zfs("")
+    with pytest.raises(exceptions.SnapshotFailure) as caught:
+        zfs_core.lzc_snapshot([f"{name}@a" for name in _MANY_NAMES])
+    (error,) = caught.value.errors
+    assert error.errno == errno.E2BIG and error.name is None
+    assert "Failed to create 10000 snapshots at the same instant" in str(error)
+    assert commands() == []
+
+
+def test_a_command_that_may_not_be_executed_is_named(fake_zfs: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "zfs")
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    for call in (lambda: zfs_core.lzc_exists("tank"), lambda: process.read_first_bytes("send", "tank@a", count=1)):
+        with pytest.raises(
+            exceptions.ZFSGenericError, match=r"`zfs (get|send)` could not be started: Permission"
+        ) as caught:
+            call()
+        assert caught.value.errno == errno.EACCES
