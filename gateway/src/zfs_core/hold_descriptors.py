@@ -102,14 +102,16 @@ def release_when_closed(fd: int, holds: Mapping[str, str]) -> None:
         _helpers.append(_Helper(process, offset))
 
 
-def wait_for_releases() -> None:
+def wait_for_releases(seconds: float | None = None) -> None:
     """Wait until the holds of descriptors that have been closed are released. Raises ZFSGenericError(ETIMEDOUT).
+
+    Waits for at most ``seconds``, and for at most a minute.
 
     Does not wait again for a helper process that takes too long.
     """
     with _lock:
         helpers = list(_helpers)
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + min(_WAIT_SECONDS, _WAIT_SECONDS if seconds is None else seconds)
     for helper in helpers:
         if helper.process.poll() is None and _is_locked(helper.offset):
             continue
