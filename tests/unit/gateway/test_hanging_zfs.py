@@ -303,5 +303,36 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
     eventually(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
 
 
+def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several file systems begin to hang while they are read at the same time, and go on one after the other."""
+    monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
+    paths = {name: tmp_path / name for name in ("a", "b", "c")}
+    released = {path: threading.Event() for path in paths.values()}
+    active: list[Path] = []
+    calls: list[Path] = []
+
+    def read(path: Path) -> int | None:
+        calls.append(path)
+        active.append(path)
+        released[path].wait(30)
+        active.remove(path)
+        return 1
+
+    monkeypatch.setattr(disk_usage, "_used_bytes", read)
+    usage = DiskUsage()
+
+    async def scenario() -> None:
+        await asyncio.gather(*(usage.read(paths) for _ in range(5)))
+        assert sorted(active) == sorted(paths.values())
+        released[paths["a"]].set()
+        await run_in_thread(eventually, lambda: len(active) == 2)
+        await usage.read({"b": paths["b"], "c": paths["c"]})
+        assert sorted(calls) == sorted(paths.values()), "a file system blocks two threads"
+        for event in released.values():
+            event.set()
+
+    asyncio.run(scenario())
+
+
 def test_most_commands_are_slow_after_ten_seconds() -> None:
     assert pytest.approx(10) == process.TIMEOUT_SECONDS * slow_commands.SLOW_FRACTION
