@@ -29,7 +29,14 @@ from zfs_core.exceptions import (
     ZFSGenericError,
     ZFSOutputError,
 )
-from zfs_core.listing import find_hold_counts, find_types, list_clones_by_origin, list_snapshots, lzc_exists
+from zfs_core.listing import (
+    find_hold_counts,
+    find_types,
+    list_clones_by_origin,
+    list_snapshots,
+    lzc_exists,
+    split_names,
+)
 from zfs_core.names import (
     Name,
     accepts_bytes,
@@ -166,8 +173,9 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
     With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. Command: ``zfs destroy SNAP``
-    for each.
+    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held just
+    now, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
+    filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
     if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
@@ -178,8 +186,7 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
     if len(possible_names) > 1 and not defer:
         _check_unused(possible_names)
-    errors = [error for name in possible_names if (error := _destroy_snapshot(name, defer))]
-    if errors:
+    if errors := _destroy_by_filesystem(possible_names, defer):
         raise SnapshotDestructionFailure(errors)
 
 
@@ -197,6 +204,39 @@ def _check_unused(names: Sequence[str]) -> None:
             errors.append(SnapshotIsCloned(name).with_details("it has clones", clones[name]))
     if errors:
         raise SnapshotDestructionFailure(errors)
+
+
+def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
+    if not detect_capabilities().destroys_lists:
+        return [error for name in names if (error := _destroy_snapshot(name, defer))]
+    names_by_filesystem: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        names_by_filesystem.setdefault(filesystem_of(name), []).append(name)
+    errors: list[ZFSError] = []
+    for group in names_by_filesystem.values():
+        for batch in split_names(group):
+            errors += _destroy_batch(batch, defer)
+            if errors and not defer:
+                return errors
+    return errors
+
+
+def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
+    """Destroy snapshots of one filesystem with one command, which destroys all of them or none."""
+    if len(names) > 1:
+        others = [short_name_of(name) for name in names[1:]]
+        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *others]), name=names[0])
+        if outcome.cause is None:
+            return []
+        if outcome.cause in (Cause.MISSING, Cause.NO_POOL):  # None of them exists.
+            return [] if lzc_exists(pool_of(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+        if not defer:
+            try:
+                _check_unused(names)
+            except SnapshotDestructionFailure as failure:
+                return [error if error.details else outcome.explain(error) for error in failure.errors]
+            return [error_of(outcome, names[0], "destroy snapshots")]
+    return [error for name in names if (error := _destroy_snapshot(name, defer))]
 
 
 def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:

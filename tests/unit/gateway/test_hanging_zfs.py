@@ -304,7 +304,7 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
 
 
 def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Several file systems begin to hang while they are read at the same time, and go on one after the other."""
+    """Several file systems begin to hang while they are read at the same time, and answer one after the other."""
     monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
     paths = {name: tmp_path / name for name in ("a", "b", "c")}
     released = {path: threading.Event() for path in paths.values()}

@@ -56,6 +56,78 @@ def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(fake_zfs: Fake) 
     assert zfs_core.list_clones("tank/a@2") == ["tank/volume"]
 
 
+# Snapshots named "held" are held. Those named "just-held" are held after the first look at them.
+_RETENTION = """
+here=$(dirname "$0")
+case $* in
+    "get "*" userrefs "*)
+        shift 5
+        for name; do
+            case $name in
+                *@held) count=1 ;;
+                *@just-held) [ -e "$here/looked" ] && count=1 || count=0 ;;
+                *) count=0 ;;
+            esac
+            printf '%s\\t%s\\n' "$name" $count
+        done
+        touch "$here/looked" ;;
+    "list "*) printf 'tank\\t-\\n' ;;
+    *missing*) echo "could not find any snapshots to destroy; check snapshot names." >&2; exit 1 ;;
+    "destroy "*just-held*) echo "cannot destroy snapshot tank/b@just-held: it's being held." >&2; exit 1 ;;
+    "destroy -d tank/c@1,2") echo "cannot destroy snapshots: I/O error" >&2; exit 1 ;;
+esac
+"""
+
+
+def _destroy(names: list[str], defer: bool = False) -> list[exceptions.ZFSError]:
+    try:
+        zfs_core.lzc_destroy_snaps(names, defer)
+    except exceptions.SnapshotDestructionFailure as failure:
+        return list(failure.errors)
+    return []
+
+
+def test_the_snapshots_of_a_filesystem_are_destroyed_with_one_command(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    names = ["tank/a@1", "tank/b@1", "tank/a@2", "tank/a@1", *(f"tank/c@{number}" for number in range(500))]
+    assert _destroy(names) == []
+    destroy_commands = [command for command in commands() if command.startswith("destroy ")]
+    assert destroy_commands[:2] == ["destroy tank/a@1,2", "destroy tank/b@1"]
+    assert [command.count(",") + 1 for command in destroy_commands[2:]] == [400, 100]
+    assert len(commands()) == 4 + 3, "holds and clones are looked up together"
+
+
+def test_a_list_with_a_snapshot_in_use_is_not_destroyed(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    (error,) = _destroy(["tank/a@1", "tank/a@held"])
+    assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/a@held"
+    assert not any(command.startswith("destroy") for command in commands())
+
+
+def test_a_snapshot_that_is_held_just_now_is_named_and_ends_the_removal(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    (error,) = _destroy(["tank/b@1", "tank/b@just-held", "tank/c@1", "tank/c@2"])
+    assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/b@just-held"
+    assert "it's being held" in error.details
+    assert [command for command in commands() if command.startswith("destroy")] == ["destroy tank/b@1,just-held"]
+
+
+def test_missing_snapshots_are_skipped_and_a_missing_pool_is_reported(fake_zfs: Fake) -> None:
+    fake_zfs(_RETENTION)
+    assert _destroy(["tank/missing@1", "tank/missing@2"]) == []
+    fake_zfs("case $* in *) echo \"cannot open 'tank': dataset does not exist\" >&2; exit 1 ;; esac")
+    errors = _destroy(["tank/a@1", "tank/a@2"], defer=True)
+    assert [(type(error), error.name) for error in errors] == [
+        (exceptions.PoolNotFound, name) for name in ("tank/a@1", "tank/a@2")
+    ]
+
+
+def test_if_a_deferred_removal_of_a_list_fails_each_snapshot_is_removed_alone(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    assert _destroy(["tank/c@1", "tank/c@2"], defer=True) == []
+    assert commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
+
+
 # -- arguments that the caller chooses --------------------------------------------------------------------------------
 
 # Parses options as GNU getopt does, which also finds them behind other arguments. Returns the parameters.
