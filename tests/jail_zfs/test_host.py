@@ -334,7 +334,7 @@ def test_a_removal_warning_lists_the_holder(
     warning_fields = [
         record.fields
         for record in caplog.records
-        if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
+        if record.getMessage() == "a sandbox's file system cannot be removed yet and will be removed later"
     ]
     assert [each["holders"] for each in warning_fields] == [f"it is in use by the process sleep (pid {holder.pid})"]
     wait_until(lambda: jail_zfs_world.read_traces(runner.config) == traces_before, 20)

@@ -261,6 +261,26 @@ def test_a_name_is_not_mistaken_for_a_cause(sample: tuple[Cause, str], name: str
     assert cause_of(message.format("dataset is busy, out of space, already exists")) is cause
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["tank/dev/zfs@a", "tank /dev/zfs", "tank/out of space", "tank/a@it's already exists", "tank/a name too long"],
+)
+def test_the_name_that_a_command_was_given_does_not_decide_the_cause(name: str) -> None:
+    for cause, message in _SAMPLE_ERRORS:
+        unquoted_message = message.replace("'{0}'", "{0}").replace("{0}@a\n{0}@b", "")
+        assert cause_of(unquoted_message.format(name), ["-o", "a=b", name]) is cause, message
+
+
+def test_parts_of_names_and_paths_do_not_decide_the_cause() -> None:
+    args = ["tank/a@1,2,no such pool"]
+    assert cause_of("cannot destroy snapshot tank/a@no such pool: dataset is busy", args) is Cause.BUSY
+    assert cause_of("cannot send tank/dev/zfs: dataset is busy", args) is Cause.BUSY
+    assert cause_of("umount: /srv/dev/zfs: target is busy", args) is Cause.IN_USE
+    assert cause_of("cannot open 'tank': pool I/O is currently suspended", ["I/O", "tank"]) is Cause.SUSPENDED
+    for message in ("/dev/zfs and /proc/self/mounts are required.", "cannot open /dev/zfs: No such file or directory"):
+        assert cause_of(message, args) is Cause.UNREACHABLE
+
+
 def test_names_are_extracted_from_errors() -> None:
     stderr = (
         "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"

@@ -26,16 +26,18 @@ import time
 import types
 import unittest
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import zfs_core
 from zfs_core import constants, listing, nvlist
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, Capabilities
 from zfs_core.run import mount_lock
 
 from tests.zfs_core.differences import DIFFERENCES, HANGING_TESTS
 
+_SUITE = "test_libzfs_core.py"
 _SECONDS_PER_TEST = 300
 _COMMAND_SECONDS = 120
 _PRIVATE = "--private-zfs-fuse"
@@ -53,25 +55,42 @@ def main(argv: list[str]) -> int:
     if not is_openzfs and not options.private_zfs_fuse:
         return _run_with_private_daemon(argv)
     with contextlib.nullcontext() if is_openzfs else _private_daemon():
-        version = zfs_core.detect_capabilities().version
+        capabilities = zfs_core.detect_capabilities()
         results, seconds = _run_suite(options.directory, options.only)
-    kind = "zfs-fuse" if version < (0, 8) else "openzfs"
-    report = {"zfs": kind, "version": ".".join(map(str, version)), "seconds": round(seconds), "tests": results}
+    kind, version = kind_of(capabilities), ".".join(map(str, capabilities.version)) or "of unknown version"
+    report = {"zfs": kind, "version": version, "seconds": round(seconds), "tests": results}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     counts = Counter(result["outcome"] for result in results.values())
     print(f"{kind} {report['version']}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
-    problems = find_problems(results, DIFFERENCES[kind], may_lack_functions=kind == "zfs-fuse")
+    existing_tests = _find_functions(options.directory / _SUITE)
+    problems = find_problems(results, DIFFERENCES[kind], existing_tests, may_lack_functions=kind == "zfs-fuse")
     for problem in problems:
         print(problem)
     return 1 if problems or not counts["passed"] else 0
 
 
+def kind_of(capabilities: Capabilities) -> str:
+    """Return the key of ``differences.DIFFERENCES`` for the installed ZFS."""
+    return "zfs-fuse" if capabilities == ZFS_FUSE_CAPABILITIES else "openzfs"
+
+
 def find_problems(
-    results: dict[str, dict[str, Any]], differences: dict[str, str], *, may_lack_functions: bool
+    results: dict[str, dict[str, Any]],
+    differences: dict[str, str],
+    existing_tests: Collection[str],
+    *,
+    may_lack_functions: bool,
 ) -> list[str]:
-    """Return a sentence for each test that fails without explanation, or passes although its failure is explained."""
-    problems = []
+    """Return a sentence for each test that fails without explanation, or passes although its failure is explained.
+
+    Also for each explanation of a test that does not exist.
+    """
+    problems = [
+        f"{name}: is listed in differences.py, but the suite has no such test: remove it"
+        for name in (*differences, *HANGING_TESTS)
+        if name not in existing_tests
+    ]
     good_outcomes = ["passed", "skipped", "expected failure", *(["not supported"] if may_lack_functions else [])]
     for name, result in results.items():
         is_good = result["outcome"] in good_outcomes
@@ -115,10 +134,11 @@ def _private_daemon() -> Iterator[None]:
 
 def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], float]:
     module = _import_suite(directory)
-    functions = _find_functions(directory / "test_libzfs_core.py")
+    functions = _find_functions(directory / _SUITE)
     if not zfs_core.detect_capabilities().bookmarks:
         for name, reason in HANGING_TESTS.items():
-            setattr(module.ZFSTest, name, unittest.skip(reason)(getattr(module.ZFSTest, name)))
+            if test := getattr(module.ZFSTest, name, None):
+                setattr(module.ZFSTest, name, unittest.skip(reason)(test))
     suite = unittest.TestLoader().loadTestsFromModule(module)
     tests = [test for group in suite for test in group if re.search(only, test.id())]
     result = _Result()
@@ -131,7 +151,7 @@ def _run_suite(directory: Path, only: str) -> tuple[dict[str, dict[str, Any]], f
 
 def _import_suite(directory: Path) -> types.ModuleType:
     """Import the tests, with zfs_core under the name that they import."""
-    if not (directory / "test_libzfs_core.py").is_file():
+    if not (directory / _SUITE).is_file():
         sys.exit(f"{directory} does not contain test_libzfs_core.py: install the package python3-pyzfs")
     package = _add_module("libzfs_core", vars(zfs_core))
     package.__path__ = []

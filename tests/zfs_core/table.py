@@ -19,11 +19,19 @@ from typing import Any
 import zfs_core
 
 from tests.support.session import REPOSITORY
-from tests.zfs_core.differences import DIFFERENCES
+from tests.zfs_core.differences import DIFFERENCES, HANGING_TESTS
 
 PAGE = REPOSITORY / "docs/zfs_core.md"
 _SECTIONS = {"openzfs": "OpenZFS", "zfs-fuse": "zfs-fuse"}
 _GOOD_OUTCOMES = ("passed", "expected failure")
+_EXCEPTIONS = {
+    "expected failure": "the suite expects it to fail",
+    "not supported": "not supported",
+    "skipped": "skipped",
+}
+
+_Groups = dict[str, dict[str, list[str]]]
+"""``{reason: {test: kinds of ZFS}}``"""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,6 +39,7 @@ def main(argv: Sequence[str]) -> None:
     text = PAGE.read_text()
     text = replace_section(text, "results", format_results(reports))
     text = replace_section(text, "functions", format_functions(reports))
+    text = replace_section(text, "exceptions", format_exceptions(reports))
     text = replace_section(text, "differences", format_differences())
     PAGE.write_text(text)
 
@@ -94,12 +103,36 @@ def _count_passed(report: Mapping[str, Any], function: str, default: str) -> str
     return f"{sum(outcome in _GOOD_OUTCOMES for outcome in run_outcomes)} of {len(run_outcomes)}"
 
 
+def format_exceptions(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Format the tests that neither passed nor failed, by reason."""
+    groups: _Groups = {}
+    for report in reports:
+        for test, result in sorted(report["tests"].items()):
+            if result["outcome"] in _EXCEPTIONS and test not in HANGING_TESTS:
+                reason = f"{_EXCEPTIONS[result['outcome']]}: {_shorten_reason(result['reason'])}"
+                groups.setdefault(reason, {}).setdefault(test, []).append(_SECTIONS[report["zfs"]])
+    return _format_groups(dict(sorted(groups.items())))
+
+
+def _shorten_reason(reason: str) -> str:
+    """Remove what differs between tests with the same reason: the line, the function and names of pools."""
+    reason = re.sub(r" \(line \d+\)$", "", reason.removeprefix("NotImplementedError: "))
+    reason = re.sub(r"^lzc_\w+: ", "", reason)
+    return re.sub(r"'pool\.[^'/@]*", "'pool", reason).replace("|", "\\|")
+
+
 def format_differences() -> str:
-    lines = ["| tests | ZFS | reason |", "|---|---|---|"]
-    groups: dict[str, dict[str, list[str]]] = {}
+    groups: _Groups = {}
     for kind, differences in DIFFERENCES.items():
         for test, reason in differences.items():
             groups.setdefault(reason, {}).setdefault(test, []).append(_SECTIONS[kind])
+    for test, reason in HANGING_TESTS.items():
+        groups.setdefault(f"is not run: {reason}", {})[test] = [_SECTIONS["zfs-fuse"]]
+    return _format_groups(groups)
+
+
+def _format_groups(groups: _Groups) -> str:
+    lines = ["| tests | ZFS | reason |", "|---|---|---|"]
     for reason, tests in groups.items():
         kinds = sorted({kind for test_kinds in tests.values() for kind in test_kinds})
         lines.append(f"| {', '.join(f'`{test}`' for test in tests)} | {', '.join(kinds)} | {reason} |")

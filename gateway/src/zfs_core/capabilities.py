@@ -22,6 +22,8 @@ class Capabilities:
     """The version, or () if the output of `zfs version` has an unknown format."""
     atomic_snapshots: bool
     """`zfs snapshot` takes several snapshots atomically."""
+    destroys_lists: bool
+    """`zfs destroy FILESYSTEM@A,B` destroys several snapshots of a filesystem atomically."""
     volumes: bool
     """`zfs create -V` creates volumes."""
     create_unmounted: bool
@@ -55,6 +57,7 @@ class Capabilities:
 ZFS_FUSE_CAPABILITIES = Capabilities(
     version=(0, 7),
     atomic_snapshots=False,
+    destroys_lists=False,
     volumes=False,
     create_unmounted=False,
     rename_without_unmount=False,
@@ -76,6 +79,7 @@ def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
+        destroys_lists=True,
         volumes=True,
         create_unmounted=not version or version >= (2, 0),
         rename_without_unmount=True,

@@ -7,6 +7,7 @@ OpenZFS 2.4 is nearly the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import Enum, auto
 
 
@@ -72,9 +73,10 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.UNREACHABLE,
         r"zfs-fuse daemon is running|failed to initialize (the )?ZFS|ZFS modules? (?:cannot be|are not|is not)"
-        r"|Connection (refused|reset)|zfsfuse_ioctl_read_loop|/dev/zfs|module is not (currently )?loaded",
+        r"|Connection (refused|reset)|zfsfuse_ioctl_read_loop|(?<!\S)/dev/zfs(?![^\s:;,.)])"
+        r"|module is not (currently )?loaded",
     ),
-    (Cause.SUSPENDED, r"I/O is currently suspended|pool .*is suspended"),
+    (Cause.SUSPENDED, r"is currently suspended|pool .*is suspended"),
     (Cause.READ_ONLY, r"pool is read-?only|Read-only file system"),
     (Cause.NAME_TOO_LONG, r"name is too long|name too long|tag too long"),
     (Cause.BROKEN_PIPE, r"Broken pipe|signal received"),
@@ -141,11 +143,23 @@ _LIST_HEADING = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
 _USAGE_HEADING = re.compile(r"^usage:$", re.MULTILINE)
 
 
-def cause_of(stderr: str) -> Cause:
-    """Determine the cause of a failure from the standard error of ``zfs``. Ignores quoted names and lists of names."""
+def cause_of(stderr: str, args: Iterable[str] = ()) -> Cause:
+    """Determine the cause of a failure from the standard error of ``zfs``.
+
+    Ignores lists of names, quoted names, and the names in ``args``, the arguments of the command.
+    """
     text = _LIST_HEADING.split(_USAGE_HEADING.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
     text = _QUOTED_NAME.sub("''", text)
+    for name in sorted({name for arg in args for name in _list_names(arg)}, key=len, reverse=True):
+        text = text.replace(name, "''")
     return next((cause for cause, pattern in _COMPILED_PATTERNS if pattern.search(text)), Cause.OTHER)
+
+
+def _list_names(arg: str) -> list[str]:
+    """Return the names in an argument, without names of pools. An argument may be ``filesystem@snapshot,snapshot``."""
+    filesystem, separator, snapshots = arg.partition("@")
+    names = [f"{filesystem}@{snapshot}" for snapshot in snapshots.split(",")] if separator else [arg]
+    return [name for name in (filesystem, *names) if re.match(r"[A-Za-z][^/@#=]*[/@#].", name)]
 
 
 def find_listed_datasets(stderr: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
@@ -235,9 +236,9 @@ def _rename_dataset(old_name: str, new_name: str, retry: bool) -> Outcome:
     run_rename = run_with_retries if retry else run
     if detect_capabilities().rename_without_unmount:
         return run_rename("rename", "-u", old_name, new_name, name=old_name)
-    return run_rename("rename", old_name, new_name, name=old_name, precheck=lambda: _check_no_mounted_clones(old_name))
+    return run_rename("rename", old_name, new_name, name=old_name, precheck=partial(_check_no_mounted_clones, old_name))
 
 
-def _check_no_mounted_clones(name: str) -> None:
-    if clones := list_mounted_dependents(name):
+def _check_no_mounted_clones(name: str, seconds: float) -> None:
+    if clones := list_mounted_dependents(name, seconds):
         raise DatasetBusy(name).with_details("clones of its snapshots are mounted: unmount them first", clones)

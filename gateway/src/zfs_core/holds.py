@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
@@ -44,21 +45,36 @@ _HOLD_PROPERTY_PREFIX = "pyzfs:hold."
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
     """Place the holds in ``{snapshot: tag}``, all in one pool. Returns the snapshots that do not exist.
 
-    ``fd``: a descriptor of ``/dev/zfs``. The holds are released when it is closed, also if the process is killed. As
-    the command cannot do that, another process waits for it, so the holds outlive a crash of the machine. This only
-    works on Linux; on other systems, NotImplementedError is raised.
+    ``fd``: a descriptor of ``/dev/zfs`` that is open for reading. The holds are released when it is closed, also if the
+    process is killed after this function has returned. As the command cannot do that, another process waits for it, so
+    the holds stay if that process is killed, too, or the machine crashes. This only works on Linux; on other systems,
+    NotImplementedError is raised.
 
     If a hold fails, places none and raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid, NameTooLong or
-    PoolsDiffer. Raises BadHoldCleanupFD if ``fd`` is not a descriptor of ``/dev/zfs``. If ZFS cannot list holds, each
-    hold is also recorded in a user property. Command: ``zfs hold TAG SNAP`` for each.
+    PoolsDiffer. Raises BadHoldCleanupFD for another ``fd``. If ZFS cannot list holds, each hold is also recorded in a
+    user property. Command: ``zfs hold TAG SNAP`` for each.
     """
     if fd is not None:
         validate_descriptor(fd)
     names = {decode_name(snap): decode_name(tag) for snap, tag in holds.items()}
     _check_holds(names, {name: [tag] for name, tag in names.items()}, HoldFailure)
-    missing_snapshots: list[str] = []
     placed_holds: dict[str, str] = {}
-    for name, tag in names.items():
+    try:
+        missing_snapshots = _place_holds(names, placed_holds)
+        if fd is not None and placed_holds:
+            release_when_closed(fd, placed_holds)
+    except BaseException:
+        for name, tag in placed_holds.items():
+            with suppress(ZFSError):  # The first failure counts.
+                _release(name, tag)
+        raise
+    return missing_snapshots
+
+
+def _place_holds(holds: Mapping[str, str], placed_holds: dict[str, str]) -> list[str]:
+    """Place the holds in ``{snapshot: tag}``, and add them to ``placed_holds``. Returns the missing snapshots."""
+    missing_snapshots: list[str] = []
+    for name, tag in holds.items():
         if is_too_long(name):  # No snapshot has this name.
             missing_snapshots.append(name)
             continue
@@ -66,15 +82,11 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
         if outcome.cause in (Cause.MISSING, Cause.NO_POOL):
             missing_snapshots.append(name)
         elif outcome.cause is not None:
-            for placed_name, placed_tag in placed_holds.items():
-                _release(placed_name, placed_tag)
             raise HoldFailure([error_of(outcome, name, "hold snapshot", {Cause.TAG_EXISTS: HoldExists})])
         else:
             placed_holds[name] = tag
             if not detect_capabilities().lists_holds:
                 lzc_set_prop(name, _HOLD_PROPERTY_PREFIX + tag.encode().hex(), str(int(time.time())))
-    if fd is not None and placed_holds:
-        release_when_closed(fd, placed_holds)
     return missing_snapshots
 
 

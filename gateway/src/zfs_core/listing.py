@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import NoReturn
 
 from zfs_core.causes import Cause
@@ -20,6 +21,9 @@ from zfs_core.names import (
 from zfs_core.outcome import check, error_of
 from zfs_core.parse import parse_table
 from zfs_core.run import run
+
+_NAMES_PER_COMMAND = 400
+"""All systems allow 400 names of 255 bytes in the arguments of a command, even as one argument."""
 
 
 def check_reachable() -> None:
@@ -49,15 +53,40 @@ def find_types(names: Iterable[str]) -> dict[str, str]:
 
     A type is ``filesystem``, ``volume``, ``snapshot`` or ``bookmark``.
     """
-    existing_names = list(dict.fromkeys(names))
-    if not existing_names:
-        return {}
-    outcome = run("get", "-H", "-o", "name,value", "type", *existing_names, name=existing_names[0])
+    return _find_values(names, "type", must_succeed=False)
+
+
+def find_hold_counts(snaps: Iterable[str]) -> dict[str, str]:
+    """Return ``{name: number of holds}`` for the snapshots among ``snaps`` that exist."""
+    return _find_values(snaps, "userrefs", must_succeed=True)
+
+
+def _find_values(names: Iterable[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for batch in split_names(dict.fromkeys(names)):
+        values |= _find_values_of_batch(batch, prop, must_succeed=must_succeed)
+    return values
+
+
+def split_names(names: Iterable[str]) -> Iterator[list[str]]:
+    """Split names into lists that fit into one command."""
+    iterator = iter(names)
+    while batch := list(islice(iterator, _NAMES_PER_COMMAND)):
+        yield batch
+
+
+def _find_values_of_batch(names: list[str], prop: str, *, must_succeed: bool) -> dict[str, str]:
+    outcome = run("get", "-H", "-o", "name,value", prop, *names, name=names[0])
     if outcome.cause not in (None, Cause.MISSING, Cause.NO_POOL):
-        if len(existing_names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
-            return {name: kind for each in existing_names for name, kind in find_types([each]).items()}
+        if len(names) > 1:  # One of the names may be invalid, which is no reason to miss the others.
+            values: dict[str, str] = {}
+            for name in names:
+                values |= _find_values_of_batch([name], prop, must_succeed=must_succeed)
+            return values
+        if must_succeed and outcome.cause not in (Cause.NAME_INVALID, Cause.NAME_TOO_LONG):
+            raise error_of(outcome, names[0], f"get the property {prop}")
         return {}
-    return {name: kind for name, kind in parse_table(outcome.output, 2) if name in existing_names}
+    return {name: value for name, value in parse_table(outcome.output, 2) if name in names}
 
 
 @accepts_bytes
@@ -116,8 +145,20 @@ def list_snapshots(filesystem: Name) -> list[str]:
 
 
 def list_clones(snap: Name) -> list[str]:
-    """Return the clones of a snapshot. Compares ``origin``, because zfs-fuse lacks the property ``clones``."""
+    """Return the clones of a snapshot, which are filesystems or volumes."""
     target = validate_snapshot_name(snap)
-    pool = pool_of(target)
-    outcome = check(run("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin", pool, name=pool), pool, "list")
-    return [name for name, origin in parse_table(outcome.output, 2) if origin == target]
+    return list_clones_by_origin([target])[target]
+
+
+def list_clones_by_origin(snaps: Collection[str]) -> dict[str, list[str]]:
+    """Return ``{snapshot: clones}``, with one command for each pool.
+
+    Compares ``origin``, because zfs-fuse lacks the property ``clones``.
+    """
+    clones: dict[str, list[str]] = {snap: [] for snap in snaps}
+    for pool in {pool_of(snap) for snap in snaps}:
+        outcome = run("list", "-H", "-r", "-t", "filesystem,volume", "-o", "name,origin", pool, name=pool)
+        for name, origin in parse_table(check(outcome, pool, "list").output, 2):
+            if origin in clones:
+                clones[origin].append(name)
+    return clones

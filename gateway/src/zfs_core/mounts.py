@@ -16,15 +16,15 @@ def is_mounted(name: Name) -> bool:
     return get_props([target], ["mounted"])[target]["mounted"].is_on
 
 
-def list_mounted_dependents(name: Name) -> list[str]:
-    """Return the mounted filesystems that depend on this one, directly or indirectly.
+def list_mounted_dependents(name: Name, seconds: float | None = None) -> list[str]:
+    """Return the mounted filesystems that depend on this one, directly or indirectly. ``seconds``: the timeout.
 
     A filesystem depends on its parent, and on the filesystem that it was cloned from.
     """
     target = validate_filesystem_name(name)
     pool = pool_of(target)
     args = ("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin,mounted", pool)
-    rows = parse_table(check(run(*args, name=pool), pool, "list").output, 3)
+    rows = parse_table(check(run(*args, seconds=seconds, name=pool), pool, "list").output, 3)
     dependents = {target}
     while (
         new_dependents := {

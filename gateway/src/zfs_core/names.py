@@ -29,7 +29,8 @@ R = TypeVar("R")
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _ANY_COMPONENT = re.compile(r"[A-Za-z0-9_.: -]+")
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+_IMPOSSIBLE_CHARACTER = re.compile(r"[\x00\ud800-\udfff]")
+_IMPOSSIBLE_IN_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def accepts_bytes(function: Callable[P, R]) -> Callable[P, R]:
@@ -109,6 +110,11 @@ def short_name_of(name: str) -> str:
     return re.split(r"[@#]", name, maxsplit=1)[-1]
 
 
+def is_possible_argument(text: str) -> bool:
+    """Return whether a text can be an argument of a command: it contains neither NUL nor a lone surrogate."""
+    return not _IMPOSSIBLE_CHARACTER.search(text)
+
+
 def is_too_long(text: str) -> bool:
     return len(text.encode(errors="replace")) > MAXNAMELEN
 
@@ -131,10 +137,11 @@ def is_bookmark_name(text: str) -> bool:
 def validate_existing_name(name: Name) -> str:
     """Check the name of an object that should exist, and return it as str. Raises NameInvalid, NameTooLong.
 
-    Allows any name that ZFS might accept, except for names that the command would misinterpret, such as options.
+    Allows any name that ZFS might accept, except for names that the command would misinterpret, such as options and
+    paths.
     """
     text = decode_name(name)
-    if not text or text.startswith(("-", "/")) or text.endswith("/") or _CONTROL_CHARACTER.search(text):
+    if not text or text.startswith(("-", "/", "./")) or text.endswith("/") or _IMPOSSIBLE_IN_NAME.search(text):
         raise NameInvalid(text)
     if is_too_long(text):
         raise NameTooLong(text)

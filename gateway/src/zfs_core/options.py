@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from zfs_core.exceptions import PropertyInvalid
-from zfs_core.names import NAME_MAX, Name, decode_name
+from zfs_core.names import NAME_MAX, Name, decode_name, is_possible_argument
 from zfs_core.property_values import TEXT_PROPERTIES, word_of
 
 VALUE_MAX = 8191
@@ -27,7 +27,7 @@ def format_property_assignment(name: Name, value: Value) -> str:
     key = validate_property_name(name)
     text = _format_value(key, value)
     size = len(text.encode(errors="surrogatepass"))
-    if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+    if not text or not is_possible_argument(text):
         raise PropertyInvalid(key).with_details("its value is empty, or contains a NUL character or a lone surrogate")
     if size > VALUE_MAX:
         raise PropertyInvalid(key).with_details(f"its value is {size} bytes long, but the limit is {VALUE_MAX}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import tempfile
@@ -28,9 +29,10 @@ from zfs_core.exceptions import (
     ZCPSyntaxError,
     ZCPTimeout,
     ZFSError,
+    ZFSGenericError,
     ZFSOutputError,
 )
-from zfs_core.names import Name, accepts_bytes, decode_name, validate_pool_name
+from zfs_core.names import Name, accepts_bytes, decode_name, is_possible_argument, validate_pool_name
 from zfs_core.outcome import ErrorFactory, Outcome, check, error_of
 from zfs_core.run import run
 
@@ -110,7 +112,7 @@ def lzc_channel_program(
     ``params``: text, which the program finds in ``(...)["argv"]``.
 
     Raises PoolNotFound, ZCPSyntaxError and ZCPRuntimeError (``details``: the message), ZCPTimeout, ZCPSpaceError,
-    ZCPMemoryError, ZCPLimitInvalid, ZCPPermissionError. Command: ``zfs program -j -t LIMIT -m LIMIT POOLNAME -``.
+    ZCPMemoryError, ZCPLimitInvalid, ZCPPermissionError. Command: ``zfs program -j -t LIMIT -m LIMIT -- POOLNAME -``.
     """
     return _run_program("lzc_channel_program", [], poolname, program, instrlimit, memlimit, params)
 
@@ -125,7 +127,7 @@ def lzc_channel_program_nosync(
 ) -> Any:
     """Run a program in Lua, which cannot change the pool. Otherwise the same as ``lzc_channel_program``.
 
-    Command: ``zfs program -n -j -t LIMIT -m LIMIT POOLNAME -``.
+    Command: ``zfs program -n -j -t LIMIT -m LIMIT -- POOLNAME -``.
     """
     return _run_program("lzc_channel_program_nosync", ["-n"], poolname, program, instrlimit, memlimit, params)
 
@@ -143,10 +145,13 @@ def _run_program(
     pool = validate_pool_name(poolname)
     limits = ["-t", str(instrlimit), "-m", str(memlimit)]
     args = [decode_name(param) for param in params or []]
+    for arg in args:
+        if not is_possible_argument(arg):
+            raise ZFSGenericError(errno.EINVAL, pool, f"the parameter {arg!r} contains NUL or a lone surrogate")
     with tempfile.TemporaryFile() as file:
         file.write(decode_name(program).encode())
         file.seek(0)
-        outcome = run("program", *options, "-j", *limits, pool, "-", *args, name=pool, stdin=file.fileno())
+        outcome = run("program", *options, "-j", *limits, "--", pool, "-", *args, name=pool, stdin=file.fileno())
     if outcome.cause is not None:
         raise _program_error(outcome, pool)
     try:

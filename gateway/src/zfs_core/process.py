@@ -22,6 +22,11 @@ TIMEOUT_SECONDS = 60.0
 TRANSFER_TIMEOUT_SECONDS = 3600.0
 """Timeout of ``zfs send`` and ``zfs receive``."""
 
+_START_REMEDIES = {
+    errno.E2BIG: ". Pass fewer or shorter names and properties",
+    errno.EACCES: ". Check that you may execute the program, and search the directories in PATH",
+}
+
 _inherited_files: frozenset[IO[str]] = frozenset()
 """Files that every command inherits.
 
@@ -49,23 +54,12 @@ def execute(
 
     ``program`` may also be ``zpool``.
 
-    Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
-    ZFSGenericError(ETIMEDOUT). ``name``: the dataset that the error messages mention.
+    Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool,
+    ZFSGenericError(ETIMEDOUT), and ZFSGenericError with another number if the command could not be started. ``name``:
+    the dataset that the error messages mention.
     """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
-    try:
-        process = subprocess.Popen(
-            [program, *args],
-            stdin=subprocess.DEVNULL if stdin is None else stdin,
-            stdout=subprocess.PIPE if stdout is None else stdout,
-            stderr=subprocess.PIPE,
-            env=_build_environment(),
-            pass_fds=_list_inherited_fds(),
-        )
-    except FileNotFoundError:
-        raise ZFSInitializationFailed().with_details(
-            f"the `{program}` command is not installed: install ZFS, or run the jail_zfs_host role"
-        ) from None
+    process = _start([program, *args], stdin, stdout, name)
     with _killed_at_end(process, seconds, name):
         out, err = process.communicate(timeout=seconds)
     return _make_outcome(args, process.returncode, out or b"", err or b"", name)
@@ -79,20 +73,35 @@ def read_first_bytes(*args: str, count: int, seconds: float | None = None) -> tu
     """
     seconds = TIMEOUT_SECONDS if seconds is None else seconds
     deadline = time.monotonic() + seconds
-    process = subprocess.Popen(
-        ["zfs", *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_build_environment(),
-        pass_fds=_list_inherited_fds(),
-    )
+    process = _start(["zfs", *args], None, None, None)
     with _killed_at_end(process, seconds, None):
         data = _read(process, count, deadline)
         if len(data) == count:
             return data, None
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     return data, _make_outcome(args, process.returncode, out, err, None)
+
+
+def _start(argv: list[str], stdin: int | None, stdout: int | None, name: str | None) -> subprocess.Popen[bytes]:
+    """Start a command. Raises ZFSInitializationFailed, or ZFSGenericError with the number of the system's error."""
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            env=_build_environment(),
+            pass_fds=_list_inherited_fds(),
+        )
+    except FileNotFoundError:
+        raise ZFSInitializationFailed().with_details(
+            f"the `{argv[0]}` command is not installed: install ZFS, or run the jail_zfs_host role"
+        ) from None
+    except OSError as error:
+        remedy = _START_REMEDIES.get(error.errno or 0, "")
+        raise ZFSGenericError(
+            error.errno or errno.EIO, name, f"`{argv[0]} {argv[1]}` could not be started: {error.strerror}{remedy}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -159,7 +168,7 @@ def _make_outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, na
         return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
     # zfs-fuse prints some internal errors on standard output.
     stderr_text = stderr_text if stderr_text.strip() else out.decode(errors="replace")
-    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else cause_of(stderr_text)
+    cause = Cause.BROKEN_PIPE if status == -signal.SIGPIPE else cause_of(stderr_text, args[1:])
     message = join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message"
     if cause is Cause.UNREACHABLE:
         raise ZFSInitializationFailed().with_details(f"{message}; {_REMEDY}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.exceptions import ZFSOutputError
-from zfs_core.listing import list_clones, list_datasets
+from zfs_core.listing import list_clones, list_datasets, split_names
 from zfs_core.names import Name, accepts_bytes, is_snapshot_name, validate_existing_name, validate_filesystem_name
 from zfs_core.options import Value, format_property_assignment, validate_property_name
 from zfs_core.outcome import check
@@ -65,9 +65,6 @@ def lzc_get_props(name: Name) -> dict[str, Any]:
     return values
 
 
-_NAMES_PER_COMMAND = 400
-
-
 def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str, Property]]:
     """Return ``{name: {property: Property}}`` with all requested names and properties.
 
@@ -79,8 +76,7 @@ def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str
         [validate_property_name(prop) for prop in props],
     )
     properties: list[Property] = []
-    for start in range(0, len(targets), _NAMES_PER_COMMAND):
-        batch = targets[start : start + _NAMES_PER_COMMAND]
+    for batch in split_names(targets):
         properties += _get_properties([], prop_names, batch)
     check_complete(properties, targets, prop_names)
     return _group_by_name(properties)

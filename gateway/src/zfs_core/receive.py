@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import select
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -416,7 +417,7 @@ def _open_stream(request: _Request) -> Iterator[tuple[int, Callable[[], int]]]:
         yield copier.read_fd, lambda: copier.byte_count
     finally:
         os.close(copier.read_fd)
-        copier.join(1.0)
+        copier.stop()
 
 
 def _position(fd: int) -> int:
@@ -450,28 +451,45 @@ def _read_begin_record(fd: int) -> tuple[bytes, BeginRecord]:
 
 
 class _Copier(threading.Thread):
-    """A thread that copies a stream into a pipe, with data before and after it."""
+    """A thread that copies a stream into a pipe, with data before and after it.
+
+    It never waits in a system call that only the source or the command can end, so that ``stop`` always ends it.
+    """
 
     def __init__(self, source_fd: int, before: bytes, after: bytes) -> None:
         super().__init__(name="zfs receive", daemon=True)
         self._source_fd, self._before, self._after = os.dup(source_fd), before, after
         self.byte_count = 0
         self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._stop_read_fd, self._stop_write_fd = os.pipe()
 
     def run(self) -> None:
         try:
             self._write(self._before)
-            while data := os.read(self._source_fd, _CHUNK_BYTES):
+            while self._wait(self._source_fd, select.POLLIN) and (data := os.read(self._source_fd, _CHUNK_BYTES)):
                 self.byte_count += len(data)
                 self._write(data)
             self._write(self._after)
         except OSError:
             pass  # The command has ended, and reports why.
         finally:
-            os.close(self._write_fd)
-            os.close(self._source_fd)
+            for fd in (self._write_fd, self._source_fd, self._stop_read_fd):
+                os.close(fd)
+
+    def stop(self) -> None:
+        """End the thread. The caller has closed ``read_fd``."""
+        os.close(self._stop_write_fd)
+        self.join(1.0)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:
+        while view and self._wait(self._write_fd, select.POLLOUT):
             view = view[os.write(self._write_fd, view) :]
+
+    def _wait(self, fd: int, event: int) -> bool:
+        """Wait until a descriptor is ready. Returns False if the thread should end."""
+        poll = select.poll()
+        poll.register(fd, event)
+        poll.register(self._stop_read_fd, select.POLLIN)
+        return all(ready_fd != self._stop_read_fd for ready_fd, _ in poll.poll())

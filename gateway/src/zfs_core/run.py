@@ -17,9 +17,11 @@ from zfs_core.exceptions import ZFSGenericError
 from zfs_core.hold_descriptors import wait_for_releases
 from zfs_core.outcome import Outcome
 from zfs_core.process import execute
+from zfs_core.running import waiting
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_NEGLIGIBLE_SECONDS = 1.0
 _FUSE_DIRECTORY = Path("/var/run/zfs")
 
 
@@ -29,22 +31,36 @@ def run(
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
-    precheck: Callable[[], None] | None = None,
+    precheck: Callable[[float], None] | None = None,
     program: str = "zfs",
 ) -> Outcome:
     """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
 
-    ``precheck`` is called first. On zfs-fuse, no other command can mount a file system between it and the command.
+    ``seconds`` also includes the time that the command waits for others, and that of ``precheck``. Half of it is left
+    for the command, so that it is not killed because others were slow.
+
+    ``precheck`` is called first, with its timeout. On zfs-fuse, no other command can mount a file system between it and
+    the command.
     """
-    wait_for_releases()
     seconds = process.TIMEOUT_SECONDS if seconds is None else seconds
-    with mount_lock(args[0], seconds, name):
+    start = time.monotonic()
+    wait_for_releases(seconds / 2)
+    with contextlib.ExitStack() as stack:
+        if _may_mount(args):
+            stack.enter_context(mount_lock(args[0], start + seconds / 2 - time.monotonic(), name))
         if precheck is not None:
-            precheck()
-        return execute(args, seconds, stdin, stdout, name, program)
+            precheck(max(0.0, start + seconds - time.monotonic()) / 2)
+        waited = time.monotonic() - start
+        remaining = seconds if waited < _NEGLIGIBLE_SECONDS else round(seconds - waited, 1)
+        return execute(args, remaining, stdin, stdout, name, program)
 
 
-def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[], None] | None = None) -> Outcome:
+def _may_mount(args: tuple[str, ...]) -> bool:
+    """Return whether a command may mount a file system. `receive -u` only does so if `-F` replaces a mounted one."""
+    return args[0] in _MOUNTING_COMMANDS and not (args[0] == "receive" and "-u" in args and "-F" not in args)
+
+
+def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[float], None] | None = None) -> Outcome:
     """Run ``zfs`` with ``args``, and retry for a limited time while the dataset is busy.
 
     zfs-fuse unmounts a dataset before destroying it, and then reports it as busy until the daemon has written its data.
@@ -64,6 +80,8 @@ def run_with_retries(*args: str, name: str | None = None, precheck: Callable[[],
 def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     """On zfs-fuse, allow only one command on the machine to mount a file system at a time.
 
+    Waits for at most ``seconds``. Meanwhile, ``list_running_commands`` contains the command.
+
     Threads of the zfs-fuse daemon announce new mounts to another thread through one pipe, each with two writes and
     without a lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
     """
@@ -72,18 +90,25 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
         return
     directory_fd = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + seconds
-        while not _try_lock(directory_fd):
-            if time.monotonic() > deadline:
-                raise ZFSGenericError(
-                    errno.ETIMEDOUT,
-                    name,
-                    f"`zfs {verb}` waited {seconds:g} s for the mount lock, which another command holds: try again",
-                )
-            time.sleep(0.002)
+        if not _try_lock(directory_fd):
+            with waiting(f"zfs {verb}", name, seconds):
+                _wait_for_lock(directory_fd, verb, seconds, name)
         yield
     finally:
         os.close(directory_fd)
+
+
+def _wait_for_lock(directory_fd: int, verb: str, seconds: float, name: str | None) -> None:
+    deadline = time.monotonic() + seconds
+    while not _try_lock(directory_fd):
+        if time.monotonic() > deadline:
+            raise ZFSGenericError(
+                errno.ETIMEDOUT,
+                name,
+                f"`zfs {verb}` waited {seconds:.3g} s for another command that mounts a file system, and was not "
+                "started: try again",
+            )
+        time.sleep(0.002)
 
 
 def _try_lock(directory_fd: int) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 class RunningCommand:
     """A command that is running, or that was killed and has not exited yet because it hangs in the kernel.
 
+    Also a command that has not been started yet, because it waits for another one. ``command`` says so.
+
     ``command``: the program and its subcommand. ``started_at``: in seconds since 1970. ``timeout_seconds``: the time
     after which it is killed. ``thread``: the identifier of the thread that waits for it.
     """
@@ -33,8 +35,8 @@ class _Entry:
 
 
 _lock = threading.Lock()
-_running: dict[int, _Entry] = {}
-"""The commands that a thread waits for, by process id."""
+_running: list[RunningCommand] = []
+"""The commands that a thread waits for."""
 _killed: list[_Entry] = []
 """The commands that no thread waits for any more."""
 _timeout_count = 0
@@ -44,7 +46,7 @@ def list_running_commands() -> list[RunningCommand]:
     """Return the commands that are running, oldest first."""
     with _lock:
         _killed[:] = [entry for entry in _killed if entry.process.poll() is None]
-        commands = [entry.command for entry in (*_running.values(), *_killed)]
+        commands = [*_running, *(entry.command for entry in _killed)]
     return sorted(commands, key=lambda command: command.started_at)
 
 
@@ -61,19 +63,33 @@ def tracked(process: subprocess.Popen[bytes], name: str | None, timeout_seconds:
     """
     global _timeout_count
     words = [str(word) for word in process.args] if isinstance(process.args, list) else [str(process.args)]
-    command = RunningCommand(
-        " ".join(words[:2]), name or words[-1], time.time(), timeout_seconds, False, threading.get_ident()
-    )
+    with _listed(" ".join(words[:2]), name or words[-1], timeout_seconds) as command:
+        try:
+            yield command
+        except subprocess.TimeoutExpired:
+            with _lock:
+                _timeout_count += 1
+            raise
+        finally:
+            with _lock:
+                if process.returncode is None:
+                    _killed.append(_Entry(process, replace(command, was_killed=True)))
+
+
+@contextlib.contextmanager
+def waiting(command: str, name: str | None, timeout_seconds: float) -> Iterator[None]:
+    """List ``command``, which waits for another one inside this context before it can start."""
+    with _listed(f"{command} (waiting for another command)", name or "", timeout_seconds):
+        yield
+
+
+@contextlib.contextmanager
+def _listed(words: str, name: str, timeout_seconds: float) -> Iterator[RunningCommand]:
+    command = RunningCommand(words, name, time.time(), timeout_seconds, False, threading.get_ident())
     with _lock:
-        _running[process.pid] = _Entry(process, command)
+        _running.append(command)
     try:
         yield command
-    except subprocess.TimeoutExpired:
-        with _lock:
-            _timeout_count += 1
-        raise
     finally:
         with _lock:
-            del _running[process.pid]
-            if process.returncode is None:
-                _killed.append(_Entry(process, replace(command, was_killed=True)))
+            _running.remove(command)

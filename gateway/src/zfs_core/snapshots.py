@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 
 from zfs_core.capabilities import detect_capabilities
 from zfs_core.causes import Cause
 from zfs_core.exceptions import (
-    DatasetNotFound,
     DuplicateSnapshots,
     FilesystemNotFound,
     NameInvalid,
@@ -27,9 +26,17 @@ from zfs_core.exceptions import (
     SnapshotNotLatest,
     SuspendedPool,
     ZFSError,
+    ZFSGenericError,
     ZFSOutputError,
 )
-from zfs_core.listing import find_types, list_clones, list_snapshots, lzc_exists
+from zfs_core.listing import (
+    find_hold_counts,
+    find_types,
+    list_clones_by_origin,
+    list_snapshots,
+    lzc_exists,
+    split_names,
+)
 from zfs_core.names import (
     Name,
     accepts_bytes,
@@ -45,7 +52,6 @@ from zfs_core.names import (
 )
 from zfs_core.options import Props, format_property_options
 from zfs_core.outcome import ErrorFactory, check, error_of
-from zfs_core.properties import get_props
 from zfs_core.run import run, run_with_retries
 
 
@@ -74,6 +80,14 @@ def lzc_snapshot(snaps: Collection[Name], props: Props = None) -> None:
             _snapshot_atomically(names, options)
     except (ReadOnlyPool, SuspendedPool) as error:
         raise SnapshotFailure([type(error)(_only(names)).with_details(error.details)]) from None
+    except ZFSGenericError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        message = (
+            f"Failed to create {len(names)} snapshots at the same instant, because their names and properties do not "
+            "fit into one command: take fewer at a time"
+        )
+        raise SnapshotFailure([ZFSGenericError(errno.E2BIG, _only(names), message)]) from None
 
 
 lzc_snap = lzc_snapshot
@@ -159,8 +173,9 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
 
     With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
     cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
-    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. Command: ``zfs destroy SNAP``
-    for each.
+    (``related``: the clones), SnapshotIsHeld, NameTooLong, PoolsDiffer or PoolNotFound. If one is cloned or held just
+    now, those of other filesystems may already be destroyed. Command: ``zfs destroy SNAP,SHORTNAME`` for each
+    filesystem.
     """
     names = [decode_name(snap) for snap in snaps]
     if too_long_names := [name for name in names if is_too_long(short_name_of(name))]:
@@ -171,21 +186,57 @@ def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     possible_names = [name for name in names if is_snapshot_name(name) and not is_too_long(name)]
     if len(possible_names) > 1 and not defer:
         _check_unused(possible_names)
-    errors = [error for name in possible_names if (error := _destroy_snapshot(name, defer))]
-    if errors:
+    if errors := _destroy_by_filesystem(possible_names, defer):
         raise SnapshotDestructionFailure(errors)
 
 
 def _check_unused(names: Sequence[str]) -> None:
+    """Raise SnapshotDestructionFailure if some of the snapshots are held, or have clones."""
+    hold_counts = find_hold_counts(names)
+    if not hold_counts:
+        return
+    clones = list_clones_by_origin(hold_counts)
     errors: list[ZFSError] = []
-    for name in names:
-        with suppress(DatasetNotFound):
-            if get_props([name], ["userrefs"])[name]["userrefs"].number:
-                errors.append(SnapshotIsHeld(name))
-            elif clones := list_clones(name):
-                errors.append(SnapshotIsCloned(name).with_details("it has clones", clones))
+    for name, count in hold_counts.items():
+        if count not in ("0", "-"):
+            errors.append(SnapshotIsHeld(name))
+        elif clones[name]:
+            errors.append(SnapshotIsCloned(name).with_details("it has clones", clones[name]))
     if errors:
         raise SnapshotDestructionFailure(errors)
+
+
+def _destroy_by_filesystem(names: Iterable[str], defer: bool) -> list[ZFSError]:
+    if not detect_capabilities().destroys_lists:
+        return [error for name in names if (error := _destroy_snapshot(name, defer))]
+    names_by_filesystem: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        names_by_filesystem.setdefault(filesystem_of(name), []).append(name)
+    errors: list[ZFSError] = []
+    for group in names_by_filesystem.values():
+        for batch in split_names(group):
+            errors += _destroy_batch(batch, defer)
+            if errors and not defer:
+                return errors
+    return errors
+
+
+def _destroy_batch(names: list[str], defer: bool) -> list[ZFSError]:
+    """Destroy snapshots of one filesystem with one command, which destroys all of them or none."""
+    if len(names) > 1:
+        others = [short_name_of(name) for name in names[1:]]
+        outcome = run("destroy", *(["-d"] if defer else []), ",".join([names[0], *others]), name=names[0])
+        if outcome.cause is None:
+            return []
+        if outcome.cause in (Cause.MISSING, Cause.NO_POOL):  # None of them exists.
+            return [] if lzc_exists(pool_of(names[0])) else [outcome.explain(PoolNotFound(name)) for name in names]
+        if not defer:
+            try:
+                _check_unused(names)
+            except SnapshotDestructionFailure as failure:
+                return [error if error.details else outcome.explain(error) for error in failure.errors]
+            return [error_of(outcome, names[0], "destroy snapshots")]
+    return [error for name in names if (error := _destroy_snapshot(name, defer))]
 
 
 def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:

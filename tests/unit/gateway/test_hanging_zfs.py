@@ -7,26 +7,33 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zfs_core
-from zfs_core import process
+from zfs_core import capabilities, process
+from zfs_core import run as run_module
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES
 from zfs_core.exceptions import DatasetNotFound, ZFSGenericError
 
 from sandbox_gateway.errors import Busy, NotFound, Timeout
-from sandbox_gateway.hosts.jail_zfs import disk_usage
+from sandbox_gateway.hosts.jail_zfs import disk_usage, retries
 from sandbox_gateway.hosts.jail_zfs.disk_usage import DiskUsage
+from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.storage import root as root_module
 from sandbox_gateway.hosts.jail_zfs.storage import slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.slow_commands import list_slow_commands
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translated_errors
+from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.threads import run_in_thread
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Volume
+from sandbox_gateway.tasks import BackgroundTasks
 from tests.support.waiting import wait_until
 
 _HANGING_ZFS = """#!/bin/sh
@@ -169,6 +176,84 @@ def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_doe
             release.set()
 
 
+def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_timeout(
+    timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
+    monkeypatch.setattr(run_module, "_FUSE_DIRECTORY", tmp_path)
+    timeout(60)
+    with ThreadPoolExecutor() as pool, run_module.mount_lock("clone", 5, "p/hanging"):
+        assert run_module.run("receive", "-u", "p/new@a").output == "p/new@a\n", "it mounts nothing"
+        call = pool.submit(run_module.run, "mount", "p/other", seconds=1.0, name="p/other")
+        wait_until(zfs_core.list_running_commands)
+        (command,) = zfs_core.list_running_commands()
+        assert (command.command, command.name) == ("zfs mount (waiting for another command)", "p/other")
+        with pytest.raises(ZFSGenericError, match=r"`zfs mount` waited 0\.5 s for another command .* not started"):
+            call.result(20)
+    assert run_module.run("mount", "p/other").output == "p/other\n"
+    assert zfs_core.list_running_commands() == []
+
+
+def test_a_command_has_the_time_that_waiting_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[float] = []
+    monkeypatch.setattr(run_module, "execute", lambda _args, seconds, *_: timeouts.append(seconds))
+    monkeypatch.setattr(run_module, "wait_for_releases", lambda seconds: timeouts.append(seconds))
+    for negligible_seconds in (0.1, 1000.0):
+        monkeypatch.setattr(run_module, "_NEGLIGIBLE_SECONDS", negligible_seconds)
+        run_module.run("rename", "p/a", "p/b", seconds=100.0, precheck=lambda _: time.sleep(0.2))
+    assert timeouts[0] == timeouts[2] == 50 and 50 < timeouts[1] <= 99.8 and timeouts[3] == 100
+
+
+class _HangingOnce:
+    """Stands for all parts of the host. The first removal times out, and the second one succeeds."""
+
+    def __init__(self) -> None:
+        self.instances = self.snapshots = self
+        self.attempts: list[str] = []
+
+    def describe_stuck_mounts(self, _mount_filter: object) -> list[str]:
+        return []
+
+    async def wait_until_unmounted(self, _mount_filter: object) -> None:
+        pass
+
+    async def describe(self, _dataset: str, _path: Path) -> str:
+        raise AssertionError("the commands that find the holders could hang, too")
+
+    def path(self, instance: str) -> Path:
+        return Path("/nowhere", instance)
+
+    def commit_removal(self, _volume_id: str) -> None:
+        pass
+
+    def discard(self, name: str) -> None:
+        self.attempts.append(name)
+        if len(self.attempts) == 1:
+            raise Timeout("`zfs destroy` did not finish within 60 s")
+
+    finish_removal = discard
+
+
+def test_a_removal_whose_command_hangs_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "_RETRY_SECONDS", 0.01)
+
+    async def scenario(remove: Callable[[_HangingOnce, BackgroundTasks], Awaitable[None]]) -> list[str]:
+        parts, background = _HangingOnce(), BackgroundTasks(Logger("test"))
+        await remove(parts, background)
+        await background.wait(10)
+        return parts.attempts
+
+    def discard(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
+        return Disks(parts, parts, parts, background).discard("one")
+
+    def remove(parts: Any, background: BackgroundTasks) -> Awaitable[None]:
+        parts.volumes = parts.volume_snapshots = parts
+        return JailVolumes(parts, parts, parts, parts, background).remove(Volume(name="v", size_mb=64))
+
+    assert asyncio.run(scenario(discard)) == ["one", "one"]
+    assert len(asyncio.run(scenario(remove))) == 2
+
+
 def test_no_command_runs_while_the_event_loop_could_be_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     root = RootDataset("p/root")
     names = SnapshotNames(root, "snapshot")
@@ -218,6 +303,37 @@ def test_a_file_system_that_hangs_hides_only_its_own_usage(monkeypatch: pytest.M
 
     asyncio.run(run_scenario())
     wait_until(lambda: asyncio.run(usage.read(paths))["hanging"] == 1)
+
+
+def test_each_file_system_that_hangs_blocks_only_one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several file systems begin to hang while they are read at the same time, and answer one after the other."""
+    monkeypatch.setattr(disk_usage, "_TIMEOUT_SECONDS", 1.0)
+    paths = {name: tmp_path / name for name in ("a", "b", "c")}
+    released = {path: threading.Event() for path in paths.values()}
+    active: list[Path] = []
+    calls: list[Path] = []
+
+    def read(path: Path) -> int | None:
+        calls.append(path)
+        active.append(path)
+        released[path].wait(30)
+        active.remove(path)
+        return 1
+
+    monkeypatch.setattr(disk_usage, "_read_used_bytes", read)
+    usage = DiskUsage()
+
+    async def scenario() -> None:
+        await asyncio.gather(*(usage.read(paths) for _ in range(5)))
+        assert sorted(active) == sorted(paths.values())
+        released[paths["a"]].set()
+        await run_in_thread(wait_until, lambda: len(active) == 2)
+        await usage.read({"b": paths["b"], "c": paths["c"]})
+        assert sorted(calls) == sorted(paths.values()), "a file system blocks two threads"
+        for event in released.values():
+            event.set()
+
+    asyncio.run(scenario())
 
 
 def test_most_commands_are_slow_after_ten_seconds() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,30 @@ def test_a_header_that_is_read_first_is_passed_on_with_the_rest() -> None:
     request = receive._Request("tank@a", read_fd, False, None, 1.0, begin_data=header)
     assert read(request) == (header + b"rest", 4)
     os.close(read_fd)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_nothing_remains_of_a_stream_that_never_goes_on(is_full: bool) -> None:
+    """Either the source delivers nothing more, or the command reads nothing and cannot be killed."""
+    header = bytes(4 << 20) if is_full else bytes(312)
+    fds_before = _list_fds()
+    source_fd, sender_fd = os.pipe()
+    request = receive._Request("tank@a", source_fd, False, None, 1.0, begin_data=header)
+    inherited_fd = -1
+    try:
+        with receive._open_stream(request) as (fd, _):
+            inherited_fd = os.dup(fd)  # that of the command
+            assert os.read(inherited_fd, 312) == bytes(312)
+            (thread,) = (each for each in threading.enumerate() if isinstance(each, receive._Copier))
+        assert not thread.is_alive()
+    finally:
+        for each in (source_fd, sender_fd, inherited_fd):
+            os.close(each)
+    assert _list_fds() <= fds_before
+
+
+def _list_fds() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
 
 from tests.zfs_core import conformance, table
+from tests.zfs_core.differences import HANGING_TESTS
 
 
 def test_unexplained_failures_and_unnecessary_explanations_are_reported() -> None:
@@ -19,10 +21,43 @@ def test_unexplained_failures_and_unnecessary_explanations_are_reported() -> Non
         "test_h": {"outcome": "not supported", "reason": "x"},
     }
     explanations = {"test_c": "reason", "test_d": "reason"}
-    problems = conformance.find_problems(results, explanations, may_lack_functions=True)
+    tests = [*results, *HANGING_TESTS]
+    problems = conformance.find_problems(results, explanations, tests, may_lack_functions=True)
     assert [problem.partition(":")[0] for problem in problems] == ["test_b", "test_d", "test_e"]
-    problems = conformance.find_problems(results, explanations, may_lack_functions=False)
+    problems = conformance.find_problems(results, explanations, tests, may_lack_functions=False)
     assert [problem.partition(":")[0] for problem in problems] == ["test_b", "test_d", "test_e", "test_h"]
+
+
+def test_an_explanation_of_a_test_that_no_longer_exists_is_reported() -> None:
+    (hanging_test, *_), explanations = HANGING_TESTS, {"test_gone": "reason", "test_not_run": "reason"}
+    tests = ["test_not_run", *(name for name in HANGING_TESTS if name != hanging_test)]
+    problems = conformance.find_problems({}, explanations, tests, may_lack_functions=False)
+    assert [problem.partition(":")[0] for problem in problems] == ["test_gone", hanging_test]
+    assert "the suite has no such test" in problems[0]
+
+
+def test_openzfs_is_openzfs_even_if_its_version_is_unknown() -> None:
+    assert conformance.kind_of(openzfs_capabilities(())) == "openzfs"
+    assert conformance.kind_of(openzfs_capabilities((2, 3))) == "openzfs"
+    assert conformance.kind_of(ZFS_FUSE_CAPABILITIES) == "zfs-fuse"
+
+
+def test_tests_that_neither_pass_nor_fail_are_listed_with_their_reason() -> None:
+    tests = {
+        "test_a": {"outcome": "skipped", "reason": "no bookmarks", "functions": []},
+        "test_b": {"outcome": "not supported", "reason": "NotImplementedError: lzc_sync: no command (line 7)"},
+        "test_c": {"outcome": "not supported", "reason": "NotImplementedError: lzc_reopen: no command (line 8)"},
+        "test_d": {"outcome": "expected failure", "reason": "X: 'pool.7db8-57/fs1' | y"},
+        "test_e": {"outcome": "passed", "reason": ""},
+        next(iter(HANGING_TESTS)): {"outcome": "skipped", "reason": "hangs"},
+    }
+    text = table.format_exceptions([{"zfs": "openzfs", "tests": tests}, {"zfs": "zfs-fuse", "tests": tests}])
+    assert text.splitlines()[2:] == [
+        "| `test_b`, `test_c` | OpenZFS, zfs-fuse | not supported: no command |",
+        "| `test_a` | OpenZFS, zfs-fuse | skipped: no bookmarks |",
+        "| `test_d` | OpenZFS, zfs-fuse | the suite expects it to fail: X: 'pool/fs1' \\| y |",
+    ]
+    assert all(f"`{test}`" in table.format_differences() for test in HANGING_TESTS)
 
 
 def test_each_function_names_its_command() -> None:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from zfs_core import hold_descriptors
-from zfs_core.exceptions import BadHoldCleanupFD
+from zfs_core import capabilities, hold_descriptors, lzc_hold, process
+from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.exceptions import BadHoldCleanupFD, ZFSGenericError
 
 _HOLDS = {"tank/a@s": "tag 1", "tank/b@s": "tag 2"}
 
@@ -27,6 +29,7 @@ def released_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(hold_descriptors, "_DEVICE", "/dev/null")
     monkeypatch.setattr(hold_descriptors, "_helpers", [])
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
     yield log
     hold_descriptors.wait_for_releases()
 
@@ -65,6 +68,69 @@ def test_holds_are_released_when_the_process_is_killed(released_holds: Path) -> 
     while not released_holds.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert released_holds.read_text() == "release|t|tank/a@s|\n"
+
+
+def test_nothing_is_held_where_descriptors_cannot_be_watched(
+    released_holds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "freebsd14")
+    with Path("/dev/null").open() as file, pytest.raises(NotImplementedError, match="need Linux"):
+        lzc_hold({"tank/a@s": "t"}, file.fileno())
+    assert released_holds.read_text() == ""
+
+
+@pytest.mark.parametrize("failing_word", ["tank/c@s", "helper"])
+def test_holds_that_were_placed_are_released_if_a_later_step_fails(
+    released_holds: Path, monkeypatch: pytest.MonkeyPatch, failing_word: str
+) -> None:
+    """In the first case, the last `zfs hold` times out. In the second one, the waiting process cannot be started."""
+    program = released_holds.with_name("zfs")
+    program.write_text(program.read_text() + f'case $* in "hold t {failing_word}") exec sleep 60 ;; esac\n')
+    monkeypatch.setattr(process, "TIMEOUT_SECONDS", 0.3)
+    if failing_word == "helper":
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with Path("/dev/null").open() as file, pytest.raises(ZFSGenericError):
+        lzc_hold(dict.fromkeys(("tank/a@s", "tank/b@s", "tank/c@s"), "t"), file.fileno())
+    commands = released_holds.read_text().splitlines()
+    held_names = [line.split("|")[2] for line in commands if line.startswith("hold|")]
+    released_names = [line.split("|")[2] for line in commands if line.startswith("release|")]
+    assert held_names == ["tank/a@s", "tank/b@s", "tank/c@s"]
+    assert released_names == [name for name in held_names if name != failing_word]
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_PATH])
+def test_a_descriptor_that_cannot_be_locked_is_refused_first(released_holds: Path, flags: int) -> None:
+    fd = os.open("/dev/null", flags)
+    try:
+        with pytest.raises(BadHoldCleanupFD):
+            lzc_hold({"tank/a@s": "t"}, fd)
+    finally:
+        os.close(fd)
+    assert released_holds.read_text() == ""
+
+
+def test_a_release_that_hangs_delays_each_caller_once_and_the_other_holds_are_released(
+    released_holds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = released_holds.with_name("zfs")
+    program.write_text(program.read_text() + "case $3 in tank/a@s) exec sleep 60 ;; esac\n")
+    monkeypatch.setattr(hold_descriptors, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(hold_descriptors, "_RELEASE_SECONDS", 1.5)
+    fd = os.open("/dev/null", os.O_RDONLY)
+    hold_descriptors.release_when_closed(fd, _HOLDS)
+    os.close(fd)
+    helper = hold_descriptors._helpers[0].process
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(hold_descriptors.wait_for_releases) for _ in range(3)]
+        time.sleep(0.1)
+        assert hold_descriptors._lock.acquire(timeout=0.3), "a caller waits while it holds the lock"
+        hold_descriptors._lock.release()
+        for call in calls:
+            with pytest.raises(ZFSGenericError, match="Failed to release holds"):
+                call.result(10)
+    hold_descriptors.wait_for_releases()
+    helper.wait(20)
+    assert released_holds.read_text() == "release|tag 1|tank/a@s|\nrelease|tag 2|tank/b@s|\n"
 
 
 def test_only_descriptors_of_the_device_are_accepted(released_holds: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from sandbox_gateway.errors import Busy, NotFound
+from sandbox_gateway.errors import Busy, NotFound, Timeout
 from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
 from sandbox_gateway.hosts.jail_zfs.retries import retry_later
@@ -85,16 +85,17 @@ class Disks:
     async def discard(self, instance: str) -> None:
         """Remove or retire an instance's dataset.
 
-        Retries in the background while the dataset is in use, for example by a dying jail.
+        Retries in the background while the dataset is in use, for example by a dying jail, and if the command hangs.
         """
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(instance)):
                 raise Busy("a mount in the sandbox's file system cannot be unmounted")
             await finish_despite_cancellation(run_in_thread(self._storage.instances.discard, instance))
-        except Busy as error:
-            holder_description = await self._describe_holders(instance)
+        except (Busy, Timeout) as error:
+            # After a timeout, the commands that find the holders could hang, too.
+            holder_description = "" if isinstance(error, Timeout) else await self._describe_holders(instance)
             log.warning(
-                "a sandbox's file system is still in use and will be removed later",
+                "a sandbox's file system cannot be removed yet and will be removed later",
                 instance=instance,
                 reason=error.message,
                 holders=holder_description,

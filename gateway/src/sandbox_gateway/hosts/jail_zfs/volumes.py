@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zfs_core
 
-from sandbox_gateway.errors import Busy, GatewayError, NotFound
+from sandbox_gateway.errors import Busy, GatewayError, NotFound, Timeout
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry
 from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
@@ -57,14 +57,16 @@ class JailVolumes:
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        """Commit the removal, then destroy the datasets. Retries in the background while they are in use."""
+        """Commit the removal, then destroy the datasets. Retries in the background while they are in use, or hang."""
         await finish_despite_cancellation(run_in_thread(self._volume_storage.commit_removal, volume.id))
         try:
             if self._mounts.describe_stuck_mounts(self._create_mount_filter(volume.id)):
                 raise Busy("a mount of the volume is stuck")
             await finish_despite_cancellation(run_in_thread(self._volume_storage.finish_removal, volume.id))
-        except Busy as error:
-            log.warning("a volume is still in use and will be removed later", volume=volume.id, reason=error.message)
+        except (Busy, Timeout) as error:
+            log.warning(
+                "a volume cannot be removed yet and will be removed later", volume=volume.id, reason=error.message
+            )
             self._background.start(self._retry(volume.id, "removed", self._volume_storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:

@@ -1,0 +1,209 @@
+"""Test the commands that zfs_core runs on OpenZFS, and how it handles their failures. A fake `zfs` answers them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zfs_core
+from zfs_core import capabilities, exceptions, process
+from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.listing import find_types
+
+Fake = Callable[[str], Callable[[], list[str]]]
+
+
+@pytest.fixture
+def fake_zfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Return a function that installs a script as `zfs`. That function returns one that lists the commands so far."""
+    log, program = tmp_path / "log", tmp_path / "zfs"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+
+    def install(script: str) -> Callable[[], list[str]]:
+        program.write_text(f'#!/bin/sh\necho "$*" >>{log}\n{script}\n')
+        program.chmod(0o755)
+        log.write_text("")
+        return lambda: log.read_text().splitlines()
+
+    return install
+
+
+# -- destroying snapshots ---------------------------------------------------------------------------------------------
+
+_SNAPSHOTS = """
+case $* in
+    "get "*" userrefs "*)
+        shift 5
+        for name; do printf '%s\\t0\\n' "$name"; done ;;
+    "list "*"-t filesystem "*) printf 'tank\\t-\\ntank/a\\t-\\n' ;;
+    "list "*) printf 'tank\\t-\\ntank/a\\t-\\ntank/volume\\ttank/a@2\\n' ;;
+esac
+"""
+
+
+def test_no_snapshot_is_destroyed_if_a_volume_is_a_clone_of_one(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_SNAPSHOTS)
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+        zfs_core.lzc_destroy_snaps(["tank/a@1", "tank/a@2", "tank/a@3"], False)
+    (error,) = caught.value.errors
+    assert isinstance(error, exceptions.SnapshotIsCloned)
+    assert (error.name, error.related) == ("tank/a@2", ("tank/volume",))
+    assert [command.split()[0] for command in commands()] == ["get", "list"], "one command for all snapshots"
+    assert zfs_core.list_clones("tank/a@2") == ["tank/volume"]
+
+
+# Snapshots named "held" are held. Those named "just-held" are held after the first look at them.
+_RETENTION = """
+here=$(dirname "$0")
+case $* in
+    "get "*" userrefs "*)
+        shift 5
+        for name; do
+            case $name in
+                *@held) count=1 ;;
+                *@just-held) [ -e "$here/looked" ] && count=1 || count=0 ;;
+                *) count=0 ;;
+            esac
+            printf '%s\\t%s\\n' "$name" $count
+        done
+        touch "$here/looked" ;;
+    "list "*) printf 'tank\\t-\\n' ;;
+    *missing*) echo "could not find any snapshots to destroy; check snapshot names." >&2; exit 1 ;;
+    "destroy "*just-held*) echo "cannot destroy snapshot tank/b@just-held: it's being held." >&2; exit 1 ;;
+    "destroy -d tank/c@1,2") echo "cannot destroy snapshots: I/O error" >&2; exit 1 ;;
+esac
+"""
+
+
+def _destroy(names: list[str], defer: bool = False) -> list[exceptions.ZFSError]:
+    try:
+        zfs_core.lzc_destroy_snaps(names, defer)
+    except exceptions.SnapshotDestructionFailure as failure:
+        return list(failure.errors)
+    return []
+
+
+def test_the_snapshots_of_a_filesystem_are_destroyed_with_one_command(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    names = ["tank/a@1", "tank/b@1", "tank/a@2", "tank/a@1", *(f"tank/c@{number}" for number in range(500))]
+    assert _destroy(names) == []
+    destroy_commands = [command for command in commands() if command.startswith("destroy ")]
+    assert destroy_commands[:2] == ["destroy tank/a@1,2", "destroy tank/b@1"]
+    assert [command.count(",") + 1 for command in destroy_commands[2:]] == [400, 100]
+    assert len(commands()) == 4 + 3, "holds and clones are looked up together"
+
+
+def test_a_list_with_a_snapshot_in_use_is_not_destroyed(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    (error,) = _destroy(["tank/a@1", "tank/a@held"])
+    assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/a@held"
+    assert not any(command.startswith("destroy") for command in commands())
+
+
+def test_a_snapshot_that_is_held_just_now_is_named_and_ends_the_removal(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    (error,) = _destroy(["tank/b@1", "tank/b@just-held", "tank/c@1", "tank/c@2"])
+    assert isinstance(error, exceptions.SnapshotIsHeld) and error.name == "tank/b@just-held"
+    assert "it's being held" in error.details
+    assert [command for command in commands() if command.startswith("destroy")] == ["destroy tank/b@1,just-held"]
+
+
+def test_missing_snapshots_are_skipped_and_a_missing_pool_is_reported(fake_zfs: Fake) -> None:
+    fake_zfs(_RETENTION)
+    assert _destroy(["tank/missing@1", "tank/missing@2"]) == []
+    fake_zfs("case $* in *) echo \"cannot open 'tank': dataset does not exist\" >&2; exit 1 ;; esac")
+    errors = _destroy(["tank/a@1", "tank/a@2"], defer=True)
+    assert [(type(error), error.name) for error in errors] == [
+        (exceptions.PoolNotFound, name) for name in ("tank/a@1", "tank/a@2")
+    ]
+
+
+def test_if_a_deferred_removal_of_a_list_fails_each_snapshot_is_removed_alone(fake_zfs: Fake) -> None:
+    commands = fake_zfs(_RETENTION)
+    assert _destroy(["tank/c@1", "tank/c@2"], defer=True) == []
+    assert commands() == ["destroy -d tank/c@1,2", "destroy -d tank/c@1", "destroy -d tank/c@2"]
+
+
+# -- arguments that the caller chooses --------------------------------------------------------------------------------
+
+# Parses options as GNU getopt does, which also finds them behind other arguments. Returns the parameters.
+_PROGRAM = """
+shift
+options=$(getopt -o nt:m:j -- "$@") || { echo "invalid option" >&2; exit 2; }
+eval set -- "$options"
+while [ "$1" != -- ]; do
+    case $1 in -t | -m) shift ;; -n) echo nosync >&2; exit 1 ;; esac
+    shift
+done
+shift 3
+printf '{"return": "%s"}' "$*"
+"""
+
+
+def test_parameters_of_a_channel_program_are_not_options_of_the_command(fake_zfs: Fake) -> None:
+    fake_zfs(_PROGRAM)
+    params = ["-n", "-t", "1", "--help", "", "x"]
+    assert zfs_core.lzc_channel_program("tank", "return 1", params=params) == "-n -t 1 --help  x"
+
+
+@pytest.mark.parametrize("param", ["a\0b", "\ud800", b"a\0b"])
+def test_a_parameter_that_cannot_be_an_argument_is_refused(fake_zfs: Fake, param: str | bytes) -> None:
+    commands = fake_zfs("")
+    with pytest.raises(exceptions.ZFSGenericError) as caught:
+        zfs_core.lzc_channel_program("tank", "return 1", params=[param])  # type: ignore[list-item]
+    assert caught.value.errno == errno.EINVAL and "NUL" in str(caught.value)
+    assert commands() == []
+
+
+@pytest.mark.parametrize("name", ["./a", "-r", "tank/a\0", "tank/\udcff", "tank/a\n"])
+def test_a_name_that_the_command_would_misinterpret_is_refused(fake_zfs: Fake, name: str) -> None:
+    commands = fake_zfs("")
+    assert not zfs_core.lzc_exists(name)
+    with pytest.raises(exceptions.NameInvalid):
+        zfs_core.lzc_get_props(name)
+    assert commands() == []
+
+
+def test_a_name_without_quotes_in_an_error_does_not_decide_the_exception(fake_zfs: Fake) -> None:
+    fake_zfs('echo "cannot destroy snapshot tank/dev/zfs@out of space: dataset is busy" >&2; exit 1')
+    with pytest.raises(exceptions.SnapshotDestructionFailure) as caught:
+        zfs_core.lzc_destroy_snaps(["tank/dev/zfs@out of space"], False)
+    assert isinstance(caught.value.errors[0], exceptions.SnapshotIsHeld)
+
+
+# -- commands that cannot be started ----------------------------------------------------------------------------------
+
+_MANY_NAMES = [f"tank/{number:0240}" for number in range(10_000)]
+
+
+def test_many_names_are_looked_up_with_several_commands(fake_zfs: Fake) -> None:
+    commands = fake_zfs('shift 5; for name; do printf "%s\\tfilesystem\\n" "$name"; done')
+    assert find_types(_MANY_NAMES) == dict.fromkeys(_MANY_NAMES, "filesystem")
+    assert len(commands()) == 25
+
+
+def test_more_snapshots_than_fit_into_a_command_fail_with_a_clear_sentence(fake_zfs: Fake) -> None:
+    commands = fake_zfs("")
+    with pytest.raises(exceptions.SnapshotFailure) as caught:
+        zfs_core.lzc_snapshot([f"{name}@a" for name in _MANY_NAMES])
+    (error,) = caught.value.errors
+    assert error.errno == errno.E2BIG and error.name is None
+    assert "Failed to create 10000 snapshots at the same instant" in str(error)
+    assert commands() == []
+
+
+def test_a_command_that_may_not_be_executed_is_named(fake_zfs: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "zfs")
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    for call in (lambda: zfs_core.lzc_exists("tank"), lambda: process.read_first_bytes("send", "tank@a", count=1)):
+        with pytest.raises(
+            exceptions.ZFSGenericError, match=r"`zfs (get|send)` could not be started: Permission"
+        ) as caught:
+            call()
+        assert caught.value.errno == errno.EACCES
