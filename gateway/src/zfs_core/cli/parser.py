@@ -229,7 +229,11 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     parser.add_argument("target", metavar="SNAPSHOT|FILESYSTEM", type=values.receive_target)
     parser.add_argument("--file", type=Path, help="the file that contains the stream")
     _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
-    _add_flag(parser, "--force", "discard changes of the filesystem since its newest snapshot")
+    _add_flag(
+        parser, "--force", "discard changes of the filesystem since its newest snapshot, if that is the stream's base"
+    )
+    _add_flag(parser, "--destroy-newer", "with --force, also destroy snapshots that are newer than the stream's base")
+    _add_flag(parser, "--replace", "with --force, let a stream without a base replace all data of the filesystem")
     _add_flag(parser, "--resumable", "keep the received part if the stream is interrupted")
     parser.add_argument(
         "--origin", metavar="SNAPSHOT", type=values.snapshot, help="the snapshot whose clone it becomes"

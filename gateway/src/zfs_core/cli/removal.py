@@ -9,6 +9,7 @@ from functools import partial
 from zfs_core.bookmarks import lzc_destroy_bookmarks
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
+from zfs_core.cli.losses import list_clones_by_origin, require_unused
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
 from zfs_core.listing import list_datasets, list_snapshots
@@ -56,19 +57,18 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
     _check_missing(missing_names, options)
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
-    props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
-    clones = _list_clones_by_origin(names)
-    held_names = [name for name in names if props[name]["userrefs"].number]
     if not options.defer:
-        _require_unused(held_names, {name: clones[name] for name in names if name in clones})
+        require_unused(names, ", or pass --defer")
         if names:
             report.change_all("destroy", names, partial(lzc_destroy_snaps, names, False))
         return
+    props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
+    clones = list_clones_by_origin(names)
     for name in names:
         if props[name]["defer_destroy"].is_on:
             report.keep(name)
         else:
-            action = "defer" if name in held_names or name in clones else "destroy"
+            action = "defer" if props[name]["userrefs"].number or name in clones else "destroy"
             report.change(action, name, partial(lzc_destroy_snaps, [name], True))
 
 
@@ -81,33 +81,6 @@ def _check_missing(names: list[str], options: Namespace) -> None:
 def _has_same_name(snapshot: str, others: list[str]) -> bool:
     filesystem, _, short = snapshot.partition("@")
     return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short}") for each in others)
-
-
-def _list_clones_by_origin(snapshots: list[str]) -> dict[str, list[str]]:
-    """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
-    result: dict[str, list[str]] = {}
-    for pool in dict.fromkeys(map(pool_of, snapshots)):
-        datasets = list_datasets(pool, types="filesystem,volume")
-        for name, props in get_props(datasets, ["origin"]).items():
-            if props["origin"].value in snapshots:
-                result.setdefault(props["origin"].value, []).append(name)
-    return result
-
-
-def _require_unused(held_names: list[str], clones: Mapping[str, list[str]]) -> None:
-    if held_names:
-        raise CommandError(
-            Kind.IN_USE,
-            f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release), or pass --defer",
-            held_names,
-        )
-    if clones:
-        related = [name for names in clones.values() for name in names]
-        raise CommandError(
-            Kind.IN_USE,
-            f"{quote(list(clones))} has the clones {quote(related)}: destroy or promote them first, or pass --defer",
-            related,
-        )
 
 
 def _destroy_filesystem(name: str, recursive: bool, report: Report) -> None:

@@ -35,9 +35,13 @@ class Report:
 
     def change_all(self, action: str, names: Iterable[str], function: Callable[[], object], **details: object) -> None:
         """Make one change that affects several names, and record it for each."""
+        self.change_together([{"action": action, "name": name, **details} for name in names], function)
+
+    def change_together(self, changes: list[dict[str, object]], function: Callable[[], object]) -> None:
+        """Make several changes with one function, and record them."""
         if not self.check:
             function()
-        self.changes += [{"action": action, "name": name, **details} for name in names]
+        self.changes += changes
 
     def keep(self, *names: str) -> None:
         """Record that names are in the desired state already."""

@@ -15,11 +15,12 @@ from typing import IO
 
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import require_existing, require_parent
+from zfs_core.cli.losses import find_receive_losses
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
 from zfs_core.exceptions import ZFSError
 from zfs_core.names import filesystem_of
-from zfs_core.receive import lzc_receive, lzc_receive_resumable
+from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
 
 
@@ -143,6 +144,8 @@ def _receiver_error(command: list[str], status: int, result: dict[str, object], 
 
 
 def receive(options: Namespace, report: Report) -> None:
+    if (options.destroy_newer or options.replace) and not options.force:
+        raise CommandError(Kind.INVALID, "--destroy-newer and --replace extend --force: add it, or omit them")
     target, filesystem = _find_target(options, report), filesystem_of(options.target)
     if report.exists(target):
         if not options.if_absent:
@@ -155,9 +158,20 @@ def receive(options: Namespace, report: Report) -> None:
         require_existing(report, options.origin)
     if options.file and not options.file.is_file():
         raise CommandError(Kind.NOT_FOUND, f"the file {str(options.file)!r} does not exist: check its path")
-    if not options.file and not report.check and sys.stdin.isatty():
+    if report.check and not options.file:
+        # Reading the stream would break the sender's pipe.
+        report.change("receive", target, lambda: None)
+        return
+    if not options.file and sys.stdin.isatty():
         raise CommandError(Kind.INVALID, "standard input is a terminal: use a pipe, or --file")
-    report.change("receive", target, partial(_receive_from, options, target))
+    changes: list[dict[str, object]] = [{"action": "receive", "name": target}]
+    with _open_source(options.file) as file:
+        begin_record = b""
+        if options.force:
+            header, begin_record = receive_header(file.fileno())
+            if report.exists(filesystem):
+                changes = [*find_receive_losses(filesystem, header, options), *changes]
+        report.change_together(changes, partial(_receive_from, file.fileno(), begin_record, options, target))
 
 
 def _find_target(options: Namespace, report: Report) -> str:
@@ -178,17 +192,15 @@ def _find_target(options: Namespace, report: Report) -> str:
     return f"{name}@{snapshot}"
 
 
-def _receive_from(options: Namespace, target: str) -> None:
-    receive_stream = lzc_receive_resumable if options.resumable else lzc_receive
-    with _open_source(options.file) as file:
-        receive_stream(
-            target,
-            file.fileno(),
-            options.force,
-            origin=options.origin,
-            props=dict(options.set),
-            seconds=options.timeout,
-        )
+def _receive_from(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
+    """Receive a stream. ``begin_record``: its first record, if it has been read from ``fd`` already."""
+    arguments = {"origin": options.origin, "props": dict(options.set), "seconds": options.timeout}
+    if begin_record:
+        lzc_receive_with_header(target, fd, begin_record, options.force, options.resumable, **arguments)
+    elif options.resumable:
+        lzc_receive_resumable(target, fd, **arguments)
+    else:
+        lzc_receive(target, fd, **arguments)
 
 
 @contextlib.contextmanager

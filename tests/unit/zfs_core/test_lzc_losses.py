@@ -1,0 +1,271 @@
+"""The losses that `lzc` prevents, and the changes it reports. A fake `zfs` keeps the datasets of a pool in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zfs_core.run
+from zfs_core import capabilities
+from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.cli.main import main
+from zfs_core.outcome import Outcome
+from zfs_core.process import _make_outcome
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def _filesystem_of(name: str) -> str:
+    return name.partition("@")[0].partition("#")[0]
+
+
+class _Failure(Exception):
+    """The message of a failed command, and what it printed before."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.message, self.output = message, output
+
+
+class FakeZfs:
+    """Answers the commands that `lzc` runs as OpenZFS does, as far as these tests need it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, str]] = {}
+        self.commands: list[tuple[str, ...]] = []
+        self.failures: dict[str, str] = {}
+        """Messages of `zfs` for command lines that fail."""
+        self.received = b""
+
+    def add(self, *names: str, **props: str) -> None:
+        for name in names:
+            number = str(len(self.objects) + 1)
+            kind = "snapshot" if "@" in name else "bookmark" if "#" in name else "filesystem"
+            defaults = {"type": kind, "guid": number, "createtxg": number, "userrefs": "0", "origin": "-"}
+            self.objects[name] = defaults | {"defer_destroy": "off"} | props
+
+    def execute(
+        self,
+        args: tuple[str, ...],
+        seconds: float | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        name: str | None = None,
+        program: str = "zfs",
+    ) -> Outcome:
+        self.commands.append(args)
+        try:
+            if message := self.failures.get(" ".join(args)):
+                raise _Failure(message)
+            output = getattr(self, f"_{args[0]}")(list(args[1:]), stdin)
+        except _Failure as failure:
+            return _make_outcome(args, 1, failure.output.encode(), failure.message.encode(), name)
+        return _make_outcome(args, 0, output.encode(), b"", name)
+
+    def changes(self) -> list[str]:
+        """Return the commands that can change something."""
+        queries = ("get", "list", "holds", "inherit pyzfs:sync")
+        return [line for line in map(" ".join, self.commands) if not line.startswith(queries)]
+
+    def _require(self, name: str) -> dict[str, str]:
+        if name not in self.objects:
+            raise _Failure(f"cannot open '{name}': dataset does not exist")
+        return self.objects[name]
+
+    def _get(self, args: list[str], stdin: int | None) -> str:
+        position = args.index("-o") + 1
+        columns, props, names = args[position].split(","), args[position + 1].split(","), args[position + 2 :]
+        if "-r" in args:
+            names = [each for each in self.objects for name in names if each.startswith(name)]
+        output = ""
+        missing_names = [name for name in names if name not in self.objects]
+        for name in names:
+            for prop in props if name not in missing_names else ():
+                item = self.objects[name]
+                source = item.get(f"{prop} source", "-")
+                row = {"name": name, "property": prop, "value": item.get(prop, "-"), "source": source}
+                output += "\t".join(row[column] for column in columns) + "\n"
+        if missing_names:
+            raise _Failure(f"cannot open '{missing_names[0]}': dataset does not exist", output)
+        return output
+
+    def _list(self, args: list[str], stdin: int | None) -> str:
+        root, types = args[-1], args[args.index("-t") + 1].split(",")
+        columns = args[args.index("-o") + 1].split(",")
+        self._require(root)
+        names = [
+            name
+            for name, item in self.objects.items()
+            if item["type"] in types
+            and (_filesystem_of(name) == root or ("-r" in args and name.startswith(f"{root}/")))
+        ]
+        return "".join("\t".join({"name": n, **self.objects[n]}[c] for c in columns) + "\n" for n in names)
+
+    def _destroy(self, args: list[str], stdin: int | None) -> str:
+        name = args[-1]
+        item = self._require(name)
+        if item["userrefs"] != "0":
+            raise _Failure(
+                f"cannot destroy snapshot {name}: it's being held. Run 'zfs holds -r {name}' to see holders."
+            )
+        if any(each["origin"] == name for each in self.objects.values()):
+            raise _Failure(f"cannot destroy '{name}': snapshot has dependent clones")
+        if any(each != name and _filesystem_of(each) == name and "@" in each for each in self.objects):
+            raise _Failure(f"cannot destroy '{name}': filesystem has children")
+        for each in [each for each in self.objects if each == name or each.startswith(f"{name}#")]:
+            del self.objects[each]
+        return ""
+
+    def _unmount(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
+    def _inherit(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
+    def _rollback(self, args: list[str], stdin: int | None) -> str:
+        txg = int(self._require(args[-1])["createtxg"])
+        if any(
+            name.startswith((f"{_filesystem_of(args[-1])}@", f"{_filesystem_of(args[-1])}#"))
+            and int(item["createtxg"]) > txg
+            for name, item in self.objects.items()
+        ):
+            raise _Failure(f"cannot rollback to '{args[-1]}': more recent snapshots or bookmarks exist")
+        return ""
+
+    def _receive(self, args: list[str], stdin: int | None) -> str:
+        assert stdin is not None
+        with os.fdopen(stdin, "rb", closefd=False) as file:
+            self.received = file.read()
+        target = args[-1]
+        base_guid = struct.unpack_from("<Q", self.received, 48)[0]
+        snapshots = [name for name in self.objects if name.startswith(f"{_filesystem_of(target)}@")]
+        bases = [name for name in snapshots if int(self.objects[name]["guid"]) == base_guid]
+        if base_guid and not bases:
+            raise _Failure(
+                f"cannot receive incremental stream: most recent snapshot of {target} does not\n"
+                "match incremental source"
+            )
+        if "-F" in args and bases:
+            for name in snapshots[snapshots.index(bases[0]) + 1 :]:
+                del self.objects[name]
+        self.add(_filesystem_of(target), target)
+        return ""
+
+
+def make_stream(from_guid: int) -> bytes:
+    name = b"tank/source@new".ljust(256, b"\0")
+    return struct.pack("<IIQQQIIQQ256s", 0, 0, 0x2F5BACBAC, 0x11, 7, 2, 0, 99, from_guid, name) + b"records"
+
+
+@pytest.fixture
+def zfs(monkeypatch: pytest.MonkeyPatch) -> FakeZfs:
+    fake = FakeZfs()
+    fake.add("tank", "dozer")
+    monkeypatch.setattr(zfs_core.run, "execute", fake.execute)
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    return fake
+
+
+@pytest.fixture
+def run(zfs: FakeZfs, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_lzc(*argv: str) -> tuple[int, dict[str, Any]]:
+        status = main(argv)
+        return status, json.loads(capsys.readouterr().out)
+
+    return run_lzc
+
+
+def list_changes(result: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(change["action"], change["name"]) for change in result.get("changes", [])]
+
+
+# -- receive ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "pipe"])
+def receive(request: pytest.FixtureRequest, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that receives a stream into tank/a@new, from a file or from standard input."""
+
+    def run_receive(from_guid: int, *options: str) -> tuple[int, dict[str, Any]]:
+        stream = make_stream(from_guid)
+        if request.param == "file":
+            (tmp_path / "stream").write_bytes(stream)
+            return run("receive", "--file", f"{tmp_path}/stream", *options, "tank/a@new")
+        read_fd, write_fd = os.pipe()
+        os.write(write_fd, stream)
+        os.close(write_fd)
+        with os.fdopen(read_fd) as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            return run("receive", *options, "tank/a@new")
+
+    return run_receive
+
+
+def test_a_forced_receive_refuses_to_destroy_newer_snapshots(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    base_guid = int(zfs.objects["tank/a@1"]["guid"])
+    status, result = receive(base_guid, "--force")
+    assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
+    assert result["error"]["related"] == ["tank/a@2", "tank/a@3"]
+    assert "--destroy-newer" in result["error"]["message"]
+    assert zfs.changes() == []
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert status == 0, result
+    destroyed = [("destroy", "tank/a@2"), ("destroy", "tank/a@3")]
+    assert list_changes(result) == [*destroyed, ("receive", "tank/a@new")]
+    assert zfs.changes() == ["receive -u -F tank/a@new"]
+    assert zfs.received == make_stream(base_guid)
+
+
+def test_a_forced_receive_onto_the_newest_snapshot_needs_no_further_option(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    status, result = receive(int(zfs.objects["tank/a@1"]["guid"]), "--force")
+    assert (status, list_changes(result)) == (0, [("receive", "tank/a@new")]), result
+
+
+def test_newer_snapshots_that_cannot_be_destroyed_are_found_before_the_transfer(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    base_guid = int(zfs.objects["tank/a@1"]["guid"])
+    zfs.add("tank/clone", origin="tank/a@2")
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"]) == (5, ["tank/clone"]), result
+    zfs.objects["tank/a@2"]["userrefs"] = "1"
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"]) == (5, ["tank/a@2"]), result
+    assert zfs.changes() == []
+
+
+def test_a_whole_stream_replaces_a_filesystem_only_with_its_option(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a")
+    status, result = receive(0, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"], zfs.changes()) == (4, ["tank/a"], []), result
+    assert "--replace" in result["error"]["message"]
+    status, result = receive(0, "--force", "--replace")
+    assert (status, list_changes(result)) == (0, [("replace", "tank/a"), ("receive", "tank/a@new")]), result
+
+
+def test_a_filesystem_with_snapshots_is_not_replaced(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    status, result = receive(0, "--force", "--replace")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@1"], []), result
+
+
+def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    (tmp_path / "stream").write_bytes(make_stream(int(zfs.objects["tank/a@1"]["guid"])))
+    argv = ("--check", "receive", "--file", f"{tmp_path}/stream", "tank/a@new", "--force")
+    assert run(*argv)[1]["error"]["related"] == ["tank/a@2"]
+    assert list_changes(run(*argv, "--destroy-newer")[1]) == [("destroy", "tank/a@2"), ("receive", "tank/a@new")]
+    assert zfs.changes() == []
+
+
+def test_the_options_that_allow_losses_need_force(run: Run) -> None:
+    for option in ("--destroy-newer", "--replace"):
+        status, result = run("receive", option, "tank/a@new")
+        assert (status, "add it" in result["error"]["message"]) == (2, True), result
