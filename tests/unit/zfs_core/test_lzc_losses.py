@@ -269,3 +269,35 @@ def test_the_options_that_allow_losses_need_force(run: Run) -> None:
     for option in ("--destroy-newer", "--replace"):
         status, result = run("receive", option, "tank/a@new")
         assert (status, "add it" in result["error"]["message"]) == (2, True), result
+
+
+# -- rollback ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_a_rollback_destroys_newer_bookmarks_only_with_its_option(
+    zfs: FakeZfs, run: Run, check: tuple[str, ...]
+) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.add("tank/a#1", createtxg=zfs.objects["tank/a@1"]["createtxg"])
+    zfs.add("tank/a@2", "tank/a#2")
+    status, result = run(*check, "rollback", "tank/a@1")
+    assert (status, result["error"]["related"]) == (5, ["tank/a#2", "tank/a@2"]), result
+    assert zfs.changes() == []
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert status == 0, result
+    destroyed = [("destroy", "tank/a#2"), ("destroy", "tank/a@2")]
+    assert list_changes(result) == [*destroyed, ("rollback", "tank/a")]
+    assert bool(zfs.changes()) is not bool(check)
+    assert "tank/a#1" in zfs.objects
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(zfs: FakeZfs, run: Run, check: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    zfs.add("tank/clone", origin="tank/a@3")
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/clone"], []), result
+    zfs.objects["tank/a@3"]["userrefs"] = "1"
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@3"], []), result

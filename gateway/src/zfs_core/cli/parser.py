@@ -131,7 +131,7 @@ def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
     text = "roll a filesystem back to a snapshot; without a change if nothing was written since"
     parser = _add(commands, "rollback", text, snapshots.rollback)
     parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.snapshot)
-    _add_flag(parser, "--destroy-newer", "destroy newer snapshots of the filesystem")
+    _add_flag(parser, "--destroy-newer", "destroy newer snapshots and bookmarks of the filesystem")
 
 
 def _add_hold_commands(commands: _Commands[Parser]) -> None:
