@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ import zfs_core.run
 from zfs_core import capabilities
 from zfs_core.capabilities import openzfs_capabilities
 from zfs_core.cli.main import main
+from zfs_core.exceptions import ZFSGenericError
 from zfs_core.outcome import Outcome
 from zfs_core.process import _make_outcome
 
@@ -41,6 +43,8 @@ class FakeZfs:
         self.commands: list[tuple[str, ...]] = []
         self.failures: dict[str, str] = {}
         """Messages of `zfs` for command lines that fail."""
+        self.before: dict[str, Callable[[], object]] = {}
+        """Functions that run before command lines."""
         self.received = b""
 
     def add(self, *names: str, **props: str) -> None:
@@ -60,6 +64,7 @@ class FakeZfs:
         program: str = "zfs",
     ) -> Outcome:
         self.commands.append(args)
+        self.before.get(" ".join(args), lambda: None)()
         try:
             if message := self.failures.get(" ".join(args)):
                 raise _Failure(message)
@@ -121,6 +126,14 @@ class FakeZfs:
         for each in [each for each in self.objects if each == name or each.startswith(f"{name}#")]:
             del self.objects[each]
         return ""
+
+    def _create(self, args: list[str], stdin: int | None) -> str:
+        if args[-1] in self.objects:
+            raise _Failure(f"cannot create '{args[-1]}': dataset already exists")
+        self.add(args[-1])
+        return ""
+
+    _snapshot = _create
 
     def _unmount(self, args: list[str], stdin: int | None) -> str:
         return ""
@@ -301,3 +314,40 @@ def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(zfs: FakeZfs, ru
     zfs.objects["tank/a@3"]["userrefs"] = "1"
     status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
     assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@3"], []), result
+
+
+# -- reports of failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_failure_between_two_snapshots_reports_the_one_that_was_destroyed(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    zfs.failures["destroy tank/a@2"] = "cannot destroy 'tank/a@2': dataset is busy"
+    status, result = run("destroy", "tank/a@1", "tank/a@2", "tank/a@3")
+    assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", True), result
+    assert list_changes(result) == [("destroy", "tank/a@1"), ("destroy", "tank/a@3")]
+
+
+def test_a_filesystem_that_was_created_by_a_command_that_then_hung_is_reported(zfs: FakeZfs, run: Run) -> None:
+    def create_and_hang() -> None:
+        zfs.add("tank/a")
+        raise ZFSGenericError(errno.ETIMEDOUT, "tank/a", "`zfs create` did not finish within 60 s")
+
+    zfs.before["create tank/a"] = create_and_hang
+    status, result = run("create", "tank/a")
+    assert (status, result["changed"], list_changes(result)) == (10, True, [("create", "tank/a")]), result
+
+
+def test_what_someone_else_created_meanwhile_is_not_reported(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a")
+    zfs.before["snapshot tank/a@1"] = lambda: zfs.add("tank/a@1")
+    status, result = run("snapshot", "tank/a@1")
+    assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
+
+
+def test_the_cause_of_a_failure_is_reported_even_if_zfs_cannot_be_asked(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    unreachable = "internal error: failed to initialize ZFS library"
+    zfs.failures["destroy tank/a@1"] = "cannot destroy 'tank/a@1': dataset is busy"
+    zfs.before["destroy tank/a@1"] = lambda: zfs.failures.update({"get -H -o name,value type tank/a@1": unreachable})
+    status, result = run("destroy", "tank/a@1")
+    assert (status, result["changed"]) == (5, False), result
