@@ -69,6 +69,8 @@ class FakeZfs:
             if message := self.failures.get(" ".join(args)):
                 raise _Failure(message)
             output = getattr(self, f"_{args[0]}")(list(args[1:]), stdin)
+            if stdout is not None:
+                os.write(stdout, output.encode())
         except _Failure as failure:
             return _make_outcome(args, 1, failure.output.encode(), failure.message.encode(), name)
         return _make_outcome(args, 0, output.encode(), b"", name)
@@ -150,6 +152,10 @@ class FakeZfs:
         ):
             raise _Failure(f"cannot rollback to '{args[-1]}': more recent snapshots or bookmarks exist")
         return ""
+
+    def _send(self, args: list[str], stdin: int | None) -> str:
+        self._require(args[-1])
+        return f"stream of {args[-1]}"
 
     def _receive(self, args: list[str], stdin: int | None) -> str:
         assert stdin is not None
@@ -282,6 +288,45 @@ def test_the_options_that_allow_losses_need_force(run: Run) -> None:
     for option in ("--destroy-newer", "--replace"):
         status, result = run("receive", option, "tank/a@new")
         assert (status, "add it" in result["error"]["message"]) == (2, True), result
+
+
+# -- send -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_the_user_is_never_overwritten(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    target, part = tmp_path / "stream", tmp_path / "stream.part"
+    part.write_text("of the user")
+    assert run("send", "tank/a@1", "--file", str(target))[0] == 0
+    assert (target.read_text(), part.read_text()) == ("stream of tank/a@1", "of the user")
+    target.unlink()
+    zfs.before["send tank/a@1"] = lambda: target.write_text("of another run")
+    status, result = run("send", "tank/a@1", "--file", str(target))
+    assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "stream": "of another run",
+        "stream.part": "of the user",
+    }
+
+
+def test_runs_that_overlap_do_not_mix_their_files(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    target = str(tmp_path / "stream")
+    zfs.before["send tank/a@1"] = lambda: main(["send", "tank/a@2", "--file", target])
+    main(["send", "tank/a@1", "--file", target])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["stream of tank/a@2"]
+
+
+def test_a_file_system_without_hard_links_gets_the_file_too(
+    zfs: FakeZfs, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    zfs.add("tank/a", "tank/a@1")
+    assert run("send", "tank/a@1", "--file", f"{tmp_path}/stream")[0] == 0
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stream", "stream of tank/a@1")]
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -61,19 +63,44 @@ def _send_to(fd: int, options: Namespace) -> None:
 
 
 def _send_to_file(options: Namespace) -> None:
-    """Write the stream to a file that has its name only when it is complete. Only its owner can read it."""
-    part = options.file.with_name(f"{options.file.name}.part")
+    """Write the stream to a new file that has its name only when it is complete. Only its owner can read it."""
+    path: Path = options.file
     try:
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb"):
-            os.fchmod(fd, 0o600)
-            _send_to(fd, options)
-            os.fsync(fd)
-        part.rename(options.file)
+        fd, part = tempfile.mkstemp(prefix=".lzc-", suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb"):
+                _send_to(fd, options)
+                os.fsync(fd)
+            _publish(Path(part), path)
+        finally:
+            Path(part).unlink(missing_ok=True)
+        _sync_directory(path.parent)
+    except FileExistsError:
+        raise CommandError(
+            Kind.EXISTS, f"the file {str(path)!r} was created by another program meanwhile: choose another name"
+        ) from None
     except OSError as error:
-        raise CommandError(Kind.FAILED, f"the file {str(part)!r} cannot be written: {error.strerror}") from None
+        raise CommandError(Kind.FAILED, f"the file {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _publish(part: Path, path: Path) -> None:
+    """Give a complete file its name. Raises FileExistsError if the name exists."""
+    try:
+        path.hardlink_to(part)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        # This file system has no hard links. The empty file reserves the name.
+        path.touch(exist_ok=False)
+        part.replace(path)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
     finally:
-        part.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def _send_and_report(label: str, options: Namespace, report: Report) -> None:
