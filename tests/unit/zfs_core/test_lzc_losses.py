@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import signal
 import struct
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import zfs_core.run
 from zfs_core import capabilities
 from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.main import main
 from zfs_core.exceptions import ZFSGenericError
 from zfs_core.outcome import Outcome
 from zfs_core.process import _make_outcome
 
+_POPEN = subprocess.Popen
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -46,6 +51,7 @@ class FakeZfs:
         self.before: dict[str, Callable[[], object]] = {}
         """Functions that run before command lines."""
         self.received = b""
+        self.stream_bytes = 0
 
     def add(self, *names: str, **props: str) -> None:
         for name in names:
@@ -70,7 +76,8 @@ class FakeZfs:
                 raise _Failure(message)
             output = getattr(self, f"_{args[0]}")(list(args[1:]), stdin)
             if stdout is not None:
-                os.write(stdout, output.encode())
+                with os.fdopen(stdout, "wb", closefd=False) as file:
+                    file.write(output.encode() + bytes(self.stream_bytes))
         except _Failure as failure:
             return _make_outcome(args, 1, failure.output.encode(), failure.message.encode(), name)
         return _make_outcome(args, 0, output.encode(), b"", name)
@@ -327,6 +334,56 @@ def test_a_file_system_without_hard_links_gets_the_file_too(
     zfs.add("tank/a", "tank/a@1")
     assert run("send", "tank/a@1", "--file", f"{tmp_path}/stream")[0] == 0
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stream", "stream of tank/a@1")]
+
+
+def test_a_receiver_that_prints_more_than_a_pipe_holds_does_not_block(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.stream_bytes = 1 << 20
+    # It reads the stream only after it has printed.
+    script = (
+        "head -c 1000000 /dev/zero | tr '\\0' x; head -c 1000000 /dev/zero >&2; cat >/dev/null; echo; echo '{\"a\": 1}'"
+    )
+    with _deadline():
+        status, result = run("send", "tank/a@1", "--", "sh", "-c", script)
+    assert (status, result["receiver"]) == (0, {"a": 1}), result
+
+
+def test_a_receiver_that_does_not_end_is_killed(zfs: FakeZfs, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        receivers.append(_POPEN(*args, **options))
+        return receivers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    zfs.add("tank/a", "tank/a@1")
+    with _deadline():
+        status, result = run("send", "tank/a@1", "--timeout", "0.2", "--", "sleep", "1000")
+    assert (status, result["error"]["kind"]) == (10, "timeout"), result
+    zfs.before["send tank/a@1"] = lambda: _raise(CommandError(Kind.NOT_FOUND, "gone"))
+    with _deadline():
+        assert run("send", "tank/a@1", "--", "sleep", "1000")[0] == 3
+    assert [receiver.returncode for receiver in receivers] == [-signal.SIGKILL] * 2
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """Fail instead of waiting without limit."""
+
+    def fail(number: int, frame: object) -> NoReturn:
+        raise TimeoutError("lzc waits without limit")
+
+    previous_handler = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 # -- rollback ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +26,10 @@ from zfs_core.exceptions import ZFSError
 from zfs_core.names import filesystem_of
 from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
+
+_TAIL_BYTES = 64 << 10
+_DRAIN_SECONDS = 5.0
+_KILL_WAIT_SECONDS = 1.0
 
 
 def send(options: Namespace, report: Report) -> None:
@@ -115,8 +121,9 @@ def _send_and_report(label: str, options: Namespace, report: Report) -> None:
 def _send_to_command(options: Namespace) -> dict[str, object]:
     """Send to the standard input of a command. Returns its JSON object, or its exit code.
 
-    If both sides fail, the error of the command is raised: it is usually the cause.
+    If both sides fail, the error of the command is raised: it is usually the cause. ``--timeout`` limits both together.
     """
+    deadline = time.monotonic() + options.timeout
     try:
         receiver = subprocess.Popen(
             options.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -125,30 +132,56 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         raise CommandError(
             Kind.INVALID, f"{options.command[0]!r} cannot be run ({error.strerror}): check the command after --"
         ) from None
-    assert receiver.stdin is not None
+    assert receiver.stdin is not None and receiver.stdout is not None and receiver.stderr is not None
+    # The command blocks if nobody reads what it prints while it receives.
+    output, errors = _Tail(receiver.stdout), _Tail(receiver.stderr)
     sending_error: ZFSError | None = None
+    has_ended = True
     try:
-        # The receiver must see the end of the stream, so its standard input is closed before the wait.
-        with receiver.stdin:
-            _send_to(receiver.stdin.fileno(), options)
-    except ZFSError as error:
-        sending_error = error
-    receiver.stdin = None
-    try:
-        output, errors = receiver.communicate(timeout=options.timeout)
+        try:
+            # The receiver must see the end of the stream, so its standard input is closed before the wait.
+            with receiver.stdin:
+                _send_to(receiver.stdin.fileno(), options)
+        except ZFSError as error:
+            sending_error = error
+        receiver.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise CommandError(
-            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
-        ) from None
+        has_ended = False
     finally:
         receiver.kill()
-    result = _parse_result(output)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            receiver.wait(_KILL_WAIT_SECONDS)
+    if not has_ended:
+        raise sending_error or CommandError(
+            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
+        )
+    result = _parse_result(output.read())
     if receiver.returncode != 0:
-        raise _receiver_error(options.command, receiver.returncode, result, errors.decode(errors="replace"))
+        raise _receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
     # A receiver that has the snapshot already does not read the stream.
     if sending_error is not None and result.get("changed") is not False:
         raise sending_error
     return result or {"exit_code": 0}
+
+
+class _Tail:
+    """Reads the output of a command in a thread, and keeps its end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._data = file, b""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._file:
+            while data := os.read(self._file.fileno(), _TAIL_BYTES):
+                self._data = (self._data + data)[-_TAIL_BYTES:]
+
+    def read(self) -> bytes:
+        """Return the end of the output, after the command has ended."""
+        # A process that the command left in the background may keep the pipe open.
+        self._thread.join(_DRAIN_SECONDS)
+        return self._data
 
 
 def _parse_result(output: bytes) -> dict[str, object]:
