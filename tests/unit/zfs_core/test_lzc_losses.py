@@ -453,3 +453,52 @@ def test_the_cause_of_a_failure_is_reported_even_if_zfs_cannot_be_asked(zfs: Fak
     zfs.before["destroy tank/a@1"] = lambda: zfs.failures.update({"get -H -o name,value type tank/a@1": unreachable})
     status, result = run("destroy", "tank/a@1")
     assert (status, result["changed"]) == (5, False), result
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_of_two_pools_are_refused_in_check_mode_too(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@x", "dozer/b", "dozer/b@x")
+    for check in ((), ("--check",)):
+        status, result = run(*check, "destroy", "tank/a@x", "dozer/b@x")
+        assert (status, result["error"]["kind"], zfs.changes()) == (2, "invalid", []), result
+    assert list_changes(run("destroy", "--defer", "tank/a@x", "dozer/b@x")[1]) == [
+        ("destroy", "tank/a@x"),
+        ("destroy", "dozer/b@x"),
+    ]
+
+
+@pytest.mark.parametrize("options", [(), ("--recursive",)])
+def test_a_child_that_is_named_too_is_destroyed_once(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/a/b", "dozer/c")
+    argv = ("destroy", *options, "tank/a", "tank/a/b", "dozer/c")
+    prediction = run("--check", *argv)
+    status, result = run(*argv)
+    assert (status, sorted(list_changes(result))) == (
+        0,
+        [("destroy", "dozer/c"), ("destroy", "tank/a"), ("destroy", "tank/a/b")],
+    ), result
+    assert prediction[1]["changes"] == result["changes"]
+
+
+def test_a_clone_that_is_named_too_is_destroyed_first(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.add("tank/clone", origin="tank/a@1")
+    status, result = run("destroy", "--recursive", "tank/a", "tank/clone")
+    assert (status, [name for _, name in list_changes(result)]) == (0, ["tank/clone", "tank/a@1", "tank/a"]), result
+
+
+@pytest.mark.parametrize("options", [(), ("--recursive",)])
+def test_all_names_are_checked_before_one_is_destroyed(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/b")
+    zfs.add("tank/b@x", userrefs="1")
+    status, result = run("destroy", *options, "tank/a", "tank/b")
+    assert (status, result["error"]["related"], result["changed"]) == (5, ["tank/b@x"], False), result
+    assert zfs.changes() == []
+
+
+def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs: FakeZfs, run: Run) -> None:
+    status, result = run("release", "--if-present", "--recursive", "keep", "tank/gone@x")
+    assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
+    assert run("release", "--recursive", "keep", "tank/gone@x")[0] == 3

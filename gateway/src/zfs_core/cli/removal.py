@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 
 from zfs_core.bookmarks import lzc_destroy_bookmarks
@@ -40,15 +40,12 @@ def destroy(options: Namespace, report: Report) -> None:
     for name in bookmarks:
         if name not in missing_names:
             report.change("destroy", name, partial(lzc_destroy_bookmarks, [name]))
-    for name in filesystems:
-        if name not in missing_names:
-            _destroy_filesystem(name, options.recursive, report)
+    _destroy_filesystems([name for name in filesystems if name not in missing_names], options.recursive, report)
 
 
 def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
     if options.recursive:
-        parents = [name for name in names if report.exists(filesystem_of(name))]
-        expanded_names = [name for name in expand(parents) if name not in names]
+        expanded_names = [name for name in expand(names) if name not in names]
         found_names = report.find(expanded_names)
         below = [name for name in expanded_names if name in found_names]
         # A snapshot may be gone from the filesystem itself but remain below it.
@@ -58,6 +55,8 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
     if not options.defer:
+        if len(set(map(pool_of, names))) > 1:
+            raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
         require_unused(names, ", or pass --defer")
         if names:
             report.change_all("destroy", names, partial(lzc_destroy_snaps, names, False))
@@ -83,34 +82,45 @@ def _has_same_name(snapshot: str, others: list[str]) -> bool:
     return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short}") for each in others)
 
 
-def _destroy_filesystem(name: str, recursive: bool, report: Report) -> None:
-    dependents = [each for each in list_datasets(name, types="filesystem,volume,snapshot") if each != name]
-    if dependents and not recursive:
+def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> None:
+    """Destroy filesystems and volumes, after all checks for all of them."""
+    origins: dict[str, str] = {}
+    for pool in dict.fromkeys(map(pool_of, names)):
+        origins |= _read_origins(pool)
+    prefixes = tuple(f"{name}/" for name in names)
+    tree = {each for each in origins if each in names or (recursive and each.startswith(prefixes))}
+    for name in names if not recursive else ():
+        _require_no_dependents(name, tree)
+    roots = [name for name in names if not name.startswith(prefixes)]
+    held_names = [
+        each for root in roots for each, props in get_tree(root, ["userrefs"]).items() if props["userrefs"].number
+    ]
+    if held_names:
+        raise CommandError(
+            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
+        )
+    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
+    if outside:
+        raise CommandError(
+            Kind.IN_USE,
+            f"snapshots below {quote(roots)} have the clones {quote(outside)}: promote or destroy them first",
+            outside,
+        )
+    for each in order_for_removal(tree, origins):
+        if snapshots := list_snapshots(each):
+            report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
+        report.change("destroy", each, partial(lzc_destroy, each, unmounted=True))
+
+
+def _require_no_dependents(name: str, tree: Container[str]) -> None:
+    below = list_datasets(name, types="filesystem,volume,snapshot")
+    if dependents := [each for each in below if each not in tree]:
         raise CommandError(
             Kind.IN_USE,
             f"{name!r} has {len(dependents)} snapshots and children ({quote(dependents)}): destroy them first, or pass "
             "--recursive to lose them",
             dependents,
         )
-    held_names = [each for each, props in get_tree(name, ["userrefs"]).items() if props["userrefs"].number]
-    if held_names:
-        raise CommandError(
-            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
-        )
-    origins = _read_origins(pool_of(name))
-    tree = [each for each in origins if each == name or each.startswith(f"{name}/")]
-    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
-    if outside:
-        raise CommandError(
-            Kind.IN_USE,
-            f"snapshots below {name!r} have the clones {quote(outside)}: promote or destroy them first",
-            outside,
-        )
-    for each in order_for_removal(tree, origins):
-        snapshots = list_snapshots(each)
-        if snapshots:
-            report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
-        report.change("destroy", each, partial(lzc_destroy, each, unmounted=True))
 
 
 def _read_origins(pool: str) -> dict[str, str]:
@@ -118,7 +128,7 @@ def _read_origins(pool: str) -> dict[str, str]:
     return {name: props["origin"].value for name, props in get_props(datasets, ["origin"]).items()}
 
 
-def order_for_removal(tree: list[str], origins: Mapping[str, str]) -> list[str]:
+def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[str]:
     """Sort datasets so that children and clones come before the datasets that they depend on.
 
     Raises CommandError if a dataset is a clone of one of its own descendants, because no order is possible then.
