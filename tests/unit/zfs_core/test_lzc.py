@@ -287,21 +287,30 @@ def test_exit_codes_are_unique_and_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "source", "wanted", "equal"),
+    ("prop", "found", "source", "wanted", "equal"),
     [
-        ("off", "local", "off", True),
-        ("off", "default", "off", False),
-        ("off", "inherited from tank", "off", False),
-        ("10737418240", "local", "10G", True),
-        ("10737418240", "local", "10GiB", True),
-        ("1610612736", "received", "1.5g", True),
-        ("0", "local", "none", True),
-        ("10737418240", "local", "11G", False),
-        ("on", "local", "off", False),
+        ("quota", "off", "local", "off", True),
+        ("quota", "off", "default", "off", False),
+        ("quota", "off", "inherited from tank", "off", False),
+        ("quota", "10737418240", "local", "10G", True),
+        ("quota", "10737418240", "local", "10GiB", True),
+        ("quota", "1610612736", "received", "1.5g", True),
+        ("quota", "0", "local", "none", True),
+        ("quota", "10737418240", "local", "11G", False),
+        ("quota", "10737418240", "local", "none", False),
+        ("snapshot_limit", "18446744073709551615", "local", "none", True),
+        ("atime", "on", "local", "off", False),
+        ("acltype", "posix", "local", "posixacl", True),
+        ("acltype", "posixacl", "local", "posix", True),
+        ("acltype", "off", "local", "noacl", True),
+        ("acltype", "off", "local", "disabled", True),
+        ("acltype", "posix", "local", "nfsv4", False),
+        ("aclinherit", "restricted", "local", "secure", True),
+        ("aclmode", "restricted", "local", "secure", False),
     ],
 )
-def test_values_are_compared_as_zfs_stores_them(found: str, source: str, wanted: str, equal: bool) -> None:
-    assert has_value(Property("tank/a", "quota", found, source), wanted) is equal
+def test_values_are_compared_as_zfs_stores_them(prop: str, found: str, source: str, wanted: str, equal: bool) -> None:
+    assert has_value(Property("tank/a", prop, found, source), wanted) is equal
 
 
 def test_user_properties_are_compared_as_text() -> None:

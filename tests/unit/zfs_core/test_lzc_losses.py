@@ -144,6 +144,9 @@ class FakeZfs:
 
     _snapshot = _create
 
+    def _set(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
     def _unmount(self, args: list[str], stdin: int | None) -> str:
         return ""
 
@@ -502,3 +505,17 @@ def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs
     status, result = run("release", "--if-present", "--recursive", "keep", "tank/gone@x")
     assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
     assert run("release", "--recursive", "keep", "tank/gone@x")[0] == 3
+
+
+# -- properties -------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_zfs_stores_in_another_form_changes_once(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/v", **{"refreservation": "0", "refreservation source": "default"})
+    stored = {"refreservation": "1082130432", "refreservation source": "local"}
+    zfs.before["set refreservation=auto tank/v"] = lambda: zfs.objects["tank/v"].update(stored)
+    status, result = run("set", "refreservation=auto", "tank/v")
+    assert (status, list_changes(result)) == (0, [("set", "tank/v")]), result
+    status, result = run("set", "refreservation=auto", "tank/v")
+    assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/v refreservation"]), result
+    assert run("--check", "set", "refreservation=auto", "tank/v")[1]["changed"]
