@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from zfs_core import capabilities, exceptions
 from zfs_core.cli.build import build
 from zfs_core.cli.failures import CommandError, Kind, describe
@@ -374,3 +375,19 @@ def test_commands_on_the_page_are_valid() -> None:
     assert len(lines) >= 6
     for line in lines:
         make_parser().parse_args(shlex.split(line.partition(" -- ")[0]))
+
+
+# -- playbooks --------------------------------------------------------------------------------------------------------
+
+
+def test_names_with_the_date_are_chosen_once_in_a_run() -> None:
+    """Ansible evaluates a variable at each use, so that around midnight, two tasks would use two names."""
+    found_names = set()
+    for path in (REPOSITORY / "playbooks" / "lzc").glob("*.yml"):
+        (play,) = yaml.safe_load(path.read_text())
+        dated_names = {name for name, value in play.get("vars", {}).items() if "now(" in str(value)}
+        if dated_names:
+            facts = play["tasks"][0].get("ansible.builtin.set_fact", {})
+            assert facts == {name: f"{{{{ {name} }}}}" for name in dated_names}, path
+        found_names |= dated_names
+    assert found_names
