@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from zfs_core import capabilities, exceptions
 from zfs_core.cli.build import build
 from zfs_core.cli.failures import CommandError, Kind, describe
@@ -287,21 +288,30 @@ def test_exit_codes_are_unique_and_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "source", "wanted", "equal"),
+    ("prop", "found", "source", "wanted", "equal"),
     [
-        ("off", "local", "off", True),
-        ("off", "default", "off", False),
-        ("off", "inherited from tank", "off", False),
-        ("10737418240", "local", "10G", True),
-        ("10737418240", "local", "10GiB", True),
-        ("1610612736", "received", "1.5g", True),
-        ("0", "local", "none", True),
-        ("10737418240", "local", "11G", False),
-        ("on", "local", "off", False),
+        ("quota", "off", "local", "off", True),
+        ("quota", "off", "default", "off", False),
+        ("quota", "off", "inherited from tank", "off", False),
+        ("quota", "10737418240", "local", "10G", True),
+        ("quota", "10737418240", "local", "10GiB", True),
+        ("quota", "1610612736", "received", "1.5g", True),
+        ("quota", "0", "local", "none", True),
+        ("quota", "10737418240", "local", "11G", False),
+        ("quota", "10737418240", "local", "none", False),
+        ("snapshot_limit", "18446744073709551615", "local", "none", True),
+        ("atime", "on", "local", "off", False),
+        ("acltype", "posix", "local", "posixacl", True),
+        ("acltype", "posixacl", "local", "posix", True),
+        ("acltype", "off", "local", "noacl", True),
+        ("acltype", "off", "local", "disabled", True),
+        ("acltype", "posix", "local", "nfsv4", False),
+        ("aclinherit", "restricted", "local", "secure", True),
+        ("aclmode", "restricted", "local", "secure", False),
     ],
 )
-def test_values_are_compared_as_zfs_stores_them(found: str, source: str, wanted: str, equal: bool) -> None:
-    assert has_value(Property("tank/a", "quota", found, source), wanted) is equal
+def test_values_are_compared_as_zfs_stores_them(prop: str, found: str, source: str, wanted: str, equal: bool) -> None:
+    assert has_value(Property("tank/a", prop, found, source), wanted) is equal
 
 
 def test_user_properties_are_compared_as_text() -> None:
@@ -365,3 +375,19 @@ def test_commands_on_the_page_are_valid() -> None:
     assert len(lines) >= 6
     for line in lines:
         make_parser().parse_args(shlex.split(line.partition(" -- ")[0]))
+
+
+# -- playbooks --------------------------------------------------------------------------------------------------------
+
+
+def test_names_with_the_date_are_chosen_once_in_a_run() -> None:
+    """Ansible evaluates a variable at each use, so that around midnight, two tasks would use two names."""
+    found_names = set()
+    for path in (REPOSITORY / "playbooks" / "lzc").glob("*.yml"):
+        (play,) = yaml.safe_load(path.read_text())
+        dated_names = {name for name, value in play.get("vars", {}).items() if "now(" in str(value)}
+        if dated_names:
+            facts = play["tasks"][0].get("ansible.builtin.set_fact", {})
+            assert facts == {name: f"{{{{ {name} }}}}" for name in dated_names}, path
+        found_names |= dated_names
+    assert found_names

@@ -89,7 +89,8 @@ _KINDS: tuple[tuple[tuple[type[ZFSError], ...], Kind, str], ...] = (
     (
         (exceptions.DestinationModified,),
         Kind.STREAM,
-        "the destination was modified since its newest snapshot: pass --force to discard these changes",
+        "the destination was modified since the base of the stream: pass --force to discard changes since its newest "
+        "snapshot, and also --destroy-newer to lose snapshots that are newer than the base",
     ),
     (
         (exceptions.StreamMismatch, exceptions.SnapshotMismatch),

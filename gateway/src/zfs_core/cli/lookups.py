@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.report import Report
-from zfs_core.listing import list_datasets
+from zfs_core.listing import find_types, list_datasets
 from zfs_core.names import filesystem_of
 from zfs_core.properties import get_props
 
@@ -38,12 +38,15 @@ def require_parent(report: Report, name: str) -> None:
 
 def expand(snapshots: Iterable[str]) -> list[str]:
     """Return the snapshots, and those with the same names of all filesystems and volumes below theirs."""
-    names = [
-        f"{dataset}@{snapshot.partition('@')[2]}"
-        for snapshot in snapshots
-        for dataset in list_datasets(filesystem_of(snapshot), types="filesystem,volume")
-    ]
-    return list(dict.fromkeys(names))
+    names = list(snapshots)
+    filesystems = find_types(map(filesystem_of, names))
+    result: list[str] = []
+    for name in names:
+        result.append(name)
+        if filesystem_of(name) in filesystems:
+            below = list_datasets(filesystem_of(name), types="filesystem,volume")
+            result += [f"{dataset}@{name.partition('@')[2]}" for dataset in below]
+    return list(dict.fromkeys(result))
 
 
 def quote(names: Sequence[str], limit: int = 10) -> str:

@@ -131,7 +131,7 @@ def _add_snapshot_commands(commands: _Commands[Parser]) -> None:
     text = "roll a filesystem back to a snapshot; without a change if nothing was written since"
     parser = _add(commands, "rollback", text, snapshots.rollback)
     parser.add_argument("snapshot", metavar="SNAPSHOT", type=values.snapshot)
-    _add_flag(parser, "--destroy-newer", "destroy newer snapshots of the filesystem")
+    _add_flag(parser, "--destroy-newer", "destroy newer snapshots and bookmarks of the filesystem")
 
 
 def _add_hold_commands(commands: _Commands[Parser]) -> None:
@@ -229,7 +229,11 @@ def _add_stream_commands(commands: _Commands[Parser]) -> None:
     parser.add_argument("target", metavar="SNAPSHOT|FILESYSTEM", type=values.receive_target)
     parser.add_argument("--file", type=Path, help="the file that contains the stream")
     _add_flag(parser, "--if-absent", f"{_IF_ABSENT}; the stream is then not read")
-    _add_flag(parser, "--force", "discard changes of the filesystem since its newest snapshot")
+    _add_flag(
+        parser, "--force", "discard changes of the filesystem since its newest snapshot, if that is the stream's base"
+    )
+    _add_flag(parser, "--destroy-newer", "with --force, also destroy snapshots that are newer than the stream's base")
+    _add_flag(parser, "--replace", "with --force, let a stream without a base replace all data of the filesystem")
     _add_flag(parser, "--resumable", "keep the received part if the stream is interrupted")
     parser.add_argument(
         "--origin", metavar="SNAPSHOT", type=values.snapshot, help="the snapshot whose clone it becomes"

@@ -79,29 +79,40 @@ def set_command(options: Namespace, report: Report) -> None:
     require_existing(report, *names)
     for name, found in get_props(names, assignments).items():
         for prop, value in assignments.items():
-            label = f"{name} {prop}"
-            if has_value(found[prop], value):
-                report.keep(label)
+            if has_value(found[prop], value) or (not report.check and not _set(found[prop], value)):
+                report.keep(f"{name} {prop}")
             else:
-                report.change(
-                    "set",
-                    name,
-                    partial(lzc_set_prop, name, prop, value),
-                    property=prop,
-                    before=found[prop].value,
-                    after=value,
+                report.changes.append(
+                    {"action": "set", "name": name, "property": prop, "before": found[prop].value, "after": value}
                 )
+
+
+def _set(item: Property, value: str) -> bool:
+    """Set a property. Returns whether it changed: ZFS stores some values in another form, such as ``auto``."""
+    lzc_set_prop(item.name, item.prop, value)
+    return get_props([item.name], [item.prop])[item.name][item.prop] != item
+
+
+_ALIASES = {
+    "aclinherit": {"secure": "restricted"},
+    "acltype": {"disabled": "off", "noacl": "off", "posixacl": "posix"},
+    "compression": {"gzip-6": "gzip"},
+}
+"""Values that ZFS accepts, and the values that it prints instead. Older versions print some of them."""
+_UNLIMITED = ("0", str(2**64 - 1))
+"""The numbers that ZFS prints for the value ``none``."""
 
 
 def has_value(item: Property, value: str) -> bool:
     """Return whether a property is set to ``value`` on the dataset itself. Sizes such as 1G are compared in bytes."""
     if not item.is_local:
         return False
-    if item.value == value:
+    aliases = _ALIASES.get(item.prop, {})
+    if aliases.get(item.value, item.value) == aliases.get(value, value):
         return True
-    if ":" in item.prop:
+    if ":" in item.prop or not item.value.isdigit():
         return False
-    return (value == "none" and item.value == "0") or (item.value.isdigit() and parse_size(value) == int(item.value))
+    return (value == "none" and item.value in _UNLIMITED) or parse_size(value) == int(item.value)
 
 
 def inherit(options: Namespace, report: Report) -> None:

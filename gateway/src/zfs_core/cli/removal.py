@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 
 from zfs_core.bookmarks import lzc_destroy_bookmarks
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
+from zfs_core.cli.losses import list_clones_by_origin, require_unused
 from zfs_core.cli.report import Report
 from zfs_core.datasets import lzc_destroy
 from zfs_core.listing import list_datasets, list_snapshots
@@ -39,15 +40,12 @@ def destroy(options: Namespace, report: Report) -> None:
     for name in bookmarks:
         if name not in missing_names:
             report.change("destroy", name, partial(lzc_destroy_bookmarks, [name]))
-    for name in filesystems:
-        if name not in missing_names:
-            _destroy_filesystem(name, options.recursive, report)
+    _destroy_filesystems([name for name in filesystems if name not in missing_names], options.recursive, report)
 
 
 def _destroy_snapshots(names: list[str], missing_names: list[str], options: Namespace, report: Report) -> None:
     if options.recursive:
-        parents = [name for name in names if report.exists(filesystem_of(name))]
-        expanded_names = [name for name in expand(parents) if name not in names]
+        expanded_names = [name for name in expand(names) if name not in names]
         found_names = report.find(expanded_names)
         below = [name for name in expanded_names if name in found_names]
         # A snapshot may be gone from the filesystem itself but remain below it.
@@ -56,19 +54,20 @@ def _destroy_snapshots(names: list[str], missing_names: list[str], options: Name
     _check_missing(missing_names, options)
     report.keep(*missing_names)
     names = [name for name in names if name not in missing_names]
-    props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
-    clones = _list_clones_by_origin(names)
-    held_names = [name for name in names if props[name]["userrefs"].number]
     if not options.defer:
-        _require_unused(held_names, {name: clones[name] for name in names if name in clones})
+        if len(set(map(pool_of, names))) > 1:
+            raise CommandError(Kind.INVALID, "all snapshots must be in the same pool: run lzc once for each pool")
+        require_unused(names, ", or pass --defer")
         if names:
             report.change_all("destroy", names, partial(lzc_destroy_snaps, names, False))
         return
+    props = get_props(names, ["userrefs", "defer_destroy"]) if names else {}
+    clones = list_clones_by_origin(names)
     for name in names:
         if props[name]["defer_destroy"].is_on:
             report.keep(name)
         else:
-            action = "defer" if name in held_names or name in clones else "destroy"
+            action = "defer" if props[name]["userrefs"].number or name in clones else "destroy"
             report.change(action, name, partial(lzc_destroy_snaps, [name], True))
 
 
@@ -83,61 +82,45 @@ def _has_same_name(snapshot: str, others: list[str]) -> bool:
     return any(each.startswith(f"{filesystem}/") and each.endswith(f"@{short}") for each in others)
 
 
-def _list_clones_by_origin(snapshots: list[str]) -> dict[str, list[str]]:
-    """Return the clones of these snapshots, by snapshot, without snapshots that have none."""
-    result: dict[str, list[str]] = {}
-    for pool in dict.fromkeys(map(pool_of, snapshots)):
-        datasets = list_datasets(pool, types="filesystem,volume")
-        for name, props in get_props(datasets, ["origin"]).items():
-            if props["origin"].value in snapshots:
-                result.setdefault(props["origin"].value, []).append(name)
-    return result
-
-
-def _require_unused(held_names: list[str], clones: Mapping[str, list[str]]) -> None:
+def _destroy_filesystems(names: list[str], recursive: bool, report: Report) -> None:
+    """Destroy filesystems and volumes, after all checks for all of them."""
+    origins: dict[str, str] = {}
+    for pool in dict.fromkeys(map(pool_of, names)):
+        origins |= _read_origins(pool)
+    prefixes = tuple(f"{name}/" for name in names)
+    tree = {each for each in origins if each in names or (recursive and each.startswith(prefixes))}
+    for name in names if not recursive else ():
+        _require_no_dependents(name, tree)
+    roots = [name for name in names if not name.startswith(prefixes)]
+    held_names = [
+        each for root in roots for each, props in get_tree(root, ["userrefs"]).items() if props["userrefs"].number
+    ]
     if held_names:
         raise CommandError(
-            Kind.IN_USE,
-            f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release), or pass --defer",
-            held_names,
+            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
         )
-    if clones:
-        related = [name for names in clones.values() for name in names]
+    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
+    if outside:
         raise CommandError(
             Kind.IN_USE,
-            f"{quote(list(clones))} has the clones {quote(related)}: destroy or promote them first, or pass --defer",
-            related,
+            f"snapshots below {quote(roots)} have the clones {quote(outside)}: promote or destroy them first",
+            outside,
         )
+    for each in order_for_removal(tree, origins):
+        if snapshots := list_snapshots(each):
+            report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
+        report.change("destroy", each, partial(lzc_destroy, each, unmounted=True))
 
 
-def _destroy_filesystem(name: str, recursive: bool, report: Report) -> None:
-    dependents = [each for each in list_datasets(name, types="filesystem,volume,snapshot") if each != name]
-    if dependents and not recursive:
+def _require_no_dependents(name: str, tree: Container[str]) -> None:
+    below = list_datasets(name, types="filesystem,volume,snapshot")
+    if dependents := [each for each in below if each not in tree]:
         raise CommandError(
             Kind.IN_USE,
             f"{name!r} has {len(dependents)} snapshots and children ({quote(dependents)}): destroy them first, or pass "
             "--recursive to lose them",
             dependents,
         )
-    held_names = [each for each, props in get_tree(name, ["userrefs"]).items() if props["userrefs"].number]
-    if held_names:
-        raise CommandError(
-            Kind.IN_USE, f"{quote(held_names)} is held: release its holds first (lzc holds, lzc release)", held_names
-        )
-    origins = _read_origins(pool_of(name))
-    tree = [each for each in origins if each == name or each.startswith(f"{name}/")]
-    outside = [each for each, origin in origins.items() if each not in tree and filesystem_of(origin) in tree]
-    if outside:
-        raise CommandError(
-            Kind.IN_USE,
-            f"snapshots below {name!r} have the clones {quote(outside)}: promote or destroy them first",
-            outside,
-        )
-    for each in order_for_removal(tree, origins):
-        snapshots = list_snapshots(each)
-        if snapshots:
-            report.change_all("destroy", snapshots, partial(lzc_destroy_snaps, snapshots, False))
-        report.change("destroy", each, partial(lzc_destroy, each, unmounted=True))
 
 
 def _read_origins(pool: str) -> dict[str, str]:
@@ -145,7 +128,7 @@ def _read_origins(pool: str) -> dict[str, str]:
     return {name: props["origin"].value for name, props in get_props(datasets, ["origin"]).items()}
 
 
-def order_for_removal(tree: list[str], origins: Mapping[str, str]) -> list[str]:
+def order_for_removal(tree: Iterable[str], origins: Mapping[str, str]) -> list[str]:
     """Sort datasets so that children and clones come before the datasets that they depend on.
 
     Raises CommandError if a dataset is a clone of one of its own descendants, because no order is possible then.

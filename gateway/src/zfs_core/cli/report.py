@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from zfs_core.cli.failures import Kind, describe
+from zfs_core.exceptions import ZFSError
 from zfs_core.listing import find_types, lzc_exists
 
 
@@ -35,9 +37,17 @@ class Report:
 
     def change_all(self, action: str, names: Iterable[str], function: Callable[[], object], **details: object) -> None:
         """Make one change that affects several names, and record it for each."""
+        self.change_together([{"action": action, "name": name, **details} for name in names], function)
+
+    def change_together(self, changes: list[dict[str, object]], function: Callable[[], object]) -> None:
+        """Make several changes with one function, and record them. If it fails, record those that were made."""
         if not self.check:
-            function()
-        self.changes += [{"action": action, "name": name, **details} for name in names]
+            try:
+                function()
+            except Exception as error:
+                self.changes += _find_made_changes(changes, error)
+                raise
+        self.changes += changes
 
     def keep(self, *names: str) -> None:
         """Record that names are in the desired state already."""
@@ -50,3 +60,25 @@ class Report:
         if self.changes or self.unchanged:
             result |= {"changes": self.changes, "unchanged": self.unchanged}
         return result | self.results
+
+
+_CREATING_ACTIONS = frozenset(("bookmark", "clone", "create", "receive", "rename", "snapshot"))
+
+
+def _find_made_changes(changes: list[dict[str, object]], error: Exception) -> list[dict[str, object]]:
+    """Return the changes that were made although the function that makes them raised ``error``.
+
+    Only names that were created or destroyed show that.
+    """
+    # A name that the function found to exist was created by someone else.
+    is_conflict = isinstance(error, ZFSError) and describe(error).kind is Kind.EXISTS
+    try:
+        found_names = find_types(str(change["name"]) for change in changes)
+    except ZFSError:
+        return []
+    return [
+        change
+        for change in changes
+        if (change["action"] == "destroy" and change["name"] not in found_names)
+        or (change["action"] in _CREATING_ACTIONS and change["name"] in found_names and not is_conflict)
+    ]

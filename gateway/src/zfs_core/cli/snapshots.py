@@ -5,10 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 
-from zfs_core.bookmarks import lzc_bookmark
+from zfs_core.bookmarks import lzc_bookmark, lzc_destroy_bookmarks, lzc_get_bookmarks
 from zfs_core.changes import has_changed_since
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import expand, quote, require_existing
+from zfs_core.cli.losses import require_unused
 from zfs_core.cli.report import Report
 from zfs_core.exceptions import SnapshotNotFound
 from zfs_core.holds import lzc_get_holds, lzc_hold, lzc_release
@@ -16,6 +17,7 @@ from zfs_core.listing import list_snapshots
 from zfs_core.names import filesystem_of, pool_of
 from zfs_core.properties import get_props
 from zfs_core.snapshots import lzc_destroy_snaps, lzc_rollback_to, lzc_snapshot
+from zfs_core.support import is_supported
 
 
 def snapshot(options: Namespace, report: Report) -> None:
@@ -47,23 +49,34 @@ def rollback(options: Namespace, report: Report) -> None:
     filesystem = filesystem_of(target)
     snapshots = list_snapshots(filesystem)
     newer_snapshots = snapshots[snapshots.index(target) + 1 :] if target in snapshots else []
-    if newer_snapshots and not options.destroy_newer:
+    newer_bookmarks = _list_newer_bookmarks(target)
+    newer_names = newer_bookmarks + newer_snapshots
+    if newer_names and not options.destroy_newer:
         raise CommandError(
             Kind.IN_USE,
-            f"{filesystem!r} has newer snapshots ({quote(newer_snapshots)}): roll back to the newest one, or pass "
-            "--destroy-newer to lose them",
-            newer_snapshots,
+            f"{filesystem!r} has newer snapshots or bookmarks ({quote(newer_names)}): roll back to the newest one, or "
+            "pass --destroy-newer to lose them",
+            newer_names,
         )
+    require_unused(newer_snapshots)
+    if newer_bookmarks:
+        report.change_all("destroy", newer_bookmarks, partial(lzc_destroy_bookmarks, newer_bookmarks))
     if newer_snapshots:
-        if held := [
-            name for name, props in get_props(newer_snapshots, ["userrefs"]).items() if props["userrefs"].number
-        ]:
-            raise CommandError(Kind.IN_USE, f"{quote(held)} is held: release its holds first (lzc holds)", held)
         report.change_all("destroy", newer_snapshots, partial(lzc_destroy_snaps, newer_snapshots, False))
-    elif not has_changed_since(filesystem, target):
+    if not newer_names and not has_changed_since(filesystem, target):
         report.keep(filesystem)
         return
     report.change("rollback", filesystem, partial(lzc_rollback_to, filesystem, target), snapshot=target)
+
+
+def _list_newer_bookmarks(snapshot: str) -> list[str]:
+    """Return the bookmarks that prevent a rollback to a snapshot."""
+    if not is_supported(lzc_get_bookmarks):
+        return []
+    filesystem = filesystem_of(snapshot)
+    target_txg = get_props([snapshot], ["createtxg"])[snapshot]["createtxg"].number
+    bookmarks = lzc_get_bookmarks(filesystem, ["createtxg"])
+    return [f"{filesystem}#{name}" for name, props in bookmarks.items() if props["createtxg"] > target_txg]
 
 
 def bookmark(options: Namespace, report: Report) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -15,12 +19,17 @@ from typing import IO
 
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import require_existing, require_parent
+from zfs_core.cli.losses import find_receive_losses
 from zfs_core.cli.report import Report
 from zfs_core.cli.resumable import find_resumed_snapshot, send_remainder
 from zfs_core.exceptions import ZFSError
 from zfs_core.names import filesystem_of
-from zfs_core.receive import lzc_receive, lzc_receive_resumable
+from zfs_core.receive import lzc_receive, lzc_receive_resumable, lzc_receive_with_header, receive_header
 from zfs_core.send import lzc_send
+
+_TAIL_BYTES = 64 << 10
+_DRAIN_SECONDS = 5.0
+_KILL_WAIT_SECONDS = 1.0
 
 
 def send(options: Namespace, report: Report) -> None:
@@ -60,19 +69,44 @@ def _send_to(fd: int, options: Namespace) -> None:
 
 
 def _send_to_file(options: Namespace) -> None:
-    """Write the stream to a file that has its name only when it is complete. Only its owner can read it."""
-    part = options.file.with_name(f"{options.file.name}.part")
+    """Write the stream to a new file that has its name only when it is complete. Only its owner can read it."""
+    path: Path = options.file
     try:
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb"):
-            os.fchmod(fd, 0o600)
-            _send_to(fd, options)
-            os.fsync(fd)
-        part.rename(options.file)
+        fd, part = tempfile.mkstemp(prefix=".lzc-", suffix=".part", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb"):
+                _send_to(fd, options)
+                os.fsync(fd)
+            _publish(Path(part), path)
+        finally:
+            Path(part).unlink(missing_ok=True)
+        _sync_directory(path.parent)
+    except FileExistsError:
+        raise CommandError(
+            Kind.EXISTS, f"the file {str(path)!r} was created by another program meanwhile: choose another name"
+        ) from None
     except OSError as error:
-        raise CommandError(Kind.FAILED, f"the file {str(part)!r} cannot be written: {error.strerror}") from None
+        raise CommandError(Kind.FAILED, f"the file {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _publish(part: Path, path: Path) -> None:
+    """Give a complete file its name. Raises FileExistsError if the name exists."""
+    try:
+        path.hardlink_to(part)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        # This file system has no hard links. The empty file reserves the name.
+        path.touch(exist_ok=False)
+        part.replace(path)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
     finally:
-        part.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def _send_and_report(label: str, options: Namespace, report: Report) -> None:
@@ -87,8 +121,9 @@ def _send_and_report(label: str, options: Namespace, report: Report) -> None:
 def _send_to_command(options: Namespace) -> dict[str, object]:
     """Send to the standard input of a command. Returns its JSON object, or its exit code.
 
-    If both sides fail, the error of the command is raised: it is usually the cause.
+    If both sides fail, the error of the command is raised: it is usually the cause. ``--timeout`` limits both together.
     """
+    deadline = time.monotonic() + options.timeout
     try:
         receiver = subprocess.Popen(
             options.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -97,30 +132,56 @@ def _send_to_command(options: Namespace) -> dict[str, object]:
         raise CommandError(
             Kind.INVALID, f"{options.command[0]!r} cannot be run ({error.strerror}): check the command after --"
         ) from None
-    assert receiver.stdin is not None
+    assert receiver.stdin is not None and receiver.stdout is not None and receiver.stderr is not None
+    # The command blocks if nobody reads what it prints while it receives.
+    output, errors = _Tail(receiver.stdout), _Tail(receiver.stderr)
     sending_error: ZFSError | None = None
+    has_ended = True
     try:
-        # The receiver must see the end of the stream, so its standard input is closed before the wait.
-        with receiver.stdin:
-            _send_to(receiver.stdin.fileno(), options)
-    except ZFSError as error:
-        sending_error = error
-    receiver.stdin = None
-    try:
-        output, errors = receiver.communicate(timeout=options.timeout)
+        try:
+            # The receiver must see the end of the stream, so its standard input is closed before the wait.
+            with receiver.stdin:
+                _send_to(receiver.stdin.fileno(), options)
+        except ZFSError as error:
+            sending_error = error
+        receiver.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise CommandError(
-            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
-        ) from None
+        has_ended = False
     finally:
         receiver.kill()
-    result = _parse_result(output)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            receiver.wait(_KILL_WAIT_SECONDS)
+    if not has_ended:
+        raise sending_error or CommandError(
+            Kind.TIMEOUT, f"{options.command[0]!r} did not end within {options.timeout:g} s and was killed"
+        )
+    result = _parse_result(output.read())
     if receiver.returncode != 0:
-        raise _receiver_error(options.command, receiver.returncode, result, errors.decode(errors="replace"))
+        raise _receiver_error(options.command, receiver.returncode, result, errors.read().decode(errors="replace"))
     # A receiver that has the snapshot already does not read the stream.
     if sending_error is not None and result.get("changed") is not False:
         raise sending_error
     return result or {"exit_code": 0}
+
+
+class _Tail:
+    """Reads the output of a command in a thread, and keeps its end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._data = file, b""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._file:
+            while data := os.read(self._file.fileno(), _TAIL_BYTES):
+                self._data = (self._data + data)[-_TAIL_BYTES:]
+
+    def read(self) -> bytes:
+        """Return the end of the output, after the command has ended."""
+        # A process that the command left in the background may keep the pipe open.
+        self._thread.join(_DRAIN_SECONDS)
+        return self._data
 
 
 def _parse_result(output: bytes) -> dict[str, object]:
@@ -143,6 +204,8 @@ def _receiver_error(command: list[str], status: int, result: dict[str, object], 
 
 
 def receive(options: Namespace, report: Report) -> None:
+    if (options.destroy_newer or options.replace) and not options.force:
+        raise CommandError(Kind.INVALID, "--destroy-newer and --replace extend --force: add it, or omit them")
     target, filesystem = _find_target(options, report), filesystem_of(options.target)
     if report.exists(target):
         if not options.if_absent:
@@ -155,9 +218,20 @@ def receive(options: Namespace, report: Report) -> None:
         require_existing(report, options.origin)
     if options.file and not options.file.is_file():
         raise CommandError(Kind.NOT_FOUND, f"the file {str(options.file)!r} does not exist: check its path")
-    if not options.file and not report.check and sys.stdin.isatty():
+    if report.check and not options.file:
+        # Reading the stream would break the sender's pipe.
+        report.change("receive", target, lambda: None)
+        return
+    if not options.file and sys.stdin.isatty():
         raise CommandError(Kind.INVALID, "standard input is a terminal: use a pipe, or --file")
-    report.change("receive", target, partial(_receive_from, options, target))
+    changes: list[dict[str, object]] = [{"action": "receive", "name": target}]
+    with _open_source(options.file) as file:
+        begin_record = b""
+        if options.force:
+            header, begin_record = receive_header(file.fileno())
+            if report.exists(filesystem):
+                changes = [*find_receive_losses(filesystem, header, options), *changes]
+        report.change_together(changes, partial(_receive_from, file.fileno(), begin_record, options, target))
 
 
 def _find_target(options: Namespace, report: Report) -> str:
@@ -178,17 +252,15 @@ def _find_target(options: Namespace, report: Report) -> str:
     return f"{name}@{snapshot}"
 
 
-def _receive_from(options: Namespace, target: str) -> None:
-    receive_stream = lzc_receive_resumable if options.resumable else lzc_receive
-    with _open_source(options.file) as file:
-        receive_stream(
-            target,
-            file.fileno(),
-            options.force,
-            origin=options.origin,
-            props=dict(options.set),
-            seconds=options.timeout,
-        )
+def _receive_from(fd: int, begin_record: bytes, options: Namespace, target: str) -> None:
+    """Receive a stream. ``begin_record``: its first record, if it has been read from ``fd`` already."""
+    arguments = {"origin": options.origin, "props": dict(options.set), "seconds": options.timeout}
+    if begin_record:
+        lzc_receive_with_header(target, fd, begin_record, options.force, options.resumable, **arguments)
+    elif options.resumable:
+        lzc_receive_resumable(target, fd, **arguments)
+    else:
+        lzc_receive(target, fd, **arguments)
 
 
 @contextlib.contextmanager

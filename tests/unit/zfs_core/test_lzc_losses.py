@@ -1,0 +1,521 @@
+"""The losses that `lzc` prevents, and the changes it reports. A fake `zfs` keeps the datasets of a pool in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import zfs_core.run
+from zfs_core import capabilities
+from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.cli.failures import CommandError, Kind
+from zfs_core.cli.main import main
+from zfs_core.exceptions import ZFSGenericError
+from zfs_core.outcome import Outcome
+from zfs_core.process import _make_outcome
+
+_POPEN = subprocess.Popen
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def _filesystem_of(name: str) -> str:
+    return name.partition("@")[0].partition("#")[0]
+
+
+class _Failure(Exception):
+    """The message of a failed command, and what it printed before."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.message, self.output = message, output
+
+
+class FakeZfs:
+    """Answers the commands that `lzc` runs as OpenZFS does, as far as these tests need it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, str]] = {}
+        self.commands: list[tuple[str, ...]] = []
+        self.failures: dict[str, str] = {}
+        """Messages of `zfs` for command lines that fail."""
+        self.before: dict[str, Callable[[], object]] = {}
+        """Functions that run before command lines."""
+        self.received = b""
+        self.stream_bytes = 0
+
+    def add(self, *names: str, **props: str) -> None:
+        for name in names:
+            number = str(len(self.objects) + 1)
+            kind = "snapshot" if "@" in name else "bookmark" if "#" in name else "filesystem"
+            defaults = {"type": kind, "guid": number, "createtxg": number, "userrefs": "0", "origin": "-"}
+            self.objects[name] = defaults | {"defer_destroy": "off"} | props
+
+    def execute(
+        self,
+        args: tuple[str, ...],
+        seconds: float | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        name: str | None = None,
+        program: str = "zfs",
+    ) -> Outcome:
+        self.commands.append(args)
+        self.before.get(" ".join(args), lambda: None)()
+        try:
+            if message := self.failures.get(" ".join(args)):
+                raise _Failure(message)
+            output = getattr(self, f"_{args[0]}")(list(args[1:]), stdin)
+            if stdout is not None:
+                with os.fdopen(stdout, "wb", closefd=False) as file:
+                    file.write(output.encode() + bytes(self.stream_bytes))
+        except _Failure as failure:
+            return _make_outcome(args, 1, failure.output.encode(), failure.message.encode(), name)
+        return _make_outcome(args, 0, output.encode(), b"", name)
+
+    def changes(self) -> list[str]:
+        """Return the commands that can change something."""
+        queries = ("get", "list", "holds", "inherit pyzfs:sync")
+        return [line for line in map(" ".join, self.commands) if not line.startswith(queries)]
+
+    def _require(self, name: str) -> dict[str, str]:
+        if name not in self.objects:
+            raise _Failure(f"cannot open '{name}': dataset does not exist")
+        return self.objects[name]
+
+    def _get(self, args: list[str], stdin: int | None) -> str:
+        position = args.index("-o") + 1
+        columns, props, names = args[position].split(","), args[position + 1].split(","), args[position + 2 :]
+        if "-r" in args:
+            names = [each for each in self.objects for name in names if each.startswith(name)]
+        output = ""
+        missing_names = [name for name in names if name not in self.objects]
+        for name in names:
+            for prop in props if name not in missing_names else ():
+                item = self.objects[name]
+                source = item.get(f"{prop} source", "-")
+                row = {"name": name, "property": prop, "value": item.get(prop, "-"), "source": source}
+                output += "\t".join(row[column] for column in columns) + "\n"
+        if missing_names:
+            raise _Failure(f"cannot open '{missing_names[0]}': dataset does not exist", output)
+        return output
+
+    def _list(self, args: list[str], stdin: int | None) -> str:
+        root, types = args[-1], args[args.index("-t") + 1].split(",")
+        columns = args[args.index("-o") + 1].split(",")
+        self._require(root)
+        names = [
+            name
+            for name, item in self.objects.items()
+            if item["type"] in types
+            and (_filesystem_of(name) == root or ("-r" in args and name.startswith(f"{root}/")))
+        ]
+        return "".join("\t".join({"name": n, **self.objects[n]}[c] for c in columns) + "\n" for n in names)
+
+    def _destroy(self, args: list[str], stdin: int | None) -> str:
+        name = args[-1]
+        item = self._require(name)
+        if item["userrefs"] != "0":
+            raise _Failure(
+                f"cannot destroy snapshot {name}: it's being held. Run 'zfs holds -r {name}' to see holders."
+            )
+        if any(each["origin"] == name for each in self.objects.values()):
+            raise _Failure(f"cannot destroy '{name}': snapshot has dependent clones")
+        if any(each != name and _filesystem_of(each) == name and "@" in each for each in self.objects):
+            raise _Failure(f"cannot destroy '{name}': filesystem has children")
+        for each in [each for each in self.objects if each == name or each.startswith(f"{name}#")]:
+            del self.objects[each]
+        return ""
+
+    def _create(self, args: list[str], stdin: int | None) -> str:
+        if args[-1] in self.objects:
+            raise _Failure(f"cannot create '{args[-1]}': dataset already exists")
+        self.add(args[-1])
+        return ""
+
+    _snapshot = _create
+
+    def _set(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
+    def _unmount(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
+    def _inherit(self, args: list[str], stdin: int | None) -> str:
+        return ""
+
+    def _rollback(self, args: list[str], stdin: int | None) -> str:
+        txg = int(self._require(args[-1])["createtxg"])
+        if any(
+            name.startswith((f"{_filesystem_of(args[-1])}@", f"{_filesystem_of(args[-1])}#"))
+            and int(item["createtxg"]) > txg
+            for name, item in self.objects.items()
+        ):
+            raise _Failure(f"cannot rollback to '{args[-1]}': more recent snapshots or bookmarks exist")
+        return ""
+
+    def _send(self, args: list[str], stdin: int | None) -> str:
+        self._require(args[-1])
+        return f"stream of {args[-1]}"
+
+    def _receive(self, args: list[str], stdin: int | None) -> str:
+        assert stdin is not None
+        with os.fdopen(stdin, "rb", closefd=False) as file:
+            self.received = file.read()
+        target = args[-1]
+        base_guid = struct.unpack_from("<Q", self.received, 48)[0]
+        snapshots = [name for name in self.objects if name.startswith(f"{_filesystem_of(target)}@")]
+        bases = [name for name in snapshots if int(self.objects[name]["guid"]) == base_guid]
+        if base_guid and not bases:
+            raise _Failure(
+                f"cannot receive incremental stream: most recent snapshot of {target} does not\n"
+                "match incremental source"
+            )
+        if "-F" in args and bases:
+            for name in snapshots[snapshots.index(bases[0]) + 1 :]:
+                del self.objects[name]
+        self.add(_filesystem_of(target), target)
+        return ""
+
+
+def make_stream(from_guid: int) -> bytes:
+    name = b"tank/source@new".ljust(256, b"\0")
+    return struct.pack("<IIQQQIIQQ256s", 0, 0, 0x2F5BACBAC, 0x11, 7, 2, 0, 99, from_guid, name) + b"records"
+
+
+@pytest.fixture
+def zfs(monkeypatch: pytest.MonkeyPatch) -> FakeZfs:
+    fake = FakeZfs()
+    fake.add("tank", "dozer")
+    monkeypatch.setattr(zfs_core.run, "execute", fake.execute)
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
+    return fake
+
+
+@pytest.fixture
+def run(zfs: FakeZfs, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_lzc(*argv: str) -> tuple[int, dict[str, Any]]:
+        status = main(argv)
+        return status, json.loads(capsys.readouterr().out)
+
+    return run_lzc
+
+
+def list_changes(result: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(change["action"], change["name"]) for change in result.get("changes", [])]
+
+
+# -- receive ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "pipe"])
+def receive(request: pytest.FixtureRequest, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that receives a stream into tank/a@new, from a file or from standard input."""
+
+    def run_receive(from_guid: int, *options: str) -> tuple[int, dict[str, Any]]:
+        stream = make_stream(from_guid)
+        if request.param == "file":
+            (tmp_path / "stream").write_bytes(stream)
+            return run("receive", "--file", f"{tmp_path}/stream", *options, "tank/a@new")
+        read_fd, write_fd = os.pipe()
+        os.write(write_fd, stream)
+        os.close(write_fd)
+        with os.fdopen(read_fd) as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            return run("receive", *options, "tank/a@new")
+
+    return run_receive
+
+
+def test_a_forced_receive_refuses_to_destroy_newer_snapshots(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    base_guid = int(zfs.objects["tank/a@1"]["guid"])
+    status, result = receive(base_guid, "--force")
+    assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", False), result
+    assert result["error"]["related"] == ["tank/a@2", "tank/a@3"]
+    assert "--destroy-newer" in result["error"]["message"]
+    assert zfs.changes() == []
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert status == 0, result
+    destroyed = [("destroy", "tank/a@2"), ("destroy", "tank/a@3")]
+    assert list_changes(result) == [*destroyed, ("receive", "tank/a@new")]
+    assert zfs.changes() == ["receive -u -F tank/a@new"]
+    assert zfs.received == make_stream(base_guid)
+
+
+def test_a_forced_receive_onto_the_newest_snapshot_needs_no_further_option(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    status, result = receive(int(zfs.objects["tank/a@1"]["guid"]), "--force")
+    assert (status, list_changes(result)) == (0, [("receive", "tank/a@new")]), result
+
+
+def test_newer_snapshots_that_cannot_be_destroyed_are_found_before_the_transfer(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    base_guid = int(zfs.objects["tank/a@1"]["guid"])
+    zfs.add("tank/clone", origin="tank/a@2")
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"]) == (5, ["tank/clone"]), result
+    zfs.objects["tank/a@2"]["userrefs"] = "1"
+    status, result = receive(base_guid, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"]) == (5, ["tank/a@2"]), result
+    assert zfs.changes() == []
+
+
+def test_a_whole_stream_replaces_a_filesystem_only_with_its_option(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a")
+    status, result = receive(0, "--force", "--destroy-newer")
+    assert (status, result["error"]["related"], zfs.changes()) == (4, ["tank/a"], []), result
+    assert "--replace" in result["error"]["message"]
+    status, result = receive(0, "--force", "--replace")
+    assert (status, list_changes(result)) == (0, [("replace", "tank/a"), ("receive", "tank/a@new")]), result
+
+
+def test_a_filesystem_with_snapshots_is_not_replaced(zfs: FakeZfs, receive: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    status, result = receive(0, "--force", "--replace")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@1"], []), result
+
+
+def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    (tmp_path / "stream").write_bytes(make_stream(int(zfs.objects["tank/a@1"]["guid"])))
+    argv = ("--check", "receive", "--file", f"{tmp_path}/stream", "tank/a@new", "--force")
+    assert run(*argv)[1]["error"]["related"] == ["tank/a@2"]
+    assert list_changes(run(*argv, "--destroy-newer")[1]) == [("destroy", "tank/a@2"), ("receive", "tank/a@new")]
+    assert zfs.changes() == []
+
+
+def test_the_options_that_allow_losses_need_force(run: Run) -> None:
+    for option in ("--destroy-newer", "--replace"):
+        status, result = run("receive", option, "tank/a@new")
+        assert (status, "add it" in result["error"]["message"]) == (2, True), result
+
+
+# -- send -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_the_user_is_never_overwritten(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    target, part = tmp_path / "stream", tmp_path / "stream.part"
+    part.write_text("of the user")
+    assert run("send", "tank/a@1", "--file", str(target))[0] == 0
+    assert (target.read_text(), part.read_text()) == ("stream of tank/a@1", "of the user")
+    target.unlink()
+    zfs.before["send tank/a@1"] = lambda: target.write_text("of another run")
+    status, result = run("send", "tank/a@1", "--file", str(target))
+    assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "stream": "of another run",
+        "stream.part": "of the user",
+    }
+
+
+def test_runs_that_overlap_do_not_mix_their_files(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    target = str(tmp_path / "stream")
+    zfs.before["send tank/a@1"] = lambda: main(["send", "tank/a@2", "--file", target])
+    main(["send", "tank/a@1", "--file", target])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["stream of tank/a@2"]
+
+
+def test_a_file_system_without_hard_links_gets_the_file_too(
+    zfs: FakeZfs, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    zfs.add("tank/a", "tank/a@1")
+    assert run("send", "tank/a@1", "--file", f"{tmp_path}/stream")[0] == 0
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("stream", "stream of tank/a@1")]
+
+
+def test_a_receiver_that_prints_more_than_a_pipe_holds_does_not_block(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.stream_bytes = 1 << 20
+    # It reads the stream only after it has printed.
+    script = (
+        "head -c 1000000 /dev/zero | tr '\\0' x; head -c 1000000 /dev/zero >&2; cat >/dev/null; echo; echo '{\"a\": 1}'"
+    )
+    with _deadline():
+        status, result = run("send", "tank/a@1", "--", "sh", "-c", script)
+    assert (status, result["receiver"]) == (0, {"a": 1}), result
+
+
+def test_a_receiver_that_does_not_end_is_killed(zfs: FakeZfs, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        receivers.append(_POPEN(*args, **options))
+        return receivers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    zfs.add("tank/a", "tank/a@1")
+    with _deadline():
+        status, result = run("send", "tank/a@1", "--timeout", "0.2", "--", "sleep", "1000")
+    assert (status, result["error"]["kind"]) == (10, "timeout"), result
+    zfs.before["send tank/a@1"] = lambda: _raise(CommandError(Kind.NOT_FOUND, "gone"))
+    with _deadline():
+        assert run("send", "tank/a@1", "--", "sleep", "1000")[0] == 3
+    assert [receiver.returncode for receiver in receivers] == [-signal.SIGKILL] * 2
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """Fail instead of waiting without limit."""
+
+    def fail(number: int, frame: object) -> NoReturn:
+        raise TimeoutError("lzc waits without limit")
+
+    previous_handler = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous_handler)
+
+
+# -- rollback ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_a_rollback_destroys_newer_bookmarks_only_with_its_option(
+    zfs: FakeZfs, run: Run, check: tuple[str, ...]
+) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.add("tank/a#1", createtxg=zfs.objects["tank/a@1"]["createtxg"])
+    zfs.add("tank/a@2", "tank/a#2")
+    status, result = run(*check, "rollback", "tank/a@1")
+    assert (status, result["error"]["related"]) == (5, ["tank/a#2", "tank/a@2"]), result
+    assert zfs.changes() == []
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert status == 0, result
+    destroyed = [("destroy", "tank/a#2"), ("destroy", "tank/a@2")]
+    assert list_changes(result) == [*destroyed, ("rollback", "tank/a")]
+    assert bool(zfs.changes()) is not bool(check)
+    assert "tank/a#1" in zfs.objects
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_clones_and_holds_of_newer_snapshots_prevent_a_rollback(zfs: FakeZfs, run: Run, check: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    zfs.add("tank/clone", origin="tank/a@3")
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/clone"], []), result
+    zfs.objects["tank/a@3"]["userrefs"] = "1"
+    status, result = run(*check, "rollback", "--destroy-newer", "tank/a@1")
+    assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@3"], []), result
+
+
+# -- reports of failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_failure_between_two_snapshots_reports_the_one_that_was_destroyed(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1", "tank/a@2", "tank/a@3")
+    zfs.failures["destroy tank/a@2"] = "cannot destroy 'tank/a@2': dataset is busy"
+    status, result = run("destroy", "tank/a@1", "tank/a@2", "tank/a@3")
+    assert (status, result["error"]["kind"], result["changed"]) == (5, "in_use", True), result
+    assert list_changes(result) == [("destroy", "tank/a@1"), ("destroy", "tank/a@3")]
+
+
+def test_a_filesystem_that_was_created_by_a_command_that_then_hung_is_reported(zfs: FakeZfs, run: Run) -> None:
+    def create_and_hang() -> None:
+        zfs.add("tank/a")
+        raise ZFSGenericError(errno.ETIMEDOUT, "tank/a", "`zfs create` did not finish within 60 s")
+
+    zfs.before["create tank/a"] = create_and_hang
+    status, result = run("create", "tank/a")
+    assert (status, result["changed"], list_changes(result)) == (10, True, [("create", "tank/a")]), result
+
+
+def test_what_someone_else_created_meanwhile_is_not_reported(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a")
+    zfs.before["snapshot tank/a@1"] = lambda: zfs.add("tank/a@1")
+    status, result = run("snapshot", "tank/a@1")
+    assert (status, result["error"]["kind"], result["changed"]) == (4, "exists", False), result
+
+
+def test_the_cause_of_a_failure_is_reported_even_if_zfs_cannot_be_asked(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    unreachable = "internal error: failed to initialize ZFS library"
+    zfs.failures["destroy tank/a@1"] = "cannot destroy 'tank/a@1': dataset is busy"
+    zfs.before["destroy tank/a@1"] = lambda: zfs.failures.update({"get -H -o name,value type tank/a@1": unreachable})
+    status, result = run("destroy", "tank/a@1")
+    assert (status, result["changed"]) == (5, False), result
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_snapshots_of_two_pools_are_refused_in_check_mode_too(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@x", "dozer/b", "dozer/b@x")
+    for check in ((), ("--check",)):
+        status, result = run(*check, "destroy", "tank/a@x", "dozer/b@x")
+        assert (status, result["error"]["kind"], zfs.changes()) == (2, "invalid", []), result
+    assert list_changes(run("destroy", "--defer", "tank/a@x", "dozer/b@x")[1]) == [
+        ("destroy", "tank/a@x"),
+        ("destroy", "dozer/b@x"),
+    ]
+
+
+@pytest.mark.parametrize("options", [(), ("--recursive",)])
+def test_a_child_that_is_named_too_is_destroyed_once(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/a/b", "dozer/c")
+    argv = ("destroy", *options, "tank/a", "tank/a/b", "dozer/c")
+    prediction = run("--check", *argv)
+    status, result = run(*argv)
+    assert (status, sorted(list_changes(result))) == (
+        0,
+        [("destroy", "dozer/c"), ("destroy", "tank/a"), ("destroy", "tank/a/b")],
+    ), result
+    assert prediction[1]["changes"] == result["changes"]
+
+
+def test_a_clone_that_is_named_too_is_destroyed_first(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/a", "tank/a@1")
+    zfs.add("tank/clone", origin="tank/a@1")
+    status, result = run("destroy", "--recursive", "tank/a", "tank/clone")
+    assert (status, [name for _, name in list_changes(result)]) == (0, ["tank/clone", "tank/a@1", "tank/a"]), result
+
+
+@pytest.mark.parametrize("options", [(), ("--recursive",)])
+def test_all_names_are_checked_before_one_is_destroyed(zfs: FakeZfs, run: Run, options: tuple[str, ...]) -> None:
+    zfs.add("tank/a", "tank/b")
+    zfs.add("tank/b@x", userrefs="1")
+    status, result = run("destroy", *options, "tank/a", "tank/b")
+    assert (status, result["error"]["related"], result["changed"]) == (5, ["tank/b@x"], False), result
+    assert zfs.changes() == []
+
+
+def test_holds_of_snapshots_that_are_gone_with_their_filesystem_are_released(zfs: FakeZfs, run: Run) -> None:
+    status, result = run("release", "--if-present", "--recursive", "keep", "tank/gone@x")
+    assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/gone@x"]), result
+    assert run("release", "--recursive", "keep", "tank/gone@x")[0] == 3
+
+
+# -- properties -------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_zfs_stores_in_another_form_changes_once(zfs: FakeZfs, run: Run) -> None:
+    zfs.add("tank/v", **{"refreservation": "0", "refreservation source": "default"})
+    stored = {"refreservation": "1082130432", "refreservation source": "local"}
+    zfs.before["set refreservation=auto tank/v"] = lambda: zfs.objects["tank/v"].update(stored)
+    status, result = run("set", "refreservation=auto", "tank/v")
+    assert (status, list_changes(result)) == (0, [("set", "tank/v")]), result
+    status, result = run("set", "refreservation=auto", "tank/v")
+    assert (status, result["changed"], result["unchanged"]) == (0, False, ["tank/v refreservation"]), result
+    assert run("--check", "set", "refreservation=auto", "tank/v")[1]["changed"]
