@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import zfs_core
 from zfs_core import run as zfs_run
@@ -267,6 +268,7 @@ def _measure_fork(live: EngineRunner, timers: Timers, answers: Answers, samples:
 def _measure_captures(ctx: Context, live: EngineRunner, answers: Answers, rounds: int, result: Result) -> None:
     """Measure snapshots of a sandbox that writes a little data before each one, and rollbacks to them."""
     floor: list[float] = []
+    rollback_floor: list[float] = []
     snapshot_times: list[float] = []
     rollback_times: list[float] = []
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
@@ -276,7 +278,10 @@ def _measure_captures(ctx: Context, live: EngineRunner, answers: Answers, rounds
             snapshot, elapsed = time_call(lambda: live.do(live.engine.snapshots.create(sandbox.id)))
             snapshot_times.append(elapsed)
             live.shell(sandbox.id, "dd if=/dev/urandom of=/root/bench bs=64k count=16 2>/dev/null")
-            floor.append(_measure_raw_snapshot(live.engine.snapshots.get(snapshot.id).host["zfsSnapshot"], number))
+            zfs_snapshot = live.engine.snapshots.get(snapshot.id).host["zfsSnapshot"]
+            floor.append(_measure_raw_snapshot(zfs_snapshot, number))
+            container = zfs_snapshot.partition("@")[0].rpartition("/")[0]
+            rollback_floor.append(measure_raw_rollback(zfs_snapshot, f"{container}/rollback{number}"))
             time.sleep(_COOLDOWN_SECONDS)
             answers.forget()
             start = time.perf_counter()
@@ -288,8 +293,12 @@ def _measure_captures(ctx: Context, live: EngineRunner, answers: Answers, rounds
     result.add_measure("floor_snapshot", "floor: zfs snapshot, no gateway", samples=floor)
     title = "engine.snapshots.create (files only, because jails have no memory snapshots)"
     result.add_measure("snapshot", title, samples=snapshot_times, floor="floor_snapshot")
-    title = "engine.sandboxes.rollback, until the agent answered"
-    result.add_measure("rollback", title, samples=rollback_times, floor="floor_agent")
+    title = "floor: zfs rollback in place, without a jail to stop and start, no gateway"
+    result.add_measure("floor_rollback", title, samples=rollback_floor)
+    title = "engine.sandboxes.rollback (a new clone and jail beside the old ones), until the agent answered"
+    result.add_measure("rollback", title, samples=rollback_times, floor="floor_rollback")
+    title = "the same, compared with the commands of a fork until the agent accepts a connection"
+    result.add_measure("rollback_fork", title, samples=rollback_times, floor="floor_agent")
 
 
 def _measure_raw_snapshot(snapshot: str, number: int) -> float:
@@ -298,6 +307,22 @@ def _measure_raw_snapshot(snapshot: str, number: int) -> float:
     _, elapsed = time_call(lambda: run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return elapsed
+
+
+def measure_raw_rollback(snapshot: str, name: str) -> float:
+    """Return how many milliseconds `zfs rollback` takes, on a dataset with the files of a snapshot.
+
+    The dataset ``name`` is a mounted clone of the snapshot, to which 1 MiB is written before. Destroys it afterwards.
+    """
+    run_command(("zfs", "clone", snapshot, name))
+    try:
+        run_command(("zfs", "snapshot", f"{name}@raw"))
+        mount_point = run_command(("zfs", "get", "-H", "-o", "value", "mountpoint", name)).strip()
+        Path(mount_point, "bench-rollback").write_bytes(os.urandom(1 << 20))
+        _, elapsed = time_call(lambda: run_command(("zfs", "rollback", f"{name}@raw")))
+        return elapsed
+    finally:
+        pools.destroy_all(name)
 
 
 def _measure_concurrent_forks(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.benches.jail import describe_zfs, run_command
+from benchmarks.benches.jail import describe_zfs, measure_raw_rollback, run_command
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.timers import time_call
@@ -110,6 +110,9 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
             snapshot = store.make_snapshot()
             _, elapsed = time_call(partial(storage.snapshots.capture, store.source.instance, snapshot))
             samples["snapshot"].append(elapsed)
+            full_name = storage.snapshots.full_name(snapshot.id)
+            elapsed = measure_raw_rollback(full_name, instances.dataset(f"rollback{number}"))
+            samples["floor_rollback"].append(elapsed)
             # In the storage, a rollback is a clone of a snapshot, and then the removal of the old clone.
             _measure_clone(store, snapshot, samples, "rollback")
             storage.snapshots.destroy(snapshot.id)
@@ -121,6 +124,7 @@ def _measure(ctx: Context, store: _Store, size: int, rounds: int, result: Result
         ("floor_snapshot", "floor: zfs snapshot, no gateway", ""),
         ("snapshot", "storage.snapshots.capture", "floor_snapshot"),
         ("rollback", "storage.instances.clone of a sandbox's snapshot, for a rollback", "floor_clone"),
+        ("floor_rollback", "zfs rollback in place, which the storage does not use, no gateway", ""),
         ("discard", "storage.instances.discard", ""),
     ):
         result.add_measure(

@@ -21,6 +21,7 @@ from zfs_core.running import waiting
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_WAITING_SHARE = 3 / 4
 _NEGLIGIBLE_SECONDS = 1.0
 _FUSE_DIRECTORY = Path("/var/run/zfs")
 
@@ -36,18 +37,18 @@ def run(
 ) -> Outcome:
     """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
 
-    ``seconds`` also includes the time that the command waits for others, and that of ``precheck``. Half of it is left
-    for the command, so that it is not killed because others were slow.
+    ``seconds`` also includes the time that the command waits for others, at most three quarters of it, and that of
+    ``precheck``. The rest is left for the command, so that it is not killed because others were slow.
 
     ``precheck`` is called first, with its timeout. On zfs-fuse, no other command can mount a file system between it and
     the command.
     """
     seconds = process.TIMEOUT_SECONDS if seconds is None else seconds
     start = time.monotonic()
-    wait_for_releases(seconds / 2)
+    wait_for_releases(seconds * _WAITING_SHARE)
     with contextlib.ExitStack() as stack:
         if _may_mount(args):
-            stack.enter_context(mount_lock(args[0], start + seconds / 2 - time.monotonic(), name))
+            stack.enter_context(mount_lock(args[0], start + seconds * _WAITING_SHARE - time.monotonic(), name))
         if precheck is not None:
             precheck(max(0.0, start + seconds - time.monotonic()) / 2)
         waited = time.monotonic() - start

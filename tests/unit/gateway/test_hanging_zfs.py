@@ -16,7 +16,7 @@ import pytest
 import zfs_core
 from zfs_core import capabilities, process
 from zfs_core import run as run_module
-from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
 from zfs_core.exceptions import DatasetNotFound, ZFSGenericError
 
 from sandbox_gateway.errors import Busy, NotFound, Timeout
@@ -188,7 +188,7 @@ def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_time
         wait_until(zfs_core.list_running_commands)
         (command,) = zfs_core.list_running_commands()
         assert (command.command, command.name) == ("zfs mount (waiting for another command)", "p/other")
-        with pytest.raises(ZFSGenericError, match=r"`zfs mount` waited 0\.5 s for another command .* not started"):
+        with pytest.raises(ZFSGenericError, match=r"`zfs mount` waited 0\.75 s for another command .* not started"):
             call.result(20)
     assert run_module.run("mount", "p/other").output == "p/other\n"
     assert zfs_core.list_running_commands() == []
@@ -196,12 +196,13 @@ def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_time
 
 def test_a_command_has_the_time_that_waiting_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
+    monkeypatch.setattr(capabilities, "_capabilities", openzfs_capabilities((2, 3)))
     monkeypatch.setattr(run_module, "execute", lambda _args, seconds, *_: timeouts.append(seconds))
     monkeypatch.setattr(run_module, "wait_for_releases", lambda seconds: timeouts.append(seconds))
     for negligible_seconds in (0.1, 1000.0):
         monkeypatch.setattr(run_module, "_NEGLIGIBLE_SECONDS", negligible_seconds)
         run_module.run("rename", "p/a", "p/b", seconds=100.0, precheck=lambda _: time.sleep(0.2))
-    assert timeouts[0] == timeouts[2] == 50 and 50 < timeouts[1] <= 99.8 and timeouts[3] == 100
+    assert timeouts[0] == timeouts[2] == 75 and 25 < timeouts[1] <= 99.8 and timeouts[3] == 100
 
 
 class _HangingOnce:
