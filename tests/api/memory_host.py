@@ -529,3 +529,9 @@ class MemoryHost:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._exit = callback
+
+
+class DependentSnapshotsHost(MemoryHost):
+    """A host that cannot remove a snapshot while sandboxes or volumes that were created from it exist."""
+
+    abilities = Abilities(memory=True, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)

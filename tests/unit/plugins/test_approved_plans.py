@@ -9,6 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 
 from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import DependentSnapshotsHost
 from tests.unit.plugins.test_plans import run_task
 
 _runs = itertools.count()
@@ -50,6 +52,10 @@ def client(gateway: MemoryGateway) -> Iterator[Client]:
         assert not run_task(client, kind, params).get("failed")
     yield client
     client.close()
+
+
+def copy_monday(client: Client) -> None:
+    assert run_task(client, "volume", {"name": ["copy"], "from_snapshot": "data@monday"})["changed"]
 
 
 def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
@@ -98,6 +104,8 @@ ROLL_BACK_WITH_DATA = ("rollback", {"sandbox": ["writer"], "snapshot": "with-dat
 ATTACH = ("volume", {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv/data", "read_only": True}]})
 REMOVE_TEMPLATE = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
 GROW = ("volume", {"name": ["data"], "size_mb": 256})
+PURGE = ("volume", {"name": ["data"], "snapshots": [], "purge": True})
+COPY = ("volume", {"name": ["mine"], "from_snapshot": "data@monday"})
 
 
 def act(kind: str, **params: Any) -> Callable[[Client], Any]:
@@ -142,6 +150,8 @@ def remove_golden(client: Client) -> None:
         (GROW, act("volume", name=["data"], state="absent", purge=True), "volume 'data' has been removed"),
         (GROW, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
         (GROW, act("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
+        (PURGE, copy_monday, "the clones of volume 'data' have changed"),
+        (COPY, copy_monday, "the clones of volume 'data' have changed"),
         (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
     ],
 )
@@ -180,6 +190,44 @@ def test_all_objects_that_a_task_names_are_compared(
     run_task(client, "sandbox", {"name": ["writer"], "template": "base", "volumes": mounts})
     run_task(client, "snapshot", {"name": ["with-data"], "sandbox": ["writer"], "volumes": ["data"]})
     test_nothing_is_done_after_a_change_by_others(gateway, client, task, drift, message)
+
+
+@pytest.mark.parametrize("params", [{"snapshots": []}, {"state": "absent"}])
+def test_nothing_is_done_before_a_removal_that_a_clone_prevents(tmp_path: Path, params: dict[str, Any]) -> None:
+    gateway = MemoryGateway(tmp_path, DependentSnapshotsHost(), log={"level": "error"})
+    client = Client(gateway.unix_url)
+    try:
+        gateway.build_template("base")
+        run_task(client, "volume", {"name": ["data"], "size_mb": 64, "snapshots": ["monday"]})
+        mounts = [{"name": "data", "path": "/srv/data"}]
+        run_task(client, "sandbox", {"name": ["web"], "template": "base", "volumes": mounts})
+        task = ("volume", {"name": ["data"], "attachments": [], "purge": True, **params})
+        (entry,) = make_plan(gateway, task)
+        assert len(entry["actions"]) == 2 and entry["actions"][0]["verb"] == "detach", entry
+        copy_monday(client)
+        before = read_state(client)
+        result = apply(client, task, entry)
+        assert "the clones of volume 'data' have changed since the plan was made (copy)" in result["msg"], result
+        assert read_state(client) == before
+    finally:
+        client.close()
+        gateway.end()
+
+
+def test_clones_that_the_run_makes_and_removes_itself_are_known(gateway: MemoryGateway, client: Client) -> None:
+    copy_monday(client)
+    tasks = [
+        ("volume", {"name": ["data"], "snapshots": ["v1"]}),
+        ("volume", {"name": ["copy"], "state": "absent"}),
+        *(("volume", {"name": [f"of-{host}"], "from_snapshot": "data@v1"}) for host in "abc"),
+        ("volume", {"name": ["of-c"], "size_mb": 128}),
+        ("volume", {"name": ["data"], "snapshots": ["v2"]}),
+    ]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    for task in [*tasks[:2], *reversed(tasks[2:5]), *tasks[5:]]:
+        result = apply(client, task, *entries, state=state)
+        assert result["changed"], result
 
 
 CREATE_FROM_EXTRA = ("sandbox", {"name": ["new"], "template": "extra"})

@@ -329,6 +329,7 @@ class VolumeSnapshotShape(Shape):
     sandbox_snapshot_id: str = Field(
         description="The sandbox snapshot that this snapshot is part of, and with which it is removed."
     )
+    clones: list[str] = Field(description="Names of the volumes that were created from this snapshot.")
     created_at: datetime
 
 
@@ -582,14 +583,15 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
     )
 
 
-def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
-    """Describe a snapshot of a volume. ``volume`` is the volume's name."""
+def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str, clones: list[str]) -> VolumeSnapshotShape:
+    """Describe a snapshot of a volume. ``volume`` is the volume's name; ``clones`` are the names of its clones."""
     return VolumeSnapshotShape(
         snapshot_id=snapshot.id,
         name=snapshot.name,
         volume_id=volume,
         size_mb=snapshot.size_mb,
         sandbox_snapshot_id=snapshot.sandbox_snapshot,
+        clones=clones,
         created_at=snapshot.created_at,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -78,8 +79,14 @@ class View:
             extra["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
         return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **extra)
 
-    def volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
-        return shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume))
+    def volume_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> list[shapes.VolumeSnapshotShape]:
+        clone_names: defaultdict[str, list[str]] = defaultdict(list)
+        for clone in self.engine.references.clones_of(snapshots):
+            clone_names[clone.from_snapshot].append(clone.name)
+        return [
+            shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume), clone_names[snapshot.id])
+            for snapshot in snapshots
+        ]
 
     def mount(self, mount: Mount) -> shapes.VolumeMountShape:
         return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
