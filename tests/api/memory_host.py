@@ -62,6 +62,8 @@ class Machine:
         self.identity: dict[str, Any] = {}
         self.forwarded_requests: list[tuple[str, dict[str, str], bytes]] = []
         """(request line, headers, body) of each request that did not come from the engine."""
+        self.sync_count = 0
+        """How often the engine made the guest write its cache to its disk."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -130,6 +132,7 @@ class Machine:
         elif target == "/process.Process/Start":
             _send(writer, 200, self._start_process(body), "application/connect+json")
         else:
+            self.sync_count += target == "/sync"
             _send(writer, 200, b'{"frozen": true}')
 
     async def _respond_to_client(
