@@ -681,3 +681,61 @@ def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
     assert not result.get("failed"), result
     changed_names = [outcome["name"] for outcome in result["outcomes"] if outcome["changed"]]
     assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged]
+
+
+UNLESS_CLEAN = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "backup_name": ["backup"]})
+WHEN_CHANGED = ("snapshot", {"name": ["new"], "sandbox": ["web"], "when_changed": True})
+
+
+@pytest.mark.parametrize("guest_writes", [False, True])
+@pytest.mark.parametrize("task", [UNLESS_CLEAN, WHEN_CHANGED])
+def test_a_plan_allows_what_a_sandbox_needs_that_has_diverged_by_then(
+    gateway: MemoryGateway, client: Client, task: Task, guest_writes: bool
+) -> None:
+    """The disk does not show what the guest has in its cache, or writes before the run."""
+    assert client.get("/sandboxes/web")["diverged"] is False
+    planner = Client(gateway.unix_url)
+    try:
+        assert planner.enter_plan(f"approved-plan-{next(_runs):06}")
+        result = run_task(planner, *task, check=True)
+    finally:
+        client.delete(f"/plans/{planner.plan_id}")
+        planner.close()
+    entry = json.loads(json.dumps(result[PLAN_KEY]))
+    assert result["changed"] is False and result["diff"] == {"before": {}, "after": {}}, result
+    assert result.get("sandbox", {}).get("diverged") is None, result
+    assert len(entry["actions"]) == 1
+    assert "only if sandbox web has diverged by then, which its disk does not show" in entry["unknown"], entry
+    if guest_writes:
+        gateway.machine("web").state["k"] = "v"
+    result = apply(client, task, entry)
+    assert not result.get("failed") and result["changed"] is guest_writes, result
+
+
+def test_a_refusal_that_depends_on_an_unexpected_change_is_not_predicted(
+    gateway: MemoryGateway, client: Client
+) -> None:
+    (entry,) = make_plan(gateway, ("rollback", {**UNLESS_CLEAN[1], "backup_name": ["idle"]}))
+    assert entry["failure"] is None and entry["actions"] == [], entry
+    assert entry["unknown"] == ["only if sandbox web has diverged by then, which its disk does not show"]
+
+
+@pytest.mark.parametrize("guest_writes", [False, True])
+def test_a_rollback_that_depends_on_the_guest_does_not_stop_later_tasks(tmp_path: Path, guest_writes: bool) -> None:
+    """On a host whose snapshots depend on one another, a rollback changes the users of the snapshot."""
+    gateway = MemoryGateway(tmp_path, DependentSnapshotsHost(), log={"level": "error"})
+    client = Client(gateway.unix_url)
+    try:
+        gateway.build_template("base")
+        run_task(client, "sandbox", {"name": ["web", "other"], "template": "base"})
+        run_task(client, "snapshot", {"name": ["golden"], "sandbox": ["web"]})
+        tasks = [("rollback", {"sandbox": ["web"], "snapshot": "golden"}), FORK]
+        entries = make_plan(gateway, *tasks)
+        if guest_writes:
+            gateway.machine("web").state["k"] = "v"
+        state = new_state()
+        results = [apply(client, task, *entries, state=state) for task in tasks]
+        assert [result["changed"] for result in results] == [guest_writes, True], results
+    finally:
+        client.close()
+        gateway.end()
