@@ -108,7 +108,7 @@ attributes:
     support: partial
     details:
       - Failures whose cause only the gateway's host can find are not predicted. On a jail host, this is the removal of
-        a snapshot from which another volume was created.
+        a volume or a snapshot that another program has cloned.
   idempotent:
     support: partial
     details:
