@@ -61,7 +61,14 @@ def object_version(path: str, data: Any, opened_at: str = "", *, is_removed: boo
     if data is None:
         return ""
     if isinstance(data, list):
-        return "entries=" + ",".join(f"{each.get('name', '')}:{each.get('snapshotID', '')}" for each in data)
+        version = "entries=" + ",".join(f"{each.get('name', '')}:{each.get('snapshotID', '')}" for each in data)
+        # The clones of other snapshots are users of sandboxes' snapshots. Older gateways do not list clones.
+        own_snapshots = [each for each in data if not each.get("sandboxSnapshotID")]
+        if all("clones" in each for each in own_snapshots):
+            version += " clones=" + ",".join(
+                f"{clone}:{each['snapshotID']}" for each in own_snapshots for clone in each["clones"]
+            )
+        return version
     if path.startswith("/volumes"):
         # A volume has no id in the API, but its owner or time of creation distinguishes it from others with its name.
         created_at = data.get("createdAt") or ""
@@ -194,6 +201,17 @@ def _list_objects(entries: Sequence[Entry]) -> dict[str, list[str]]:
     changes = [change for entry in entries for action in entry["actions"] for change in action["changes"]]
     created_names = {change["name"] for change in changes if change["before"] is None}
     removed_names = {change["name"] for change in changes if change["after"] is None}
+    # The gateway can list a sandbox that is rolled back as a user of the snapshot. The run may omit the rollback.
+    rolled_back_names = {
+        change["after"]["name"]
+        for entry in entries
+        for action in entry["actions"]
+        if action["verb"] == "rollback"
+        for change in action["changes"]
+        if change["kind"] == SANDBOX
+    }
+    created_names |= rolled_back_names
+    removed_names |= rolled_back_names
     for change in changes:
         if change["kind"] == VOLUME:
             before, after = (snapshots_in(change["name"], change[key]) for key in ("before", "after"))
@@ -397,6 +415,8 @@ class Approval:
         planned_parts, actual_parts = _parse_version(planned), _parse_version(actual)
         if "entries" in planned_parts:
             self._check_snapshots(entry, path, planned_parts["entries"], actual_parts.get("entries", ""), matching)
+            if "clones" in planned_parts and "clones" in actual_parts:
+                self._check_clones(path, planned_parts["clones"], actual_parts["clones"], matching)
             return
         planned_ident, actual_ident = planned_parts.get("id", ""), actual_parts.get("id", "")
         if planned_ident == _NEW:
@@ -442,6 +462,16 @@ class Approval:
             raise _unplanned_error(f"{what} have changed since the plan was made ({', '.join(sorted(missing_names))})")
         members = ({f"{volume}@{name}" for name in names} for names in (planned_snapshots, actual_snapshots))
         self._check_members(what, *members, {f"{volume}@{name}" for name in pending_names})
+
+    def _check_clones(self, path: str, planned: str, actual: str, matching: _Matching) -> None:
+        """Compare the volumes that were created from the snapshots of a volume, which are ``name:id of snapshot``."""
+        what = f"the clones of {_describe_path(path)}"
+        planned_clones, actual_clones = _parse_pairs(planned), _parse_pairs(actual)
+        for name in planned_clones.keys() & actual_clones.keys():
+            snapshot_ids = planned_clones[name], actual_clones[name]
+            if not matching.is_pending(snapshot_ids[0]) and not matching.text(*snapshot_ids):
+                raise _unplanned_error(f"{what} have changed since the plan was made ({name})")
+        self._check_members(what, planned_clones.keys(), actual_clones.keys(), self._created_names)
 
     def _check_members(self, what: str, planned: Set[str], actual: Set[str], pending_names: Set[str]) -> None:
         """Compare names that belong to an object. Other hosts of the run may already have made or removed theirs.

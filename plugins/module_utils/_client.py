@@ -210,10 +210,10 @@ class Client:
         self._remember(path, data)
         return data
 
-    def find(self, path: str) -> Any:
+    def find(self, path: str, **query: Any) -> Any:
         """Send a GET request like ``get``, but return None if the resource does not exist."""
         try:
-            return self.get(path)
+            return self.get(path, **query)
         except Failure as failure:
             if failure.kind == "not_found":
                 return None

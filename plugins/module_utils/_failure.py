@@ -29,10 +29,11 @@ class Failure(Exception):
 
     The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
     gateway's response, or None if there was none. ``condition`` says when a predicted failure occurs, and is empty if
-    it always does.
+    it always does. ``is_expected``: whether a check run predicts that the condition holds.
     """
 
     condition = ""
+    is_expected = True
 
     def __init__(
         self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None

@@ -59,20 +59,26 @@ class Action:
     """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``.
 
     ``condition``: "only if …" with the condition under which the run takes this step; empty if it always does.
+    ``is_expected``: whether a check run predicts that the condition holds.
     """
 
     verb: str
     changes: tuple[Change, ...]
     request: Mapping[str, Any] = field(default_factory=dict)
     condition: str = ""
+    is_expected: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions, in order, and the failures of refused resources by name."""
+    """The actions, in order, and the failures of refused resources by name.
+
+    ``unexpected_failures``: those whose condition does not hold, as a check run predicts.
+    """
 
     actions: tuple[Action, ...] = ()
     failures: Mapping[str, Failure] = field(default_factory=dict)
+    unexpected_failures: tuple[Failure, ...] = ()
 
 
 class Planner:
@@ -81,16 +87,20 @@ class Planner:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._failures: dict[str, Failure] = {}
+        self._unexpected_failures: list[Failure] = []
 
     def add(self, name: str, plan_one: Any) -> None:
         """Add the actions for ``name`` from ``plan_one()``, or store the Failure that it raises."""
         try:
             self._actions.extend(plan_one())
         except Failure as failure:
-            self._failures[name] = failure
+            if failure.is_expected:
+                self._failures[name] = failure
+            else:
+                self._unexpected_failures.append(failure)
 
     def plan(self) -> Plan:
-        return Plan(tuple(self._actions), dict(self._failures))
+        return Plan(tuple(self._actions), dict(self._failures), tuple(self._unexpected_failures))
 
 
 def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
@@ -152,30 +162,44 @@ def fill_from_session(
 def hide_unknown(shape: Mapping[str, Any], opened_at: str) -> dict[str, Any]:
     """Return the shape of an object in a plan session, with None for values that only the run can know.
 
-    These are times after the session began, at ``opened_at``, and measurements of new objects.
+    These are times after the session began, at ``opened_at``, measurements of new objects, and whether a sandbox has
+    diverged if its disk does not show it.
     """
     # A template that another client is building already has its real id.
     is_new = is_planned_id(shape.get("id")) or (shape.get("created_at") or "") > opened_at
     return {
         key: None
-        if (key in _TIME_KEYS and value is not None and value > opened_at) or (is_new and key in _MEASURED_KEYS)
+        if (key in _TIME_KEYS and value is not None and value > opened_at)
+        or (is_new and key in _MEASURED_KEYS)
+        or (key == "diverged" and may_have_diverged(shape))
         else value
         for key, value in shape.items()
     }
 
 
+def may_have_diverged(sandbox: Mapping[str, Any]) -> bool:
+    """Return whether a sandbox of a plan session may have diverged, although its disk shows no change.
+
+    Its guest may not have written everything to the disk, and it can write more until the run.
+    """
+    return sandbox["diverged"] is False and sandbox["state"] == "running"
+
+
 def diverged_condition(sandbox: Mapping[str, Any]) -> str:
     """Return the condition of an action that only a diverged sandbox needs, or "" if it is known to need the action."""
-    return f"only if sandbox {sandbox['name']} has diverged by then" if sandbox["diverged"] is None else ""
+    if sandbox["diverged"]:
+        return ""
+    hint = ", which its disk does not show" if sandbox["diverged"] is False else ""
+    return f"only if sandbox {sandbox['name']} has diverged by then{hint}"
 
 
 @contextlib.contextmanager
-def refused_under(condition: str) -> Iterator[None]:
+def refused_under(condition: str, *, is_expected: bool = True) -> Iterator[None]:
     """Mark a Failure that is raised inside this context as one that occurs only under ``condition``."""
     try:
         yield
     except Failure as failure:
-        failure.condition = condition
+        failure.condition, failure.is_expected = condition, is_expected
         raise
 
 

@@ -23,6 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Plan,
     Planner,
     diverged_condition,
+    may_have_diverged,
     refused_under,
     validate_names,
 )
@@ -71,6 +72,8 @@ class CurrentState:
     snapshot: Mapping[str, Any]
     taken_names: Mapping[str, str] = field(default_factory=dict)
     backups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_session: bool = False
+    """Whether this is the state of a plan session."""
 
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -101,7 +104,8 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     taken_names = find_taken_names(
         client, [name for name in backup_names if name not in backups], except_kind="snapshot"
     )
-    return CurrentState(resources, snapshot, {**taken_names, **dict.fromkeys(backups, "snapshot")}, backups)
+    taken_names.update(dict.fromkeys(backups, "snapshot"))
+    return CurrentState(resources, snapshot, taken_names, backups, is_session=client.is_planning)
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,9 +129,10 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
     if current is None:
         raise Failure(f"sandbox {name!r} not found: check the name, or create the sandbox first", "not_found")
     target_id = have.snapshot["id"]
-    condition = ""
+    condition, is_expected = "", True
     if want.unless_clean and current["snapshot_id"] == target_id:
-        if current["diverged"] is False:
+        is_expected = current["diverged"] is not False
+        if not is_expected and not (have.is_session and may_have_diverged(current)):
             return []
         condition = diverged_condition(current)
     after = {"name": current["name"], "state": "running", "snapshot_id": target_id, "diverged": False}
@@ -138,7 +143,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
     request: dict[str, Any] = {"sandbox": current["id"], "snapshot": target_id, "ref": want.snapshot}
     backup_name = want.backups.get(name)
     if backup_name:
-        with refused_under(condition):
+        with refused_under(condition, is_expected=is_expected):
             if backup_name in have.taken_names:
                 raise _refusals.name_taken_error(backup_name, have.taken_names[backup_name])
             check_running_for_capture(name, current)
@@ -146,7 +151,7 @@ def _plan_sandbox(want: DesiredState, have: CurrentState, name: str) -> list[Act
             Change(backup_name, None, captured_view(backup_name, current, _make_backup_description(have)), SNAPSHOT)
         )
         request["backup"] = {"name": backup_name, "description": _make_backup_description(have)}
-    return [Action("rollback", tuple(changes), request, condition)]
+    return [Action("rollback", tuple(changes), request, condition, is_expected)]
 
 
 def _make_backup_description(have: CurrentState) -> str:

@@ -183,19 +183,19 @@ class _Run:
         if self.failures and not self.continue_on_error:
             if self.approval is not None:
                 self.approval.check_unchanged(reads)
-            return self._add_entry(self._report(shapes), (), reads, shapes, shapes)
+            return self._add_entry(self._report(shapes), Plan(), reads, shapes, shapes)
         if plan.actions:
             self.client.require_version()
         if self.approval is not None:
             return self._apply_approved(self.approval, plan, shapes, reads)
         if self.check and (self.predict_only or not self.client.is_planning):
-            self.completed_actions = list(plan.actions)
+            self.completed_actions = [action for action in plan.actions if action.is_expected]
             return self._report(predict(shapes, self.completed_actions))
         self._apply(plan)
         if self.check:
             planned_shapes = self._observe_again(shapes) if self.completed_actions else shapes
             result = self._report(fill_from_session(predict(shapes, self.completed_actions), planned_shapes))
-            return self._add_entry(result, plan.actions, reads, shapes, planned_shapes)
+            return self._add_entry(result, plan, reads, shapes, planned_shapes)
         if self.completed_actions or self.failures:
             shapes = self._observe_again(shapes)
         return self._report(shapes)
@@ -310,7 +310,7 @@ class _Run:
     def _add_entry(
         self,
         result: dict[str, Any],
-        plan_actions: Sequence[Action],
+        plan: Plan,
         reads: Mapping[str, str],
         shapes: Mapping[str, Mapping[str, Any]],
         planned_shapes: Mapping[str, Mapping[str, Any]],
@@ -322,15 +322,16 @@ class _Run:
         if not self.client.is_planning or self.predict_only:
             return result
         costs, unknown = estimate_costs(self.completed_actions, shapes, self.client.typical_costs)
-        conditional_actions = [action for action in plan_actions if action.condition]
-        conditional = [*conditional_actions, *(each for each in self.failures.values() if each.condition)]
+        conditional_actions = [action for action in plan.actions if action.condition]
+        failures = [*self.failures.values(), *plan.unexpected_failures]
+        conditional = [*conditional_actions, *(each for each in failures if each.condition)]
         entry = _make_plan_entry(
             self.client,
-            actions=describe_actions(plan_actions),
+            actions=describe_actions(plan.actions),
             conditional=[
                 change.name for action in conditional_actions for change in action.changes if change.before is None
             ],
-            mentions=self._list_mentions(plan_actions),
+            mentions=self._list_mentions(plan.actions),
             reads=dict(reads),
             created={name: id for name, id in self._find_created_ids(planned_shapes).items() if is_planned_id(id)},
             costs=costs,
@@ -348,7 +349,7 @@ class _Run:
     def _apply(self, plan: Plan) -> None:
         for action in plan.actions:
             names = [change.name for change in action.changes]
-            if any(name in self.failures for name in names):
+            if not action.is_expected or any(name in self.failures for name in names):
                 continue
             try:
                 failures = self.resource_kind.apply(action, self.client)

@@ -22,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Plan,
     Planner,
     diverged_condition,
+    may_have_diverged,
     refused_under,
     require_minimum,
     validate_names,
@@ -118,6 +119,8 @@ class CurrentState:
     file: SnapshotFile | None = None
     file_failure: Failure | None = None
     """Why the file cannot be used, or why the gateway cannot export or import snapshots."""
+    is_session: bool = False
+    """Whether this is the state of a plan session."""
 
 
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
@@ -210,7 +213,15 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
-    return CurrentState(resources, sandboxes, heads, taken_names, file=file, file_failure=file_failure)
+    return CurrentState(
+        resources,
+        sandboxes,
+        heads,
+        taken_names,
+        file=file,
+        file_failure=file_failure,
+        is_session=client.is_planning,
+    )
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -278,15 +289,16 @@ def _plan_snapshot(want: DesiredState, have: CurrentState, name: str) -> list[Ac
             "not_found",
         )
     sandbox = have.sandboxes[want.sandboxes[name]]
-    condition = ""
+    condition, is_expected = "", True
     if want.when_changed:
-        if find_unchanged_snapshot(want, have, sandbox) is not None:
+        is_expected = find_unchanged_snapshot(want, have, sandbox) is None
+        if not is_expected and not (have.is_session and may_have_diverged(sandbox)):
             return []
         if find_unchanged_snapshot(want, have, {**sandbox, "diverged": False}) is not None:
             condition = diverged_condition(sandbox)
-    with refused_under(condition):
+    with refused_under(condition, is_expected=is_expected):
         check_running_for_capture(want.sandboxes[name], sandbox)
-        capture = _plan_capture(want, name, sandbox, condition)
+        capture = _plan_capture(want, name, sandbox, condition, is_expected=is_expected)
         return [capture, *_plan_export(want, have, name, capture.changes[0].after or {})]
 
 
@@ -361,7 +373,9 @@ def _plan_import(want: DesiredState, have: CurrentState, name: str) -> Action:
     return Action("import", (Change(name, None, after, SNAPSHOT),), request)
 
 
-def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], condition: str) -> Action:
+def _plan_capture(
+    want: DesiredState, name: str, sandbox: Mapping[str, Any], condition: str, *, is_expected: bool
+) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
             raise _refusals.volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
@@ -380,7 +394,7 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any], con
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
     if want.export_to:
         request["file"] = want.export_to
-    return Action("capture", (Change(name, None, after, SNAPSHOT),), request, condition)
+    return Action("capture", (Change(name, None, after, SNAPSHOT),), request, condition, is_expected)
 
 
 def plan_prewarm(

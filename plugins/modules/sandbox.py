@@ -217,8 +217,8 @@ sandboxes:
     parent_sandbox_id: {description: The sandbox it was forked from; empty if created from a template., type: str}
     diverged:
       description: >-
-        Whether its file system has changed since its head. V(null) if the module did not check, or if the agent did not
-        answer in time.
+        Whether its file system has changed since its head. V(null) if the module did not check, if the agent did not
+        answer in time, or if check mode cannot know it.
       type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}

@@ -50,8 +50,10 @@ attributes:
   check_mode:
     support: partial
     details:
-      - With O(unless_clean=true), check mode cannot know whether a sandbox that an earlier task of the check run has
-        changed will have diverged. It predicts the rollback, and the plan shows that the rollback depends on this.
+      - With O(unless_clean=true), check mode cannot know whether a running sandbox will have diverged by then. If its
+        disk does not show that it has diverged, it predicts no rollback. If an earlier task of the check run has
+        changed the sandbox, it predicts the rollback. In both cases, the plan contains the rollback, and shows that it
+        depends on this.
   idempotent:
     support: partial
     details:
@@ -102,8 +104,8 @@ sandboxes:
     parent_sandbox_id: {description: The sandbox it was forked from; empty if created from a template., type: str}
     diverged:
       description: >-
-        Whether its file system has changed since its head. V(null) if the module did not check, or if the agent did not
-        answer in time.
+        Whether its file system has changed since its head. V(null) if the module did not check, if the agent did not
+        answer in time, or if check mode cannot know it.
       type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}

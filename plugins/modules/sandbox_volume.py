@@ -107,8 +107,8 @@ attributes:
   check_mode:
     support: partial
     details:
-      - Failures that only the gateway's host can detect are not predicted. On a jail host, removing a snapshot from
-        which another volume was created is such a failure.
+      - Failures whose cause only the gateway's host can find are not predicted. On a jail host, this is the removal of
+        a volume or a snapshot that another program has cloned.
   idempotent:
     support: partial
     details:

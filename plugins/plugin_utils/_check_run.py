@@ -160,10 +160,11 @@ def require_machine(client: Client, sandbox: str, *, check_mode: bool) -> None:
     session of the run, if there is one.
     """
     path = f"/sandboxes/{quote_segment(sandbox)}"
-    real = None if is_planned_id(sandbox) else client.find(path)
+    # To determine whether a real sandbox has diverged, the gateway would make its guest write to its disk.
+    real = None if is_planned_id(sandbox) else client.find(path, diverged=False)
     if real is not None and not check_mode:
         return
-    planned = client.find(path) if enter_session(client) else None
+    planned = client.find(path, diverged=False) if enter_session(client) else None
     if planned is not None:
         _check_machine(planned, real, client.plan_opened_at)
     elif real is None and has_session():

@@ -122,7 +122,7 @@ def _replace_file(path: Path, data: bytes) -> None:
 
 
 def load(path: str) -> dict[str, Any]:
-    """Return the plan in a file. Raises Failure if the file is not a valid, unedited and unexpired plan.
+    """Return the plan in a file. Raises Failure if the file is not a valid and unedited plan.
 
     The plan is cached in this process until the file changes. Do not modify the plan.
     """
@@ -131,7 +131,6 @@ def load(path: str) -> dict[str, Any]:
         version, data = _read_file(path)
         plan = check(parse(data, path), path, data)
         _loaded_plans[path] = version, plan
-    _check_expiry(plan, path)
     return plan
 
 
@@ -157,7 +156,7 @@ def parse(data: str | bytes, path: str) -> Any:
 
 
 def check(document: Any, path: str, data: bytes | None = None) -> dict[str, Any]:
-    """Return a plan that was read from ``path``. Raises Failure if it is not a valid, unedited and unexpired plan.
+    """Return a plan that was read from ``path``. Raises Failure if it is not a valid and unedited plan.
 
     ``data``: the contents of the file, if the plan was read from one.
     """
@@ -172,11 +171,11 @@ def check(document: Any, path: str, data: bytes | None = None) -> dict[str, Any]
         _check_document(document, "")
     except _InvalidValue as error:
         raise Failure(f"the plan {path!r} is invalid: {error}. {_NEW_PLAN_HINT}") from None
-    _check_expiry(document, path)
     return dict(document)
 
 
-def _check_expiry(plan: Mapping[str, Any], path: str) -> None:
+def check_expiry(plan: Mapping[str, Any], path: str) -> None:
+    """Raise Failure if a plan that was read from ``path`` has expired."""
     if datetime.now(timezone.utc) >= _parse_time(plan["expires_at"]):
         raise Failure(f"the plan {path!r} expired at {plan['expires_at']}. {_NEW_PLAN_HINT}")
 

@@ -53,7 +53,8 @@ def load_applied_plan() -> dict[str, Any] | None:
     """Return the plan that this run applies, or None if it applies none. Raises Failure if it cannot be applied."""
     variables = load_extra_vars(DataLoader())
     if EXTRA_VARIABLE in variables:
-        plan = _plan_file.check(_read_variable(variables[EXTRA_VARIABLE]), f"-e {EXTRA_VARIABLE}")
+        path = f"-e {EXTRA_VARIABLE}"
+        plan = _plan_file.check(_read_variable(variables[EXTRA_VARIABLE]), path)
     else:
         callback = callback_loader.get(CALLBACK_NAME, class_only=True)
         path = C.config.get_config_value("apply", plugin_type="callback", plugin_name=callback._load_name)
@@ -65,7 +66,15 @@ def load_applied_plan() -> dict[str, Any] | None:
             f"the plan is incomplete ({'; '.join(plan['problems'])}), so it cannot be applied: fix these "
             "problems, then make a new plan with a check run"
         )
+    # A plan that expires during the run is applied to its end: a part of its changes would be worse than all of them.
+    if not _has_begun():
+        _plan_file.check_expiry(plan, path)
     return plan
+
+
+def _has_begun() -> bool:
+    """Return whether a task of this run has already used the plan."""
+    return (make_journal_path() / _APPLIED_NAME).exists()
 
 
 def _read_variable(value: Any) -> Any:

@@ -63,6 +63,8 @@ class Machine:
         self.identity: dict[str, Any] = {}
         self.forwarded_requests: list[tuple[str, dict[str, str], bytes]] = []
         """(request line, headers, body) of each request that did not come from the engine."""
+        self.sync_count = 0
+        """How often the engine made the guest write its cache to its disk."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -131,6 +133,7 @@ class Machine:
         elif target == "/process.Process/Start":
             _send(writer, 200, self._start_process(body), "application/connect+json")
         else:
+            self.sync_count += target == "/sync"
             _send(writer, 200, b'{"frozen": true}')
 
     async def _respond_to_client(
@@ -530,3 +533,9 @@ class MemoryHost:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._exit = callback
+
+
+class DependentSnapshotsHost(MemoryHost):
+    """A host that cannot remove a snapshot while sandboxes or volumes that were created from it exist."""
+
+    abilities = Abilities(memory=True, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)

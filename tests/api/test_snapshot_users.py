@@ -11,18 +11,13 @@ import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-from sandbox_gateway.hosts.base import Abilities
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import MemoryHost
-
-
-class _DependentSnapshotsHost(MemoryHost):
-    abilities = Abilities(memory=True, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)
+from tests.api.memory_host import DependentSnapshotsHost
 
 
 @pytest.fixture
 def gateway_with_dependent_snapshots(tmp_path: Path) -> Iterator[MemoryGateway]:
-    gateway = MemoryGateway(tmp_path, _DependentSnapshotsHost())
+    gateway = MemoryGateway(tmp_path, DependentSnapshotsHost())
     try:
         gateway.build_template()
         yield gateway

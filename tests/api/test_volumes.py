@@ -185,6 +185,7 @@ def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> N
         "volumeID": "data",
         "sizeMB": 512,
         "sandboxSnapshotID": "",
+        "clones": [],
     }
     unnamed_snapshot = api.post("/volumes/data/snapshots").json()
     assert unnamed_snapshot["name"] == unnamed_snapshot["snapshotID"]
@@ -193,6 +194,8 @@ def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> N
     copy = create_volume(api, "copy", fromSnapshot="data@monday")
     assert copy["fromSnapshot"] == snapshot["snapshotID"] and copy["sizeMB"] == 512
     assert create_volume(api, "other", fromSnapshot=snapshot["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
+    listed_clones = {each["name"]: each["clones"] for each in api.get("/volumes/data/snapshots").json()}
+    assert listed_clones == {"monday": ["copy", "other"], unnamed_snapshot["name"]: []}
     check_refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
     assert api.delete(f"/volumes/data/snapshots/{unnamed_snapshot['snapshotID']}").status_code == 204
     check_refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")

@@ -74,7 +74,8 @@ class Target:
         """Write a file of a playbook, such as the tasks of a role."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
+        # Each task gets a line of its own, as in a playbook that people write. Ansible does not know the lines of JSON.
+        path.write_text(f"---\n{json.dumps(content, indent=2)}\n")
 
     def run_playbooks(
         self, *names: str, options: tuple[str, ...] = (), environment: dict[str, str] | None = None

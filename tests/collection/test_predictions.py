@@ -94,7 +94,7 @@ def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str)
 
     ``write`` writes a file in a sandbox; ``end`` stops the machine of a sandbox; ``outdate`` makes a template look as
     if another version of the gateway had built it; ``keep`` makes the host keep the snapshots of a volume, as a jail
-    host does.
+    host does if another program has cloned them.
     """
     if change == "write":
         target.client.post(f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
@@ -207,8 +207,8 @@ This page also shows the exceptions:
 * Two modules are not idempotent with certain options: `sandbox_volume` with `rollback_to` and `sandbox_rollback` with
   `unless_clean: false` roll back on every run.
 * Check mode does not predict failures whose cause only the host can find: the `path` of a template does not exist, a
-  build fails, or a jail host must keep a snapshot of a volume because another volume was created from it. In these
-  cases, the real run fails and changes nothing.
+  build fails, or a jail host must keep a snapshot of a volume because another program has cloned it. In these cases,
+  the real run fails and changes nothing.
 * Check mode does not know which files and directories earlier tasks of the run create. If `import_from` does not
   exist, check mode refuses the task, and the plan lists as unknown whether an earlier task writes the file. If the
   directory of `export_to` does not exist, the real run fails and changes nothing.

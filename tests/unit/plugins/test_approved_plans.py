@@ -9,6 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from ansible_collections.grove.sandbox.plugins.module_utils._run import PLAN_KEY
 
 from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import DependentSnapshotsHost
 from tests.unit.plugins.test_plans import run_task
 
 _runs = itertools.count()
@@ -50,6 +52,10 @@ def client(gateway: MemoryGateway) -> Iterator[Client]:
         assert not run_task(client, kind, params).get("failed")
     yield client
     client.close()
+
+
+def copy_monday(client: Client) -> None:
+    assert run_task(client, "volume", {"name": ["copy"], "from_snapshot": "data@monday"})["changed"]
 
 
 def make_plan(gateway: MemoryGateway, *tasks: Task) -> list[dict[str, Any]]:
@@ -98,6 +104,8 @@ ROLL_BACK_WITH_DATA = ("rollback", {"sandbox": ["writer"], "snapshot": "with-dat
 ATTACH = ("volume", {"name": ["data"], "attachments": [{"sandbox": "other", "path": "/srv/data", "read_only": True}]})
 REMOVE_TEMPLATE = ("template", {"name": ["base"], "state": "absent", "when_unused": True})
 GROW = ("volume", {"name": ["data"], "size_mb": 256})
+PURGE = ("volume", {"name": ["data"], "snapshots": [], "purge": True})
+COPY = ("volume", {"name": ["mine"], "from_snapshot": "data@monday"})
 
 
 def act(kind: str, **params: Any) -> Callable[[Client], Any]:
@@ -142,6 +150,8 @@ def remove_golden(client: Client) -> None:
         (GROW, act("volume", name=["data"], state="absent", purge=True), "volume 'data' has been removed"),
         (GROW, act("volume", name=["data"], size_mb=128), "volume 'data' has changed"),
         (GROW, act("volume", name=["data"], rollback_to="monday"), "volume 'data' has changed"),
+        (PURGE, copy_monday, "the clones of volume 'data' have changed"),
+        (COPY, copy_monday, "the clones of volume 'data' have changed"),
         (CAPTURE, act("snapshot", name=["new"], sandbox=["other"]), "snapshot 'new' did not exist"),
     ],
 )
@@ -180,6 +190,46 @@ def test_all_objects_that_a_task_names_are_compared(
     run_task(client, "sandbox", {"name": ["writer"], "template": "base", "volumes": mounts})
     run_task(client, "snapshot", {"name": ["with-data"], "sandbox": ["writer"], "volumes": ["data"]})
     test_nothing_is_done_after_a_change_by_others(gateway, client, task, drift, message)
+
+
+@pytest.mark.parametrize("params", [{"snapshots": []}, {"state": "absent"}])
+def test_nothing_is_done_before_a_removal_that_a_clone_prevents(tmp_path: Path, params: dict[str, Any]) -> None:
+    gateway = MemoryGateway(tmp_path, DependentSnapshotsHost(), log={"level": "error"})
+    client = Client(gateway.unix_url)
+    try:
+        gateway.build_template("base")
+        run_task(client, "volume", {"name": ["data"], "size_mb": 64, "snapshots": ["monday"]})
+        mounts = [{"name": "data", "path": "/srv/data"}]
+        run_task(client, "sandbox", {"name": ["web"], "template": "base", "volumes": mounts})
+        task = ("volume", {"name": ["data"], "attachments": [], "purge": True, **params})
+        (entry,) = make_plan(gateway, task)
+        assert len(entry["actions"]) == 2 and entry["actions"][0]["verb"] == "detach", entry
+        copy_monday(client)
+        before = read_state(client)
+        result = apply(client, task, entry)
+        assert "the clones of volume 'data' have changed since the plan was made (copy)" in result["msg"], result
+        assert read_state(client) == before
+        (entry,) = make_plan(gateway, task)
+        assert "is in use by 1 clone (copy)" in entry["failure"], entry
+    finally:
+        client.close()
+        gateway.end()
+
+
+def test_clones_that_the_run_makes_and_removes_itself_are_known(gateway: MemoryGateway, client: Client) -> None:
+    copy_monday(client)
+    tasks = [
+        ("volume", {"name": ["data"], "snapshots": ["v1"]}),
+        ("volume", {"name": ["copy"], "state": "absent"}),
+        *(("volume", {"name": [f"of-{host}"], "from_snapshot": "data@v1"}) for host in "abc"),
+        ("volume", {"name": ["of-c"], "size_mb": 128}),
+        ("volume", {"name": ["data"], "snapshots": ["v2"]}),
+    ]
+    entries = make_plan(gateway, *tasks)
+    state = new_state()
+    for task in [*tasks[:2], *reversed(tasks[2:5]), *tasks[5:]]:
+        result = apply(client, task, *entries, state=state)
+        assert result["changed"], result
 
 
 CREATE_FROM_EXTRA = ("sandbox", {"name": ["new"], "template": "extra"})
@@ -633,3 +683,61 @@ def test_only_the_sandboxes_that_have_diverged_are_rolled_back_or_captured(
     assert not result.get("failed"), result
     changed_names = [outcome["name"] for outcome in result["outcomes"] if outcome["changed"]]
     assert changed_names == [name if kind == "rollback" else f"new-{name}" for name in names if name in diverged]
+
+
+UNLESS_CLEAN = ("rollback", {"sandbox": ["web"], "snapshot": "golden", "backup_name": ["backup"]})
+WHEN_CHANGED = ("snapshot", {"name": ["new"], "sandbox": ["web"], "when_changed": True})
+
+
+@pytest.mark.parametrize("guest_writes", [False, True])
+@pytest.mark.parametrize("task", [UNLESS_CLEAN, WHEN_CHANGED])
+def test_a_plan_allows_what_a_sandbox_needs_that_has_diverged_by_then(
+    gateway: MemoryGateway, client: Client, task: Task, guest_writes: bool
+) -> None:
+    """The disk does not show what the guest has in its cache, or writes before the run."""
+    assert client.get("/sandboxes/web")["diverged"] is False
+    planner = Client(gateway.unix_url)
+    try:
+        assert planner.enter_plan(f"approved-plan-{next(_runs):06}")
+        result = run_task(planner, *task, check=True)
+    finally:
+        client.delete(f"/plans/{planner.plan_id}")
+        planner.close()
+    entry = json.loads(json.dumps(result[PLAN_KEY]))
+    assert result["changed"] is False and result["diff"] == {"before": {}, "after": {}}, result
+    assert result.get("sandbox", {}).get("diverged") is None, result
+    assert len(entry["actions"]) == 1
+    assert "only if sandbox web has diverged by then, which its disk does not show" in entry["unknown"], entry
+    if guest_writes:
+        gateway.machine("web").state["k"] = "v"
+    result = apply(client, task, entry)
+    assert not result.get("failed") and result["changed"] is guest_writes, result
+
+
+def test_a_refusal_that_depends_on_an_unexpected_change_is_not_predicted(
+    gateway: MemoryGateway, client: Client
+) -> None:
+    (entry,) = make_plan(gateway, ("rollback", {**UNLESS_CLEAN[1], "backup_name": ["idle"]}))
+    assert entry["failure"] is None and entry["actions"] == [], entry
+    assert entry["unknown"] == ["only if sandbox web has diverged by then, which its disk does not show"]
+
+
+@pytest.mark.parametrize("guest_writes", [False, True])
+def test_a_rollback_that_depends_on_the_guest_does_not_stop_later_tasks(tmp_path: Path, guest_writes: bool) -> None:
+    """On a host whose snapshots depend on one another, a rollback changes the users of the snapshot."""
+    gateway = MemoryGateway(tmp_path, DependentSnapshotsHost(), log={"level": "error"})
+    client = Client(gateway.unix_url)
+    try:
+        gateway.build_template("base")
+        run_task(client, "sandbox", {"name": ["web", "other"], "template": "base"})
+        run_task(client, "snapshot", {"name": ["golden"], "sandbox": ["web"]})
+        tasks = [("rollback", {"sandbox": ["web"], "snapshot": "golden"}), FORK]
+        entries = make_plan(gateway, *tasks)
+        if guest_writes:
+            gateway.machine("web").state["k"] = "v"
+        state = new_state()
+        results = [apply(client, task, *entries, state=state) for task in tasks]
+        assert [result["changed"] for result in results] == [guest_writes, True], results
+    finally:
+        client.close()
+        gateway.end()

@@ -1,4 +1,4 @@
-"""Test that plan files are saved completely, and that only valid, unedited and unexpired ones are loaded."""
+"""Test that plan files are saved completely, and that only valid and unedited ones are loaded, until they expire."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible import constants as C
+from ansible_collections.grove.sandbox.plugins.callback.plan import CallbackModule
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _plan_file, _plan_journal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,19 +111,31 @@ def test_a_file_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch
         _plan_file.load(str(path))
 
 
-def test_a_loaded_plan_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / "plan.json")
-    _plan_file.save(path, make_document())
-    _plan_file.load(path)
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_variable: bool
+) -> None:
+    path, document = str(tmp_path / "plan.json"), make_document()
+    _plan_file.save(path, document)
+    monkeypatch.setattr(C, "DEFAULT_LOCAL_TMP", str(tmp_path))
+    # The plugin loader needs the collection in a directory of its own.
+    monkeypatch.setattr(_plan_journal.callback_loader, "get", lambda *_args, **_options: CallbackModule)
+    monkeypatch.setattr(C.config, "get_config_value", lambda *_args, **_options: path)
+    variables = {_plan_journal.EXTRA_VARIABLE: document} if is_variable else {}
+    monkeypatch.setattr(_plan_journal, "load_extra_vars", lambda _loader: variables)
 
     class Tomorrow(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
             return datetime.now(tz) + timedelta(days=1)
 
+    assert _plan_journal.applied_plan() == document
     monkeypatch.setattr(_plan_file, "datetime", Tomorrow)
     with pytest.raises(Failure, match=r"expired at"):
-        _plan_file.load(path)
+        _plan_journal.applied_plan()
+    with _plan_journal.approved(document, {"host": "localhost", "path": "play.yml:1"}):
+        pass
+    assert _plan_journal.applied_plan() == document
 
 
 def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +290,11 @@ def test_newer_formats_are_refused_before_their_fields(tmp_path: Path) -> None:
         _plan_file.load(str(path))
 
 
-def test_expired_plans_are_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "plan.json")
+def test_expired_plans_are_refused() -> None:
     hour_ago = datetime.now(UTC) - timedelta(hours=1)
-    _plan_file.save(path, make_document(created_at=hour_ago, lifetime_seconds=3600))
-    with pytest.raises(Failure, match=r"expired at \d{4}-\S+Z. Make a new plan"):
-        _plan_file.load(path)
-    _plan_file.save(path, make_document(created_at=hour_ago, lifetime_seconds=3660))
-    _plan_file.load(path)
+    with pytest.raises(Failure, match=r"'plan' expired at \d{4}-\S+Z. Make a new plan"):
+        _plan_file.check_expiry(make_document(created_at=hour_ago, lifetime_seconds=3600), "plan")
+    _plan_file.check_expiry(make_document(created_at=hour_ago, lifetime_seconds=3660), "plan")
 
 
 @settings(deadline=None)
@@ -304,10 +315,15 @@ def test_damaged_files_are_always_refused(data: st.DataObject, tmp_path_factory:
 
 @pytest.mark.parametrize("plan_file", PLAN_FILES, ids=lambda each: each.name)
 def test_the_collection_accepts_the_same_files_as_all_readers(plan_file: PlanFile, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
     sentence = plan_file.write(tmp_path / "plan.json")
+
+    def load() -> None:
+        _plan_file.check_expiry(_plan_file.load(path), path)
+
     if not sentence:
-        _plan_file.load(str(tmp_path / "plan.json"))
+        load()
         return
     with pytest.raises(Failure) as error_info:
-        _plan_file.load(str(tmp_path / "plan.json"))
+        load()
     assert error_info.value.message.startswith(f"{sentence}. "), error_info.value.message

@@ -7,8 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from ansible import constants as C
 from ansible_collections.grove.sandbox.plugins.plugin_utils._task_path import make_portable_path
+
+from tests.collection.runner import Target
 
 ROLE_FILE = "tasks/main.yml"
 
@@ -87,3 +90,14 @@ def test_paths_can_be_relative(checkout: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(checkout)
     assert make_portable_path(str(checkout / "plays/site.yml"), ["plays/site.yml"]) == "site.yml"
     assert make_portable_path(str(checkout / "plays/site.yml"), []) == "plays/site.yml"
+
+
+def test_each_task_of_a_test_playbook_has_its_own_line(tmp_path: Path) -> None:
+    """Otherwise, no test shows that a plan distinguishes tasks by their lines."""
+    task = {"ansible.builtin.debug": {"msg": "the same"}}
+    Target("unix:///run/gateway.sock", tmp_path).write_playbook("play.yml", {"tasks": [task, task]})
+    text = (tmp_path / "play.yml").read_text()
+    assert text.startswith("---\n"), "Ansible would read it as JSON, without lines"
+    (play,) = yaml.compose(text).value
+    first, second = next(value.value for key, value in play.value if key.value == "tasks")
+    assert first.start_mark.line < second.start_mark.line

@@ -12,7 +12,7 @@ from sandbox_gateway.engine.in_use import (
     create_volume_mounted_error,
     create_volume_snapshot_in_use_error,
 )
-from sandbox_gateway.engine.index import is_removed_when_unused
+from sandbox_gateway.engine.index import is_removed_when_unused, sort_oldest_first
 from sandbox_gateway.errors import InUse
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
@@ -125,12 +125,16 @@ class References:
         writers = [sandbox for sandbox, mount in self._index.mounts_of(volume) if not (mount.read_only or force)]
         return create_volume_mounted_error(volume, writers=writers, busy=self._index.is_pinned(volume))
 
+    def clones_of(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+        """Return the volumes that were created from ``snapshots``, oldest first."""
+        ids = {snapshot.id for snapshot in snapshots}
+        if not ids:
+            return []
+        return sort_oldest_first(volume for volume in self._index.volumes.values() if volume.from_snapshot in ids)
+
     def _find_blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the clones that prevent the deletion of ``snapshots``."""
-        ids = {snapshot.id for snapshot in snapshots}
-        if self._host.abilities.independent_snapshots or not ids:
-            return []
-        return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
+        return [] if self._host.abilities.independent_snapshots else self.clones_of(snapshots)
 
     def _find_blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
         """Return the sandbox snapshots that include one of ``snapshots``, except transient ones."""

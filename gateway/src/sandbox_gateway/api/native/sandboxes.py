@@ -84,8 +84,17 @@ async def index(
 
 
 @router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
-async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
-    return await view.describe_sandbox_with_divergence(engine.sandboxes.get(ref))
+async def show(
+    ref: Ref,
+    engine: EngineDep,
+    view: ViewDep,
+    diverged: Annotated[
+        bool,
+        Query(description="Report whether the sandbox has diverged from its head; its guest then writes to its disk"),
+    ] = True,
+) -> shapes.SandboxShape:
+    sandbox = engine.sandboxes.get(ref)
+    return await view.describe_sandbox_with_divergence(sandbox) if diverged else view.describe_sandbox(sandbox)
 
 
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")

@@ -329,6 +329,7 @@ class VolumeSnapshotShape(Shape):
     sandbox_snapshot_id: str = Field(
         description="The sandbox snapshot that this snapshot is part of; both are removed together."
     )
+    clones: list[str] = Field(description="Names of the volumes that were created from this snapshot.")
     created_at: datetime
 
 
@@ -584,14 +585,15 @@ def describe_volume(
     )
 
 
-def describe_volume_snapshot(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
-    """Describe a snapshot of a volume. ``volume`` is the volume's name."""
+def describe_volume_snapshot(snapshot: VolumeSnapshot, volume: str, clones: list[str]) -> VolumeSnapshotShape:
+    """Describe a snapshot of a volume. ``volume`` is the volume's name; ``clones`` are the names of its clones."""
     return VolumeSnapshotShape(
         snapshot_id=snapshot.id,
         name=snapshot.name,
         volume_id=volume,
         size_mb=snapshot.size_mb,
         sandbox_snapshot_id=snapshot.sandbox_snapshot,
+        clones=clones,
         created_at=snapshot.created_at,
     )
 

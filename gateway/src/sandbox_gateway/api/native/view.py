@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -80,8 +81,14 @@ class View:
             volume, await self._read_volume_state(volume), self._describe_users(volume), **extra
         )
 
-    def describe_volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
-        return shapes.describe_volume_snapshot(snapshot, self._find_volume_name(snapshot.volume))
+    def describe_volume_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> list[shapes.VolumeSnapshotShape]:
+        clone_names: defaultdict[str, list[str]] = defaultdict(list)
+        for clone in self.engine.references.clones_of(snapshots):
+            clone_names[clone.from_snapshot].append(clone.name)
+        return [
+            shapes.describe_volume_snapshot(snapshot, self._find_volume_name(snapshot.volume), clone_names[snapshot.id])
+            for snapshot in snapshots
+        ]
 
     def describe_mount(self, mount: Mount) -> shapes.VolumeMountShape:
         return shapes.VolumeMountShape(

@@ -81,7 +81,7 @@ async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateVolumeSnapshot | None = None
 ) -> shapes.VolumeSnapshotShape:
     work = engine.volumes.create_snapshot(ref, (body and body.name) or "")
-    return view.describe_volume_snapshot(await cancel_on_disconnect(request, work))
+    return view.describe_volume_snapshots([await cancel_on_disconnect(request, work)])[0]
 
 
 @router.get("/volumes/{ref}/snapshots", summary="List the snapshots of a volume")
@@ -100,7 +100,7 @@ async def snapshots(
     items = paginate_list(
         matching_snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token
     )
-    return [view.describe_volume_snapshot(snapshot) for snapshot in items]
+    return view.describe_volume_snapshots(items)
 
 
 @router.delete("/volumes/{ref}/snapshots/{snapshot}", status_code=204, summary="Remove a snapshot of a volume")
