@@ -129,13 +129,13 @@ def test_a_plan_expires_until_a_run_has_begun_to_apply_it(
         def now(cls, tz: Any = None) -> Any:
             return datetime.now(tz) + timedelta(days=1)
 
-    assert _plan_journal.applied_plan() == document
+    assert _plan_journal.load_applied_plan() == document
     monkeypatch.setattr(_plan_file, "datetime", Tomorrow)
     with pytest.raises(Failure, match=r"expired at"):
-        _plan_journal.applied_plan()
+        _plan_journal.load_applied_plan()
     with _plan_journal.approved(document, {"host": "localhost", "path": "play.yml:1"}):
         pass
-    assert _plan_journal.applied_plan() == document
+    assert _plan_journal.load_applied_plan() == document
 
 
 def test_a_plan_that_cannot_be_saved_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
