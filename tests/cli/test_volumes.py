@@ -104,7 +104,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("create", "base", "--volume", "nothing:/srv/x"), 3, "`sandboxctl volume list` shows"),
         (("volume", "create", "data"), 4, "choose another name"),
         (("volume", "attach", "one", "data:/srv/other"), 4, "already"),
-        (("volume", "delete", "data"), 4, "volume detach SANDBOX VOLUME` unmounts it; --with-snapshots removes"),
+        (("volume", "delete", "data"), 4, "volume detach SANDBOX VOLUME` unmounts it; --with-snapshots also removes"),
         (("volume", "rollback", "data", "monday"), 4, "--force rolls it back anyway"),
         (("volume", "delete", "held", "--with-snapshots"), 4, "`sandboxctl snapshot delete SNAPSHOT` removes"),
         (("volume", "grow", "data", "512M"), 2, "shrink"),

@@ -31,9 +31,9 @@ _DOCS = Path(__file__).parents[3] / "docs" / "operations.md"
 _NOT_OPERATIONS = {
     # queries
     "Sandboxes.has_diverged",
-    "Sandboxes.usage",
-    "Templates.guest_digest",
-    "Volumes.state",
+    "Sandboxes.get_usage",
+    "Templates.compute_guest_digest",
+    "Volumes.get_state",
     "RoomMonitor.report",
     "Transfers.export",  # the transfer itself takes as long as its client
     # consists of a measured operation
@@ -49,7 +49,7 @@ _NOT_OPERATIONS = {
     "RoomMonitor.require_for_capture",
     "RoomMonitor.require_for_machines",
     # background work
-    "Loads.history",
+    "Loads.get_history",
     "Loads.watch",
     "PrewarmPool.discard_all",
     "PrewarmPool.keep_ready",

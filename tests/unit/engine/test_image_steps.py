@@ -55,10 +55,10 @@ def test_each_command_sees_the_settings_of_the_steps_before_it() -> None:
     [
         ("COPY", ["a", "/b"], "files cannot be copied"),
         ("EXPOSE", ["80"], "'EXPOSE' is not supported: use RUN, ENV, WORKDIR and USER"),
-        ("RUN", [], "the step RUN has 0 arguments"),
-        ("ENV", ["A"], "the step ENV has 1 arguments"),
-        ("ENV", [], "the step ENV has 0 arguments"),
-        ("USER", [""], "the step USER has 1 arguments"),
+        ("RUN", [], "the step RUN has the wrong number of arguments, 0"),
+        ("ENV", ["A"], "the step ENV has the wrong number of arguments, 1"),
+        ("ENV", [], "the step ENV has the wrong number of arguments, 0"),
+        ("USER", [""], "the step USER has the wrong number of arguments, 1"),
         ("WORKDIR", ["relative"], "use an absolute path first"),
     ],
 )

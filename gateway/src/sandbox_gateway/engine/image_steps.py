@@ -55,7 +55,7 @@ class ImageSteps:
             case "COPY", _:
                 raise Unsupported(COPY_PROBLEM)
             case (("RUN" | "ENV" | "WORKDIR" | "USER"), _):
-                raise Invalid(f"the step {kind} does not accept {len(args)} arguments: correct their number")
+                raise Invalid(f"the step {kind} has the wrong number of arguments, {len(args)}: correct it")
             case _:
                 raise Unsupported(f"the step {kind[:40]!r} is not supported: use RUN, ENV, WORKDIR and USER")
 
