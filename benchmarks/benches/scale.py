@@ -344,7 +344,7 @@ def _add_measures(
     start_limit_ms: float | None,
     is_largest: bool,
 ) -> None:
-    """Add the measures of one size. Only the largest size has targets."""
+    """Add the measurements for one size. Only the largest size has targets."""
 
     def make_p50_target(value: float | None) -> Target | None:
         return Target("p50", value) if is_largest and value is not None else None

@@ -145,7 +145,7 @@ class _Run:
         self._taken_ids: list[str] = []
 
     def result(self) -> dict[str, Any]:
-        """Carry out the task. Starts again if another client creates an object of the task at the same time."""
+        """Carry out the task. Starts over if another client creates one of its objects at the same time."""
         deadline = time.monotonic() + self.client.timeout
         while True:
             result = self._plan_and_apply()

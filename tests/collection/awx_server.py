@@ -1,8 +1,8 @@
-"""A test double of AWX with the parts of ``/api/v2`` that are needed to run declare.yml and to launch its jobs.
+"""A test double for AWX with the parts of ``/api/v2`` that are needed to run declare.yml and to launch its jobs.
 
 It rejects invalid requests. It accepts only fields for which the modules of awx.awx have options, with the same types
-and choices. Referenced objects must exist, names must be unique, surveys and credential types must follow AWX's rules,
-and a project contains the playbooks of a directory. Stored secrets are never returned.
+and choices. Referenced objects must exist, names must be unique, and surveys and credential types must follow AWX's
+rules. The playbooks of a project are read from a local directory. Stored secrets are never returned.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_qemu_without_the_capture_command_is_refused(cache_file: Path, tmp_pat
     qemu_without_command = write_script(
         tmp_path / "qemu", f'{qemu} "$@" | sed s/xen-save-devices-state/something-else/g'
     )
-    with pytest.raises(BackendFailed, match="has no command xen-save-devices-state, which captures need"):
+    with pytest.raises(BackendFailed, match="does not have the command xen-save-devices-state, which captures require"):
         probe(cache_file, qemu=qemu_without_command)
 
 

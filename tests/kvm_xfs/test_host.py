@@ -1,4 +1,4 @@
-"""Test what is specific to the KVM/XFS host: isolation of machines, limits of snapshots, and failures."""
+"""Test what is specific to the KVM/XFS host: isolation, snapshots that must be refused, and failures."""
 
 from __future__ import annotations
 

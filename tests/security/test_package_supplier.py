@@ -302,7 +302,7 @@ def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, at
 def test_pins_include_the_sdists_that_freebsd_builds(
     genuine_files: dict[str, bytes], genuine_sdists: dict[str, bytes]
 ) -> None:
-    """Otherwise, someone would have to turn off the check of hashes on FreeBSD."""
+    """Otherwise, someone would have to turn off hash checking on FreeBSD."""
     names = {pin.name for pin in list_pins_without_wheels(genuine_files)}
     assert {"maturin", "pydantic-core"} <= names
     assert {_parse_project(name) for name in genuine_sdists} == names

@@ -104,7 +104,7 @@ def test_a_plan_session_changes_nothing(target: Target, is_open: bool) -> None:
 
 
 def test_an_applied_run_gives_no_rights(target: Target) -> None:
-    """The path of a run, open or unknown, gives no key more rights. Even the health of the gateway then needs a key."""
+    """A path below a run gives a key no more rights, whether the run exists or not. Even `/health` needs a key."""
     for headers in (READ_HEADERS, EXEC_HEADERS, {}):
         caller = Caller(target.gateway, headers)
         status, body = caller.request("POST", RUNS_PATH, json.dumps({"run": "an attack on every route"}).encode())

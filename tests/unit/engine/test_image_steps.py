@@ -88,8 +88,8 @@ def test_commands_that_repeat_a_large_environment_are_refused_before_they_fill_t
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([("ENV", [f"V{number}", "x" * 1000]) for number in range(100)], "variables of more than 64 KiB in total"),
-        ([("ENV", ["A", "x" * 40_000, "B", "x" * 40_000])], "variables of more than 64 KiB in total"),
+        ([("ENV", [f"V{number}", "x" * 1000]) for number in range(100)], "take up more than 64 KiB in total"),
+        ([("ENV", ["A", "x" * 40_000, "B", "x" * 40_000])], "take up more than 64 KiB in total"),
         (
             [("WORKDIR", ["/a"]), *[("WORKDIR", ["b" * 1000])] * 5],
             "the working directory '/a/bb.* is 5007 characters long",

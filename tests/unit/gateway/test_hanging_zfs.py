@@ -177,11 +177,11 @@ def test_a_removal_is_refused_while_another_one_hangs_and_waits_for_one_that_doe
 
 
 def test_on_zfs_fuse_the_wait_for_another_mount_is_reported_and_part_of_the_timeout(
-    timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    set_timeout: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
     monkeypatch.setattr(run_module, "_FUSE_DIRECTORY", tmp_path)
-    timeout(60)
+    set_timeout(60)
     with ThreadPoolExecutor() as pool, run_module.mount_lock("clone", 5, "p/hanging"):
         assert run_module.run("receive", "-u", "p/new@a").output == "p/new@a\n", "it mounts nothing"
         call = pool.submit(run_module.run, "mount", "p/other", seconds=1.0, name="p/other")

@@ -219,7 +219,7 @@ async def test_no_resolver_remains_for_a_slot_that_is_removed_in_the_meantime(mo
         return endpoint
 
     monkeypatch.setattr(slots, "run_in_thread", run_in_thread)
-    with pytest.raises(BackendFailed, match="its machine has ended"):
+    with pytest.raises(BackendFailed, match="its machine has stopped"):
         await pool.apply(removed_slot, NetworkPolicy(allow_internet=False, allow_out=[API]))
     assert endpoint.fileno() == -1 and pool._resolvers == {}
 

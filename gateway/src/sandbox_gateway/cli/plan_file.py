@@ -255,8 +255,8 @@ def _read(path: Path) -> bytes:
         raise Failure(
             f"the plan {str(path)!r} does not exist",
             ExitCode.NOT_FOUND,
-            "check the path: `ansible-playbook --check` writes the file that the option plan_file of the callback "
-            "grove.sandbox.plan names",
+            "check the path: `ansible-playbook --check` writes the plan to the file that is set in the option "
+            "plan_file of the callback grove.sandbox.plan",
         ) from None
     except OSError as error:
         raise Failure(

@@ -89,8 +89,8 @@ class ImageSteps:
             self._env_size -= len(name.encode()) + len(env[name].encode())
         if self._env_size > _MAX_ENV_BYTES:
             raise Invalid(
-                f"the steps set variables of more than {_MAX_ENV_BYTES >> 10} KiB in total: put long values into files "
-                "in the image"
+                f"the variables that the steps set take up more than {_MAX_ENV_BYTES >> 10} KiB in total: put long "
+                "values into files in the image"
             )
         env[name] = value
 

@@ -1,9 +1,9 @@
-"""The data plane, which streams requests to ports inside sandboxes, and the responses to them.
+"""The data plane, which streams requests to ports inside sandboxes, and their responses back to the clients.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
 `E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorizes requests. This module
-does not use a proxy library: such libraries trust the service and pool connections by address, but here services are
-untrusted, and connections end with the machine.
+does not use a proxy library: such libraries trust the service, and they pool connections by address. Here, services
+are untrusted, and connections must close when the machine stops.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class SlotPool:
         endpoint = await run_in_thread(open_socket, slot)
         if self._slots.get(slot.number) is not slot:  # Its machine has ended. Another slot may soon have this number.
             endpoint.close()
-            raise BackendFailed(f"the network slot {slot.name} was removed: its machine has ended")
+            raise BackendFailed(f"the network slot {slot.name} was removed because its machine has stopped")
         self._resolvers[slot.number] = Resolver(endpoint, names, self._upstream, open_addresses)
 
     def _close_resolver(self, number: int) -> None:

@@ -143,7 +143,7 @@ async def _check_qemu(config: KvmXfs) -> str:
     commands, machine_types = await _list_features(config.qemu)
     if _CAPTURE_COMMAND not in commands:
         raise BackendFailed(
-            f"QEMU {match[1]} ({config.qemu}) has no command {_CAPTURE_COMMAND}, which captures need: "
+            f"QEMU {match[1]} ({config.qemu}) does not have the command {_CAPTURE_COMMAND}, which captures require: "
             "install a build that has it, such as Debian's or Ubuntu's"
         )
     if config.machine not in machine_types:
