@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zfs_core.capabilities import detect_capabilities
+
 from tests.jail_zfs import pools
 
 Lzc = Callable[..., tuple[int, dict[str, Any]]]
@@ -94,6 +96,19 @@ def test_streams_between_filesystems(lzc: Lzc, lzc_path: Path, root: str, root_p
     apply(lzc, root, "receive", "--if-absent", "--file", str(file), f"{root}/copy@two")
     status, result = lzc("receive", "--file", str(file), f"{root}/copy@three")
     assert (status, result["error"]["kind"]) == (7, "stream"), result
+    lzc("snapshot", f"{root}/copy@local")
+    lzc("snapshot", f"{root}/a@three")
+    file = tmp_path / "forced"
+    assert lzc("send", "--from", f"{root}/a@one", f"{root}/a@three", "--file", str(file))[0] == 0
+    forced = ("receive", "--if-absent", "--force", "--file", str(file), f"{root}/copy@three")
+    status, result = lzc(*forced)
+    assert (status, result["error"]["related"]) == (5, [f"{root}/copy@two", f"{root}/copy@local"]), result
+    if not detect_capabilities().receive_options:
+        assert lzc(*forced, "--destroy-newer")[0] == 8
+        assert lzc("rollback", "--destroy-newer", f"{root}/copy@one")[0] == 0
+    apply(lzc, root, *forced, "--destroy-newer")
+    snapshots = lzc("list", "--type", "snapshot", f"{root}/copy")[1]["names"]
+    assert snapshots == [f"{root}/copy@one", f"{root}/copy@three"]
     assert lzc("send", f"{root}/a@two", "--file", str(tmp_path / "whole"))[0] == 0
     file.write_bytes((tmp_path / "whole").read_bytes()[:1000])
     status, result = lzc("receive", "--file", str(file), f"{root}/other@one")

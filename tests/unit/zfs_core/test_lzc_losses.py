@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 import zfs_core.run
 from zfs_core import capabilities
-from zfs_core.capabilities import openzfs_capabilities
+from zfs_core.capabilities import ZFS_FUSE_CAPABILITIES, openzfs_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.main import main
 from zfs_core.exceptions import ZFSGenericError
@@ -283,6 +283,16 @@ def test_a_filesystem_with_snapshots_is_not_replaced(zfs: FakeZfs, receive: Run)
     zfs.add("tank/a", "tank/a@1")
     status, result = receive(0, "--force", "--replace")
     assert (status, result["error"]["related"], zfs.changes()) == (5, ["tank/a@1"], []), result
+
+
+def test_zfs_fuse_receives_only_onto_the_newest_snapshot(
+    zfs: FakeZfs, receive: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "_capabilities", ZFS_FUSE_CAPABILITIES)
+    zfs.add("tank/a", "tank/a@1", "tank/a@2")
+    status, result = receive(int(zfs.objects["tank/a@1"]["guid"]), "--force", "--destroy-newer")
+    assert (status, result["error"]["related"], zfs.changes()) == (8, ["tank/a@2"], []), result
+    assert "lzc rollback --destroy-newer tank/a@1" in result["error"]["message"]
 
 
 def test_check_mode_predicts_what_a_file_would_destroy(zfs: FakeZfs, run: Run, tmp_path: Path) -> None:

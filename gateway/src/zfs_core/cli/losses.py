@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zfs_core.capabilities import detect_capabilities
 from zfs_core.cli.failures import CommandError, Kind
 from zfs_core.cli.lookups import quote
 from zfs_core.listing import list_datasets, list_snapshots
@@ -44,6 +45,13 @@ def find_receive_losses(filesystem: str, header: Mapping[str, Any], options: Nam
             Kind.IN_USE,
             f"{filesystem!r} has snapshots ({quote(newer_snapshots)}) that are newer than the base of the stream, "
             f"{bases[0]!r}: send the changes since the newest one, or pass --destroy-newer to lose them",
+            newer_snapshots,
+        )
+    if newer_snapshots and not detect_capabilities().receive_options:
+        raise CommandError(
+            Kind.NOT_SUPPORTED,
+            "zfs-fuse cannot destroy newer snapshots while it receives: first run lzc rollback --destroy-newer "
+            f"{bases[0]}",
             newer_snapshots,
         )
     require_unused(newer_snapshots)
