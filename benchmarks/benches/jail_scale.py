@@ -10,7 +10,7 @@ import zfs_core
 from benchmarks.benches.scale import LOG_SETTINGS, make_settings, measure_sizes
 from benchmarks.context import Context
 from benchmarks.measure import Result
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import RECORD_PROPERTY, encode
 from sandbox_gateway.hosts.jail_zfs.storage.root import CONTAINERS, SANDBOXES, TEMPLATE_PREFIX
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_SCAN_PROPERTIES
 from sandbox_gateway.records import MemoryMode, Sandbox, SandboxState, Snapshot
@@ -92,7 +92,7 @@ class _ZfsStore:
 
     def _clone(self, sandbox: Sandbox, origin: str) -> None:
         """Create the dataset of a sandbox, with its record."""
-        options = {"canmount": "noauto", HEAD: encode(sandbox, 1)[HEAD]}
+        options = {"canmount": "noauto", RECORD_PROPERTY: encode(sandbox, 1)[RECORD_PROPERTY]}
         zfs_core.lzc_clone(f"{self._dataset}/{SANDBOXES}/{sandbox.instance}", origin, options)
 
     def read_all(self) -> object:
