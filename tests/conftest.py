@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
@@ -26,6 +27,10 @@ from tests.support.gateway import PROGRAM, TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
+
+# On a busy machine, generating an example can take a second.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 # Fast tests run first. Folders of one group share expensive fixtures.
 _GROUPS = {
