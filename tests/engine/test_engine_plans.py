@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.hosts.base import Abilities
 from tests.collection.plays import empty_gateway
 from tests.collection.runner import Target, Task
 from tests.support import session
@@ -26,7 +27,8 @@ VERBS = {
     *("create", "replace", "remove", "pause", "resume", "update", "set_timeout", "set_network", "attach", "detach"),
     *("fork", "clone", "capture", "rollback", "build", "grow", "remove_snapshot"),
 }
-"""The actions of all modules, apart from `prewarm`, which not every host supports."""
+"""The actions of all modules that every host supports."""
+TRANSFER_VERBS = {"export", "import", "protect"}
 
 
 def make_task(module: str, **options: Any) -> Task:
@@ -43,24 +45,37 @@ SET_UP = (
     make_task("sandbox", name="other", template=TEMPLATE),
     make_task("sandbox", name="busy", template=TEMPLATE, volumes=[make_mount("shared")]),
     make_task("sandbox_snapshot", name="mark", sandbox="box", volumes=["data"]),
-    make_task("sandbox", name=["box", "other"], state="paused"),
 )
+PAUSE = make_task("sandbox", name=["box", "other"], state="paused")
 
 
-def make_play(url: str, source: Path, *, can_prewarm: bool) -> tuple[Task, ...]:
+def export(files: Path, name: str = "portable") -> Task:
+    """Return a task that exports the snapshot ``portable``, and takes it first if it does not exist."""
+    options = {"name": "portable", "sandbox": "other", "memory": "none", "export_to": str(files / name)}
+    return make_task("sandbox_snapshot", **options)
+
+
+def make_play(url: str, source: Path, files: Path, abilities: Abilities) -> tuple[Task, ...]:
     """Return tasks with all actions on objects that exist, and on others that only the plan contains.
 
     The last task would run in a sandbox that only the plan contains. ``url``: the gateway's URL. ``source``: the
-    directory from which a template is built.
+    directory from which a template is built. ``files``: a directory with an exported snapshot that others can read.
     """
     web = {"name": "web", "from": "rootfs", "path": str(source)}
     prewarm = [
         make_task("sandbox_template", **web, prewarm=1),
         make_task("sandbox_snapshot", name="mark", sandbox="box", prewarm=1),
     ]
+    transfers = [
+        export(files),
+        export(files, "second"),
+        make_task("sandbox_snapshot", name="imported", import_from=str(files / "portable")),
+        make_task("sandbox_snapshot", name=["portable", "imported"], state="absent"),
+    ]
     return (
         make_task("sandbox_template", **web),
-        *(prewarm if can_prewarm else ()),
+        *(prewarm if abilities.prewarm else ()),
+        *(transfers if abilities.transfer else ()),
         make_task("sandbox", name="fresh", template="web"),
         make_task("sandbox_volume", name="copy", size_mb=128, from_snapshot="data@monday"),
         make_task("sandbox_volume", name="data", snapshots=["monday", "tuesday"]),
@@ -150,30 +165,40 @@ def test_a_check_run_changes_nothing_on_the_host(gateway: tuple[Gateway, Config]
     server, config = gateway
     target = Target(server.url, tmp_path)
     (tmp_path / "web").mkdir()
-    for result in target.play(*SET_UP):
+    files = tmp_path / "files"
+    files.mkdir()
+    transfers = (export(files),) if world.abilities.transfer else ()
+    for result in target.play(*SET_UP, *transfers, PAUSE):
         assert result["changed"], target.output
-    play = make_play(server.url, tmp_path / "web", can_prewarm=world.abilities.prewarm)
+    for file in files.iterdir():
+        file.chmod(0o644)
+    play = make_play(server.url, tmp_path / "web", files, world.abilities)
+
+    def read_state() -> dict[str, Any]:
+        return {**read_machine(world, config), "transfers": dict(read_files([files]))}
+
     machines = world.read_traces(config)["processes"]
     assert machines
     with collected_events(server, "volume.grown") as events:
         with stopped(machines):
-            before = read_machine(world, config)
+            before = read_state()
             results = target.run({"tasks": [*play]}, options=("--check", "--diff", "-v"))
-            assert_unchanged(before, read_machine(world, config))
+            assert_unchanged(before, read_state())
         assert events == []
         assert len(results) == len(play) - 1 and "failed=0" in target.output, target.output
         assert "sandbox fresh exists only in the plan: this task is skipped" in target.output, target.output
         planned_verbs = {
             verb for result in results for each in result.get("outcomes", ()) for verb in each.get("actions", ())
         }
-        assert planned_verbs - {"prewarm"} == VERBS
-        assert ("prewarm" in planned_verbs) is world.abilities.prewarm
+        optional_verbs = {"prewarm"} if world.abilities.prewarm else set()
+        optional_verbs |= TRANSFER_VERBS if world.abilities.transfer else set()
+        assert planned_verbs == VERBS | optional_verbs
         # The same comparison detects what a run changes.
         for result in target.play(
             make_task("sandbox", name="box", state="running"), make_task("sandbox_volume", name="data", size_mb=128)
         ):
             assert result["changed"], target.output
-    after = read_machine(world, config)
+    after = read_state()
     assert {kind for kind in before if after[kind] != before[kind]} >= {"files", "processes", "traces"}
     assert (after["properties"] != before["properties"]) is bool(before["properties"])
     assert events[-1] == "volume.grown" and len(events) > 1
