@@ -31,9 +31,8 @@ def recipe(lzc_path: Path, tmp_path: Path) -> Recipe:
     """Return a function that checks, runs and repeats a playbook. It returns the names of the changed tasks."""
 
     def run_recipe(name: str, **variables: object) -> list[str]:
-        options = {"zfs_resumable": detect_capabilities().receive_options, **variables}
         predicted_tasks, changed_tasks, repeated_tasks = (
-            _run_playbook(name, lzc_path, tmp_path, options, arguments) for arguments in (["--check"], [], [])
+            _run_playbook(name, lzc_path, tmp_path, variables, arguments) for arguments in (["--check"], [], [])
         )
         assert predicted_tasks == changed_tasks
         assert repeated_tasks == []
@@ -115,6 +114,9 @@ def test_replication(recipe: Recipe, lzc: Lzc, lzc_path: Path, root: str, root_p
     assert lzc("list", "--type=snapshot", f"{root}/copy")[1]["names"] == [f"{root}/copy@copy-{n}" for n in (1, 2)]
     pools.run("zfs", "mount", f"{root}/copy")
     assert (root_path / "copy/file").read_text() == "second"
+    lzc("snapshot", f"{root}/copy@copy-3")
+    with pytest.raises(AssertionError, match="exists already"):
+        _run_playbook("replicate", lzc_path, root_path, {**variables, "zfs_snapshot": "copy-3"}, [])
 
 
 def test_an_interrupted_transfer_continues(
