@@ -1,4 +1,4 @@
-"""Limit how slowly a client may send an import or receive an export, which hold a place in ``limits.transfers``."""
+"""Limit how slowly a client may send or receive a file, which holds a place in ``limits.transfers``."""
 
 from __future__ import annotations
 
